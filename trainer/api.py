@@ -113,6 +113,7 @@ _NOT_HERE = {
     "batch_size": "a step is a batch of data, as large as that is",
     "accumulate": "a step is a batch of data, as large as that is",
     "eval_every": "there is no held-out data; give fitted.reconstruct what you want measured",
+    "report_card": "there is no held-out data; give fitted.reconstruct what you want measured",
     **{
         name: "nothing is written before fitted.save"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")

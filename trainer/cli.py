@@ -116,7 +116,8 @@ def _parser() -> Parser:
     _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
     _add_import(add("import", _import, "make a run of an SAE that another tool has trained", IMPORT))
     judge = add("eval", _eval, "the report card of a trained SAE, on rows that it has not seen", EVAL)
-    judge.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
+    judge.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
+    judge.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that no run tells the rows of")
     judge.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     judge.add_argument(
         "--model",
@@ -244,8 +245,9 @@ def _join(flags: argparse.Namespace) -> int:
 
 
 def _train(job: JobConfig, spec: RankSpec, lock: RunLock, flags: argparse.Namespace, first_step: int = 0) -> int:
-    code = Foreground(job, spec, lock, first_step).run()
-    _print_result(result(job, spec), code, as_json=flags.json)
+    foreground = Foreground(job, spec, lock, first_step)
+    code = foreground.run()
+    _print_result(result(job, spec), code, foreground.cards(), as_json=flags.json)
     return code
 
 
@@ -280,13 +282,15 @@ def _folder_name(name: str) -> str:
     return f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
+def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as_json: bool) -> None:
     word = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}[code]
     if as_json:
         _say(json.dumps(result | {"state": word}))
         return
     for label, values in (result.get("saes") or {"": result}).items():
         _say(f"{label or 'SAE'}: {_quality(values)}")
+    for card in cards:
+        _say(card)
     what = "the SAEs are" if "saes" in result else "the SAE is"
     _say(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
@@ -345,6 +349,7 @@ def _eval(flags: argparse.Namespace) -> int:
         model=flags.model,
         n_tokens=flags.tokens,
         n_contexts=flags.contexts,
+        data=flags.data,
     )
     for card in [] if flags.json else cards:
         _say("\n".join(card["lines"]))

@@ -84,4 +84,5 @@ def _as_json(saes: Sequence[Sae]) -> dict[str, Any]:
         | {result.name: value_of(sae, result.name) for result in all_results()}
         for sae in saes
     ]
-    return {"runs": members, "differences": {line.title: line.values for line in differences(saes)}}
+    same = {line.title: [saes[place].label for place in sorted(line.same)] for line in results(saes) if line.same}
+    return {"runs": members, "differences": {line.title: line.values for line in differences(saes)}, "same": same}

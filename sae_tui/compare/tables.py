@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,25 +14,30 @@ from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.series import LOSS, measure, result_metrics, series_named, with_held_out
+from trainer.contract.settings.series import LOSS, error_of, measure, result_metrics, series_named, with_held_out
 from trainer.contract.wording import count, duration, gibibytes, number
 
 UNKNOWN = "–"
 BEST = "★"
+SAME = "same"
+# A lead of no more than so many standard errors, those of both values combined, is none.
+LEAD = 2.0
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE and the places of the best ones."""
+    """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart."""
 
     title: str
     values: tuple[Any, ...]
     best: frozenset[int] = frozenset()
     word: Callable[[Any], str] = str
+    same: frozenset[int] = frozenset()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
-        """Return the values as text, the best marked."""
+        """Return the values as text, the best marked, or those that are the same as the best."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
-        return [f"{text} {BEST}" if place in self.best else text for place, text in enumerate(texts)]
+        marks = dict.fromkeys(self.best, f" {BEST}") | dict.fromkeys(self.same, f" {SAME}")
+        return [f"{text}{marks.get(place, '')}" for place, text in enumerate(texts)]
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -85,7 +91,9 @@ def results(saes: Sequence[Sae]) -> list[Line]:
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            lines.append(Line(result.title, values, _best_as_shown(values, result), result.word))
+            same = same_as_best(values, [sae.latest.get(error_of(result.name)) for sae in saes], result.better)
+            top = frozenset() if same else _best_as_shown(values, result)
+            lines.append(Line(result.title, values, top, result.word, same))
     return lines
 
 
@@ -96,6 +104,25 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
         return frozenset()
     top = min(measured) if better == "lower" else max(measured)
     return frozenset(place for place, value in enumerate(values) if value == top)
+
+
+def same_as_best(values: Sequence[float | None], errors: Sequence[float | None], better: str | None) -> frozenset[int]:
+    """Return the places of the best value and of those behind it by less than noise, by their standard errors.
+
+    There are none where the best one leads, or where its error or that of all others is unknown. Errors are taken for
+    independent; on the same held-out rows they go together, and a lead may be real that is called none here.
+    """
+    top = min(best(values, better), default=None)
+    if top is None or (of_top := errors[top]) is None:
+        return frozenset()
+    behind = {
+        place
+        for place, (value, error) in enumerate(zip(values, errors, strict=True))
+        if value is not None
+        and error is not None
+        and abs(value - (values[top] or 0.0)) <= LEAD * math.hypot(error, of_top)
+    }
+    return frozenset(behind) if len(behind) > 1 else frozenset()
 
 
 def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:

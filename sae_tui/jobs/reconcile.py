@@ -114,7 +114,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     if output:
         fields["output_path"] = output
     # A job that was to go on longer may have lost its supervisor before any rank began.
-    is_last = beat is not None and beat.phase == "finished" and beat.step >= (job.total_steps or 0)
+    is_last = beat is not None and beat.is_complete(job.total_steps or 0)
     return fields, is_last and output is not None
 
 

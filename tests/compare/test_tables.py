@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.compare.run import Sae
-from sae_tui.compare.tables import best, differences, results
+from sae_tui.compare.tables import Line, best, differences, results, same_as_best
 from trainer.contract.store.rows import Job
 
 
@@ -74,3 +74,13 @@ def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_
         "duration": ["1 h 00 min", "45 s ★"],
         "peak memory": ["1.0 GiB", "–"],
     }
+
+
+def test_a_lead_within_twice_the_combined_error_is_none():
+    values, errors = [0.10, 0.11, 0.20, None, 0.105], [0.004, 0.004, 0.004, None, None]
+    assert same_as_best(values, errors, "lower") == {0, 1}
+    assert same_as_best(values, [0.003, 0.003, 0.003, None, None], "lower") == frozenset()
+    assert same_as_best(values, [None, 0.1, 0.1, None, 0.1], "lower") == frozenset()
+    assert same_as_best(values, errors, None) == frozenset()
+    line = Line("held-out FVU", (0.1, 0.11, 0.2), frozenset(), str, frozenset({0, 1}))
+    assert line.words() == ["0.1 same", "0.11 same", "0.2"]

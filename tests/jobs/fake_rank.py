@@ -2,7 +2,7 @@
 
 `crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` in attempt 2 only; so do `fail` (it says why), `oom`, `hang` (it
 halts, and its peers wait for it) and `idle` (it waits for ever, until it is told to end). `save=5` saves every 5 steps;
-`mute` stores no metrics.
+`mute` stores no metrics; `judge` never ends the card that it makes of what it has trained.
 """
 
 import contextlib
@@ -67,6 +67,10 @@ def _train(spec, rank, run_dir, words, told, write):
         _save(run_dir, rank, total)
         Path(spec["output_dir"]).mkdir(parents=True, exist_ok=True)
         (Path(spec["output_dir"]) / "cfg.json").write_text("{}")
+        if "judge" in words:
+            write(total, total, last=True, phase="judging")
+            while True:
+                time.sleep(STEP_S)
     return 0
 
 
@@ -157,7 +161,7 @@ def _writer(run_dir, rank, mute):
     series = SeriesWriter(run_dir / "metrics.db")
     series.write([], events=[Event(timestamp=time.time(), level="info", kind="begin", message="training begins")])
 
-    def write(step, total, last=False):
+    def write(step, total, last=False, phase="training"):
         if step % 5 == 0 or last:
             values = {
                 "loss": 1 / step,
@@ -168,7 +172,7 @@ def _writer(run_dir, rank, mute):
                 "memory_bytes": step * 2**20,
             }
             rows = [Row(name, step, value) for name, value in values.items()]
-            series.write(rows, Heartbeat("training", step, total, 100 * step, time.time()))
+            series.write(rows, Heartbeat(phase, step, total, 100 * step, time.time()))
 
     yield write
     series.close()

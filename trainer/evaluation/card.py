@@ -18,9 +18,10 @@ from trainer.sharing.base import CARD_TITLE, MODEL_CARD
 
 
 class Data(msgspec.Struct, frozen=True):
-    """The rows that were measured: `is_held_out` where none was trained on.
+    """The rows that were measured: `is_held_out` where they are some of the `n_held_out` that none was trained on.
 
-    `gamma` is ‖mean‖/‖std‖. No figure counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`.
+    Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
+    counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`.
     """
 
     place: str
@@ -29,6 +30,15 @@ class Data(msgspec.Struct, frozen=True):
     outlier_fraction: float
     not_finite: int
     max_norm: float
+    n_held_out: int = 0
+    is_trained_on: bool = False
+
+    def rows(self, n: int) -> str:
+        """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
+        if self.is_held_out:
+            of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
+            return f"{n:,}{of_all} held-out rows"
+        return f"{n:,} {'training ' * self.is_trained_on}rows"
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -64,16 +74,24 @@ def lines(card: Card) -> list[str]:
     """Return the card in lines for a terminal."""
     figures, data = card.figures, card.data
     head = " ".join(word for word in (card.name, card.label) if word)
-    kind = "held-out" if data.is_held_out else "training"
-    rows = f"{figures.n_tokens:,} {kind} rows of {data.place}"
+    rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     left_out = f", {data.outlier_fraction:.2%} of enormous norm left out" if data.outlier_fraction else ""
+    step = f", step {card.step:,}" if card.step else ""
     table = [(title, value) for title, value in facts(card)]
     width = max(len(title) for title, _ in table)
     return [
-        f"{head}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}, step {card.step:,}",
+        f"{head}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}{step}",
         f"on {rows}{left_out}",
         *(f"  {title:<{width}}  {value}" for title, value in table),
     ]
+
+
+def summary(card: Card) -> str:
+    """Return the card in one line: what matters most, and on how many rows."""
+    one = card.figures
+    quality = f"FVU {one.fvu:.4f} ± {one.fvu_error:.4f}, L0 {one.l0:.1f}"
+    latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
+    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}"
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
@@ -117,13 +135,12 @@ def model_card(card: Card) -> str:
     origin = {name: value for name, value in card.origin.items() if value is not None}
     rows = "\n".join(f"| {title} | {value} |" for title, value in facts(card))
     where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in origin.items())
-    kind = "held-out" if card.data.is_held_out else "training"
     return f"""{CARD_TITLE}: {" ".join(word for word in (card.name, card.label) if word)}
 
 {card.architecture}, {card.figures.d_in} dimensions, {card.figures.d_sae:,} latents, trained on {card.tokens:,} tokens.
 {where}
 
-Measured on {card.figures.n_tokens:,} {kind} rows; rows of more than {card.data.max_norm:g} times the median norm
+Measured on {card.data.rows(card.figures.n_tokens)}; rows of more than {card.data.max_norm:g} times the median norm
 ({card.data.outlier_fraction:.2%}) are left out.
 
 | | |

@@ -9,20 +9,37 @@ import msgspec
 import torch
 
 from trainer.contract.errors import UsageError
-from trainer.evaluation.card import lines, write_card
+from trainer.contract.paths import RunPaths
+from trainer.evaluation.card import Card, lines, write_card
 from trainer.evaluation.contexts import write_features
+from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.sharing.saelens import exported_tokens
 
 
 def evaluate(
-    path: Path, *, best: bool, device: str, model: str | None = None, n_tokens: int | None = None, n_contexts: int = 0
+    path: Path,
+    *,
+    best: bool,
+    device: str,
+    model: str | None = None,
+    n_tokens: int | None = None,
+    n_contexts: int = 0,
+    data: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the SAEs of a run or checkpoint; return each as `card`, as `lines` and where it was `written_to`.
+    """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
+    Return each as `card`, as `lines` and where it was `written_to`.
     Cards, and up to `n_contexts` texts on which each latent fires, are written where the run has exported the SAE.
     Raise `UserError` where something cannot be read.
     """
+    if is_folder_of_saes(path):
+        for flag, is_given in (("--best", best), ("--model", model is not None)):
+            if is_given:
+                raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
+        return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
+    if data:
+        raise UsageError(f"--data: takes the folder of an SAE, and {path} is none; a run has its own data")
     told = []
     for folder, card, features in evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
         there = exported_tokens(folder)
@@ -36,6 +53,17 @@ def evaluate(
         written_to = str(folder) if is_same else None
         told.append({"card": msgspec.to_builtins(card), "lines": [*lines(card), note], "written_to": written_to})
     return told
+
+
+def is_folder_of_saes(path: Path) -> bool:
+    """Tell whether a folder holds SAEs as they are exported, and no run."""
+    return bool(saes_in(path)) and not RunPaths(path).job_file.exists()
+
+
+def _written(folder: Path, card: Card) -> dict[str, Any]:
+    write_card(folder, card)
+    note = f"written to {folder}"
+    return {"card": msgspec.to_builtins(card), "lines": [*lines(card), note], "written_to": str(folder)}
 
 
 def _device(name: str) -> torch.device:

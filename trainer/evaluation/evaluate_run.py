@@ -7,70 +7,28 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Pair, Source, on_device
-from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import TrainingData, are_finite, open_data
+from trainer.activations.base import Source
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.toml import read_plain_text
-from trainer.evaluation.card import Card, Data
+from trainer.evaluation.card import Card
 from trainer.evaluation.contexts import contexts_of, texts_of
-from trainer.evaluation.figures import Figures, measure, recovered
+from trainer.evaluation.evaluate_folder import load_source
+from trainer.evaluation.figures import Figures, measure, recovery
+from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.meta import TOKENS
-from trainer.parallel.base import Parallel
 from trainer.saes.sparse_acts import Acts
 from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of
 from trainer.training.learner import Learner
-from trainer.training.row_sample import Sampler
-
-# Rows that pass through an SAE at once.
-_BATCH = 1024
-
-
-class Rows:
-    """The rows to measure on: those that a run has held back, or else a sample of those it was trained on.
-
-    Rows that are not finite and outliers are left out and counted each time that `batches` goes through them.
-    """
-
-    def __init__(self, source: Source, job: JobConfig, device: torch.device) -> None:
-        self._data: TrainingData = open_data(source, job, Parallel(device))
-        self.outliers: Outliers = Sampler(self._data, device).find_outliers(job.train.seed, job.data.max_norm)
-        self._device, self._seed = device, job.train.seed
-        self.is_held_out = self._data.n_held_out > 0
-        self.n_not_finite = self.n_outliers = 0
-
-    def batches(self) -> Iterator[Pair]:
-        """Yield inputs and targets, fp32 on the device; the same ones every time."""
-        self.n_not_finite = self.n_outliers = 0
-        for x, y in self._stored():
-            finite = are_finite(x, y)
-            inputs = x[finite]
-            ordinary = self.outliers.leave_out(*on_device((inputs, inputs if y is x else y[finite]), self._device))
-            self.n_not_finite += len(x) - len(inputs)
-            self.n_outliers += len(inputs) - len(ordinary[0])
-            if len(ordinary[0]):
-                yield ordinary
-
-    def _stored(self) -> Iterator[Pair]:
-        if self.is_held_out:
-            yield from self._data.held_out(_BATCH)
-            return
-        x, y = self._data.sample(self._seed)
-        for first in range(0, len(x), _BATCH):
-            inputs = x[first : first + _BATCH]
-            yield inputs, inputs if y is x else y[first : first + _BATCH]
 
 
 class Evaluation(NamedTuple):
@@ -95,9 +53,8 @@ def evaluations_of(
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text).replace("train", precision="fp32")
-    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    source: Source = load_source(**msgspec.structs.asdict(job.data.knobs))
-    rows = Rows(source, job, device)
+    source = load_source(job)
+    rows = Rows.of_source(source, job, device)
     language_model = None if model is None else _language_model(model, job, source, device)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
@@ -111,9 +68,9 @@ def evaluations_of(
                 step=position.step,
                 tokens=position.tokens,
                 origin=state.origin,
-                data=_describe(rows, source, job, figures.n_tokens),
+                data=rows.describe(source.place, figures.n_tokens),
                 figures=figures,
-                recovery=_recovery(source, learner),
+                recovery=recovery(source, learner.sae.W_dec),
                 spliced=_splice(language_model, learner, source, n_tokens) if language_model else None,
             )
             yield Evaluation(output_of(run_dir) / label, card, partial(_features, learner, rows, job, language_model))
@@ -184,26 +141,3 @@ def _measure(learner: Learner, rows: Rows) -> Figures:
         return measure(reconstruct, rows.batches, sae.W_dec)
     except ValueError as error:
         raise UserError(f"data: {error}") from None
-
-
-def _describe(rows: Rows, source: Source, job: JobConfig, n_measured: int) -> Data:
-    """Return what is known of the rows after they were gone through."""
-    total, squares = torch.zeros(()), 0.0
-    for x, _ in rows.batches():
-        exact = x.double()
-        total, squares = total.to(x.device) + exact.sum(0), squares + float(exact.square().sum())
-    mean = float((total / n_measured).square().sum())
-    return Data(
-        place=source.place,
-        is_held_out=rows.is_held_out,
-        gamma=(mean / max(squares / n_measured - mean, 1e-300)) ** 0.5,
-        outlier_fraction=rows.n_outliers / (n_measured + rows.n_outliers),
-        not_finite=rows.n_not_finite,
-        max_norm=job.data.max_norm,
-    )
-
-
-def _recovery(source: Source, learner: Learner) -> float | None:
-    """Return the mean over known features of the largest cosine with a decoder direction; None where none is known."""
-    features = getattr(source, "features", None)
-    return None if features is None else recovered(features, learner.sae.W_dec)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from trainer.activations.base import Pair
+from trainer.activations.base import Pair, Source
 from trainer.saes.sparse_acts import Acts
 
 # Takes inputs [n, d_in] and targets [n, d_out]; gives the activations of all latents and the targets' reconstruction.
@@ -171,3 +171,9 @@ def recovered(features: Tensor, w_dec: Tensor) -> float:
     directions = normalize(w_dec.float(), dim=1)
     truth = normalize(features.to(directions), dim=1)
     return float(torch.cat([(some @ directions.T).amax(1) for some in truth.split(_AT_ONCE)]).double().mean())
+
+
+def recovery(source: Source, w_dec: Tensor) -> float | None:
+    """Return how much of the features that a source is made of is recovered; None where none is known."""
+    features = getattr(source, "features", None)
+    return None if features is None else recovered(features, w_dec)

@@ -19,7 +19,7 @@ from trainer.contract.paths import RunPaths, open_private, refuse_link
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
-from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, members
 from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
@@ -57,6 +57,7 @@ class Foreground:
         self._first_step, self._total_steps = first_step, Layout(job, spec.world_size).total_steps
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
+        self._began = time.time()
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
@@ -78,7 +79,16 @@ class Foreground:
             self._watch(bar)
         if not any(rank.failed for rank in self._ranks):
             return max(rank.process.returncode for rank in self._ranks)
+        heartbeat, _ = read_progress(self._paths.metrics_db)
+        if heartbeat and heartbeat.is_complete(self._total_steps):
+            return EXIT_FINISHED
         raise UserError(self._cause())
+
+    def cards(self) -> list[str]:
+        """Return what was told of the report cards, a line for each SAE."""
+        with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
+            return [one.message for one in reader.events() if one.kind == "card" and one.timestamp >= self._began]
+        return []
 
     def _start(self, spec_file: Path, rank: int) -> ChildRank:
         with open(open_private(self._paths.log(rank), os.O_APPEND), "ab") as log:

@@ -181,6 +181,7 @@ def _run(
 def _train_with(
     world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
 ) -> bool:
+    from trainer.evaluation.at_end import Cards
     from trainer.parallel.arrange import arrange
     from trainer.training.loop import Trainer
 
@@ -203,6 +204,8 @@ def _train_with(
         tries_batch=job.train.batch_size == "auto",
     )
     finished = trainer.run()
+    if finished:
+        Cards(trainer, settled, source, parallel, progress, stop).write()
     world.close()
     return finished
 

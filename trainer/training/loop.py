@@ -60,7 +60,7 @@ class Trainer:
         self._checkpoints = Checkpoints(
             checkpoints, job.train.keep_checkpoints, d_out=source.d_out, origin=origin(source.meta)
         )
-        self._device = parallel.device
+        self._device, self.output = parallel.device, output
         self.total_steps = self._layout.total_steps
         self.tokens_per_step = self._layout.tokens_per_step
         self._cut = cut_of(self._layout, parallel)
@@ -72,7 +72,7 @@ class Trainer:
             progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
         self.data = open_data(source, job, parallel, resumed)
         self._sampler = Sampler(self.data, self._device)
-        self._outliers = self._sampler.find_outliers(self._train.seed, job.data.max_norm)
+        self.outliers = self._sampler.find_outliers(self._train.seed, job.data.max_norm)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
@@ -168,7 +168,7 @@ class Trainer:
         return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
 
     def _open_batches(self) -> Batches:
-        return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self._outliers)
+        return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self.outliers)
 
     # a step
 
@@ -217,7 +217,7 @@ class Trainer:
             for label, learner in self.learners.items()
             for name, sums in learner.interval.sums(learner.latents).items()
         }
-        parts[_OUTLIERS] = self._outliers.counts
+        parts[_OUTLIERS] = self.outliers.counts
         totals = self._parallel.sum_parts(parts, self._parallel.data)
         paces = self._parallel.sum_parts(pace, self._parallel.world)
         values: dict[str, dict[str, float]] = {}
@@ -228,7 +228,7 @@ class Trainer:
         self._share_news()
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         n_found, n_seen = map(int, totals[_OUTLIERS].tolist())
-        self.report.left_out(self.position.step, n_found, n_seen, self._outliers.times)
+        self.report.left_out(self.position.step, n_found, n_seen, self.outliers.times)
         self.report.interval(self.position.step, self.total_steps)
         # In the first interval things are still warming up.
         if self._logged.step > self._first_step:
@@ -282,7 +282,7 @@ class Trainer:
         if self._evaluated == self.position or not self.data.n_held_out:
             return
         self._beat("evaluating")
-        measured = evaluate(self.learners, self.data, self._parallel, self._cut.largest, self._outliers)
+        measured = evaluate(self.learners, self.data, self._parallel, self._cut.largest, self.outliers)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 

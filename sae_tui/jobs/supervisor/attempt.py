@@ -26,6 +26,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpe
 from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
@@ -174,17 +175,28 @@ class OneAttempt:
                 return Outcome(self._ending(JobState.FAILED, NO_METRICS, attempt))
             paused = state == JobState.STOPPED and requests == {"pause"}
             return Outcome(self._ending(state, None, attempt), paused=paused)
+        if self._is_complete():
+            return Outcome(self._ending(JobState.FINISHED, None, attempt))
         if self._killed:
             return Outcome(self._ending(JobState.STOPPED, "was ended on request before it had saved", attempt))
         cause = self._given_up or attempt.cause()
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
+    def _is_complete(self) -> bool:
+        """Tell whether all that training makes was written before the ranks were ended."""
+        beat = self._heartbeat()
+        is_last = beat is not None and beat.is_complete(self._job.total_steps or 0)
+        return is_last and output_of(self._data, self._job) is not None
+
     def _has_no_metrics(self) -> bool:
         """Tell whether the run left an SAE, but no metrics."""
+        return self._heartbeat() is None and output_of(self._data, self._job) is not None
+
+    def _heartbeat(self) -> Heartbeat | None:
         run = LiveRun(self._paths)
         run.poll()
         run.close()
-        return run.heartbeat is None and output_of(self._data, self._job) is not None
+        return run.heartbeat
 
     def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
         return Ending(

@@ -16,7 +16,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import Control, RequestKind
-from trainer.contract.store.metrics_store import Heartbeat
+from trainer.contract.store.metrics_store import JUDGING, Heartbeat
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -104,8 +104,8 @@ class Watch:
     @property
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
-        is_saving = self._beat is not None and self._beat.phase == "saving"
-        return self.is_overdue and not is_saving
+        may_take_long = self._beat is not None and self._beat.phase in ("saving", JUDGING)
+        return self.is_overdue and not may_take_long
 
     @property
     def is_overdue(self) -> bool:

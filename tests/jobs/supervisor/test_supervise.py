@@ -20,6 +20,7 @@ from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning import memory
 from trainer.contract.process import ProcessRef
@@ -162,6 +163,17 @@ def test_a_job_that_does_not_stop_is_killed_by_the_second_request(box):
     assert (job.state, job.error) == (JobState.STOPPED, "was ended on request before it had saved")
     assert [rank.exit_signal for rank in box.control.ranks(job_id)] == [signal.SIGKILL, signal.SIGKILL]
     assert box.living(job_id) == []
+
+
+def test_a_job_that_is_killed_while_its_card_is_made_is_finished(box):
+    job_id = box.launch("judge steps=5")
+    run = LiveRun(box.data.run(job_id))
+    box.wait_for(lambda: run.poll() and run.heartbeat.phase == "judging", "the card to be made")
+    run.close()
+    edits.kill(box.data, job_id)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.error) == (JobState.FINISHED, None)
+    assert job.output_path
 
 
 def test_a_supervisor_that_is_told_to_end_lets_its_ranks_save(box):

@@ -152,6 +152,9 @@ class Train(msgspec.Struct, frozen=True):
         float, about("Minutes between two checkpoints; 0 for none by time.", unit="minutes", advanced=True, ge=0)
     ] = 10.0
     keep_checkpoints: Annotated[int, about("Newest checkpoints to keep, beside the best one.", advanced=True, ge=1)] = 2
+    report_card: Annotated[
+        bool, about("Measures what was trained on held-out rows at the end, for a card beside it.", advanced=True)
+    ] = True
     deterministic: Annotated[
         bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
     ] = False

@@ -10,11 +10,17 @@ CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", curve=None, prominence="result")
 HELD_OUT = "heldout_"
+ERROR = "_error"
 
 
 def held_out(name: str) -> str:
     """Return the name by which the values of a metric on held-out data are stored."""
     return f"{HELD_OUT}{name}"
+
+
+def error_of(name: str) -> str:
+    """Return the name by which the standard error of a series is stored, where it is known."""
+    return f"{name}{ERROR}"
 
 
 def held_out_metrics() -> dict[str, MetricEntry]:

@@ -20,6 +20,8 @@ from trainer.contract.store.rows import Count, Event, Time, convert, readable
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
 LARGEST = 1e100
+# The phase after a run's last checkpoint and export, in which what it has made is measured, and that after it.
+JUDGING, FINISHED = "judging", "finished"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -49,6 +51,10 @@ class Heartbeat(msgspec.Struct, frozen=True):
     tokens: Count
     timestamp: Time
     dropped: Count = 0
+
+    def is_complete(self, total_steps: int) -> bool:
+        """Tell whether a run of so many steps has written all that training makes."""
+        return self.phase in (JUDGING, FINISHED) and self.step >= total_steps
 
 
 class SeriesWriter:

@@ -1,0 +1,125 @@
+"""The cards that a finished run writes of itself: right, small, and never in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from trainer.cli import main
+from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.settings.catalog import SOURCES
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.evaluation.at_end import MOST_ROWS, Cards, most_rows
+from trainer.parallel.base import Parallel
+from trainer.training.loop import Trainer
+
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+
+
+def cards_of(trainer: Trainer, job: JobConfig, kept, stop: threading.Event | None = None) -> Cards:
+    source = SOURCES[job.data.source].load()(**msgspec.structs.asdict(job.data.knobs))
+    return Cards(trainer, job, source, Parallel(torch.device("cpu")), kept, stop or threading.Event())
+
+
+def trained(make_trainer: MakeTrainer, job: JobConfig, kept) -> Trainer:
+    trainer = make_trainer(job, kept)
+    assert trainer.run()
+    kept.events.clear()
+    return trainer
+
+
+def test_the_card_of_a_run_is_the_one_that_eval_makes_of_it(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job()
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    own = json.loads((tmp_path / "sae" / "card.json").read_text())
+    ((kind, level, message),) = kept.events
+    assert (kind, level) == ("card", "info")
+    assert "on 150 held-out rows" in message
+    assert kept.place == ("finished", 20)
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    assert main(["eval", str(tmp_path), "--device", "cpu", "--contexts", "0", "--json"]) == 0
+    (by_eval,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    for name, value in by_eval["figures"].items():
+        assert own["figures"][name] == pytest.approx(value, rel=1e-3), name
+    assert own["data"] == pytest.approx(by_eval["data"])
+    assert own["step"] == by_eval["step"]
+
+
+def test_each_sae_of_a_sweep_gets_a_card(make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path) -> None:
+    job = make_job(sae={"k": [2, 4]})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    assert [message.partition(":")[0] for _, _, message in kept.events] == ["report card of k=2", "report card of k=4"]
+    assert {json.loads(file.read_text())["label"] for file in tmp_path.glob("sae/*/card.json")} == {"k=2", "k=4"}
+
+
+@pytest.mark.parametrize("change", [{"train": {"report_card": False}}, {"data": {"held_out_tokens": 0}}])
+def test_there_is_none_where_it_is_switched_off_or_nothing_is_held_out(
+    change: dict, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    job = make_job(**change)
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    assert not kept.events
+    assert not (tmp_path / "sae" / "card.json").exists()
+
+
+def test_a_stop_leaves_the_card_out_and_a_failure_is_told_and_neither_ends_the_run(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    job, stop = make_job(), threading.Event()
+    trainer = trained(make_trainer, job, kept)
+    stop.set()
+    cards_of(trainer, job, kept, stop).write()
+    weights = tmp_path / "sae" / "sae_weights.safetensors"
+    weights.write_bytes(b"")
+    cards_of(trainer, job, kept).write()
+    (_, _, stopped), (_, level, failed) = kept.events
+    assert stopped == "no report card: a stop was asked for; `python -m trainer eval` makes it"
+    assert level == "warning"
+    assert "cannot be read" in failed
+    assert kept.place == ("finished", 20)
+    assert not (tmp_path / "sae" / "card.json").exists()
+
+
+def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert most_rows(10**9, 1) == MOST_ROWS
+    assert most_rows(200_000, 4) == 2500
+    monkeypatch.setattr("trainer.evaluation.at_end.MOST_ROWS", 40)
+    job = make_job()
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    card = json.loads((tmp_path / "sae" / "card.json").read_text())
+    # Of 150 every fourth.
+    assert card["figures"]["n_tokens"] == 38
+    assert card["data"]["n_held_out"] == 150
+    assert "on 38 of 150 held-out rows" in kept.events[0][2]
+    # What is compared is the FVU over all of them.
+    (stored,) = kept.curve("heldout_fvu_error")
+    assert stored == pytest.approx(card["figures"]["fvu_error"] * math.sqrt(38 / 150))
+
+
+@pytest.mark.parametrize("mode", ["tensor", "ddp", "dp", "sweep"])
+def test_in_every_mode_one_rank_measures_the_rows_of_all(
+    mode: str, make_job: MakeJob, start_ranks: Callable, tmp_path: Path
+) -> None:
+    ranks = start_ranks(make_job(parallel={"mode": mode}, sae={"k": [2, 4]} if mode == "sweep" else {}), 2)
+    assert set(ranks.wait()) == {EXIT_FINISHED}
+    cards = [json.loads(file.read_text()) for file in tmp_path.rglob("card.json")]
+    assert sorted(card["label"] for card in cards) == (["k=2", "k=4"] if mode == "sweep" else [""])
+    assert {card["figures"]["n_tokens"] for card in cards} == {150}
+    with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
+        assert [event.kind for event in reader.events()].count("card") == len(cards)
+        assert reader.heartbeat().phase == "finished"

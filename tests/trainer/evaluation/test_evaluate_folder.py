@@ -1,0 +1,73 @@
+"""Cards of SAEs in folders: beside their run by its held-out rows, alone on the rows that are given."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer.cli import main
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.training.loop import Trainer
+
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+Shown = pytest.CaptureFixture[str]
+
+
+def cards(capsys: Shown, *arguments: str) -> list[dict]:
+    assert main(["eval", *arguments, "--device", "cpu", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_an_sae_beside_its_run_is_measured_on_the_rows_that_the_run_held_back(
+    is_launched: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: Shown
+) -> None:
+    run = tmp_path / "runs" / "7" if is_launched else tmp_path / "run"
+    output = tmp_path / "saes" / "7" if is_launched else run / "sae"
+    job = make_job(sae={"k": [2, 4]})
+    assert make_trainer(job, kept, checkpoints=run / "checkpoints", output=output).run()
+    (run / "job.toml").write_text(dump_job(job))
+    both = cards(capsys, str(output))
+    (one,) = cards(capsys, str(output / "k=2"))
+    assert [card["written_to"] for card in both] == [str(output / "k=2"), str(output / "k=4")]
+    assert one["figures"] == both[0]["figures"]
+    assert one["data"]["is_held_out"]
+    assert one["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu@k=2")[-1], rel=1e-3)
+
+
+@pytest.fixture
+def alone(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> str:
+    assert make_trainer(make_job()).run()
+    return str(shutil.copytree(tmp_path / "sae", tmp_path / "mine"))
+
+
+def test_an_sae_alone_is_measured_on_the_rows_that_are_given(alone: str, activations: Path, capsys: Shown) -> None:
+    (card,) = cards(capsys, alone, "--data", str(activations))
+    assert (card["name"], card["figures"]["n_tokens"]) == ("mine", 3000)
+    assert not card["data"]["is_held_out"]
+    assert not card["data"]["is_trained_on"]
+    assert "3,000 rows" in (Path(alone) / "README.md").read_text()
+
+
+def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
+    assert main(["eval", alone]) == 2
+    assert "--data: no run beside" in capsys.readouterr().err
+    assert main(["eval", alone, "--best", "--data", "x"]) == 2
+    assert "--best: takes the folder of a run" in capsys.readouterr().err
+    assert main(["eval", alone, "--data", str(tmp_path / "none")]) == 2
+    assert "data.path" in capsys.readouterr().err
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    save_file({"activations": torch.randn(50, 12)}, narrow / "a.safetensors")
+    assert main(["eval", alone, "--data", str(narrow)]) == 1
+    assert "maps 16 to 16 dimensions" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path), "--data", "x"]) == 2
+    assert not (Path(alone) / "card.json").exists()

@@ -1,0 +1,93 @@
+"""What is read back from an SAE's files does what the SAE did that wrote them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.exported import is_exported, read_exported
+from trainer.training.loop import Trainer
+
+CPU = torch.device("cpu")
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_sae_from_its_files_reconstructs_as_the_one_that_was_trained(
+    architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(sae={"architecture": architecture}))
+    assert trainer.run()
+    (learner,) = trainer.learners.values()
+    x, _ = trainer.data.sample(0)
+    x = x.float()
+    read = read_exported(tmp_path / "sae", CPU)
+    assert (read.architecture, read.tokens) == (architecture, trainer.position.tokens)
+    with torch.no_grad(), learner.evaluating():
+        own = learner.forward(x * learner.sae.x_scale, x * learner.sae.y_scale)
+    acts, x_hat = read.reconstruct(x)
+    # A latent whose pre-activation is at the border may fall on either side.
+    assert float(((own.x_hat / learner.sae.y_scale - x_hat).norm(dim=1) < 1e-3).float().mean()) > 0.99
+    assert float((acts.values > 0).sum()) == pytest.approx(float((own.acts.dense() > 0).sum()), rel=1e-3)
+
+
+def test_a_transcoder_from_its_files_maps_as_the_one_that_was_trained(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    targets = tmp_path / "targets"
+    targets.mkdir()
+    save_file({"activations": torch.randn(3000, 12)}, targets / "a.safetensors")
+    trainer = make_trainer(make_job(data={"target_path": str(targets)}, sae={"architecture": "batch_topk"}))
+    assert trainer.run()
+    (learner,) = trainer.learners.values()
+    x, y = (rows.float() for rows in trainer.data.sample(0))
+    with torch.no_grad(), learner.evaluating():
+        own = learner.forward(x * learner.sae.x_scale, y * learner.sae.y_scale).x_hat / learner.sae.y_scale
+    _, x_hat = read_exported(tmp_path / "sae", CPU).reconstruct(x)
+    assert float(((own - x_hat).norm(dim=1) < 1e-3).float().mean()) > 0.99
+
+
+@pytest.fixture
+def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Path:
+    assert make_trainer(make_job(train={"n_steps": 2})).run()
+    return tmp_path / "sae"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architecture": "crosscoder"}, 'architecture "crosscoder"'),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations = layer_norm"),
+        ({"k": 0}, "k must be"),
+        ({"architecture": "gated"}, "does not hold the gated SAE"),
+    ],
+)
+def test_an_sae_of_a_kind_that_is_not_known_is_refused(change: dict, words: str, exported: Path) -> None:
+    config = json.loads((exported / "cfg.json").read_text())
+    (exported / "cfg.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=words):
+        read_exported(exported, CPU)
+
+
+def test_damaged_files_are_refused(exported: Path) -> None:
+    assert is_exported(exported)
+    weights = exported / "sae_weights.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"W_dec": tensors["W_dec"][:-1].contiguous()}, weights)
+    with pytest.raises(UserError, match="does not hold"):
+        read_exported(exported, CPU)
+    weights.write_bytes(b"nothing")
+    with pytest.raises(UserError, match="export the SAE again"):
+        read_exported(exported, CPU)
+    (exported / "cfg.json").write_text("[")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_exported(exported, CPU)

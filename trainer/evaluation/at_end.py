@@ -1,0 +1,113 @@
+"""Makes the cards of a finished run's SAEs, by the way: whatever fails here is told, and costs the run nothing."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+
+from trainer.activations.base import Source, StreamSource
+from trainer.activations.training_data import TrainingData, open_data
+from trainer.contract.errors import first_line
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.series import CRITERION, error_of, held_out
+from trainer.contract.store.metrics_store import FINISHED, JUDGING, Row
+from trainer.evaluation.card import Card, summary, write_card
+from trainer.evaluation.evaluate_folder import card_of
+from trainer.evaluation.rows import BATCH, Rows, StopAsked
+from trainer.parallel.base import Parallel
+from trainer.reporting import rank_log
+from trainer.reporting.progress import Progress
+from trainer.sharing.saelens import exported_tokens
+from trainer.training.loop import Trainer
+
+ERROR_NAME = error_of(held_out(CRITERION))
+# Rows that are measured: as many as are held back where nothing else is asked for.
+MOST_ROWS = 32_768
+# A row takes a third of the work that it takes in training.
+SHARE_OF_TOKENS = 20
+
+
+class Cards:
+    """The cards of one finished run; every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        job: JobConfig,
+        source: Source,
+        parallel: Parallel,
+        progress: Progress,
+        stop: threading.Event,
+    ) -> None:
+        self._trainer, self._job, self._source = trainer, job, source
+        self._parallel, self._progress, self._stop = parallel, progress, stop
+        self._at = trainer.position
+
+    def write(self) -> None:
+        """Write a card beside every SAE that this rank has exported, and tell of it; never fail.
+
+        Ranks that add only tokens or latents have nothing to do here.
+        """
+        if not (self._job.train.report_card and self._trainer.data.n_held_out):
+            return
+        self._progress.beat(JUDGING, self._at.step, self._at.tokens)
+        # Whoever ends the run from here on ends a finished one.
+        self._progress.settle()
+        try:
+            told = self._parallel.everybodys(self._own())
+        except Exception as error:
+            told = {"": ("warning", f"no report cards: {first_line(error)}", None)}
+        for place, (label, (level, message, fvu_error)) in enumerate(told.items()):
+            self._progress.event("card", message, level)
+            if fvu_error is not None:
+                names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
+                self._progress.rows([Row(name, self._at.step, fvu_error) for name in sorted(names)])
+        self._progress.beat(FINISHED, self._at.step, self._at.tokens)
+
+    def _own(self) -> dict[str, tuple[str, str, float | None]]:
+        """Return by label the level and the words of what came of each SAE of this rank, and its FVU's error."""
+        told: dict[str, tuple[str, str, float | None]] = {}
+        if self._parallel.data.index or self._parallel.latents.index:
+            return told
+        for label in self._trainer.learners:
+            folder = self._trainer.output / label if label else self._trainer.output
+            # One whose training was given up was not exported.
+            if exported_tokens(folder) == self._at.tokens:
+                told[label] = self._try_one(folder, label)
+                rank_log.say(told[label][1])
+        return told
+
+    def _try_one(self, folder: Path, label: str) -> tuple[str, str, float | None]:
+        of_label = f" of {label}" if label else ""
+        try:
+            card = self._write_one(folder, label)
+            return "info", f"report card{of_label}: {summary(card)}", error_of_all(card)
+        except Exception as error:
+            level = "info" if isinstance(error, StopAsked) else "warning"
+            return level, f"no report card{of_label}: {first_line(error)}; `python -m trainer eval` makes it", None
+
+    def _write_one(self, folder: Path, label: str) -> Card:
+        device = self._parallel.device
+        most = most_rows(self._at.tokens, self._parallel.world_size)
+        rows = Rows(self._held_out(), self._trainer.outliers, self._job, device, most, self._stop)
+        card = card_of(folder, rows, self._source, device, name=self._job.name, label=label, step=self._at.step)
+        write_card(folder, card)
+        return card
+
+    def _held_out(self) -> TrainingData:
+        """Return the data with the held-out rows of all ranks; of a stream this rank has only its own."""
+        if isinstance(self._source, StreamSource):
+            return self._trainer.data
+        return open_data(self._source, self._job, Parallel(self._parallel.device))
+
+
+def most_rows(tokens: int, world_size: int) -> int:
+    """Return on how many rows a run of so many tokens and ranks is measured, for a small share of its time."""
+    return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
+
+
+def error_of_all(card: Card) -> float | None:
+    """Return the standard error that the FVU has over all held-out rows, from that over those which were measured."""
+    error = card.figures.fvu_error * (card.figures.n_tokens / card.data.n_held_out) ** 0.5
+    return error if math.isfinite(error) else None

@@ -1,0 +1,111 @@
+"""Makes the card of an SAE from the files that a run, or another tool, has written of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trainer.activations.base import Source
+from trainer.contract.errors import JobFileError, UsageError, UserError
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job, parse_job
+from trainer.contract.settings.toml import read_plain_text
+from trainer.evaluation.card import Card
+from trainer.evaluation.exported import ExportedSae, is_exported, read_exported
+from trainer.evaluation.figures import measure, recovery
+from trainer.evaluation.rows import Rows
+from trainer.sharing.saelens import CONFIG
+
+_ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
+
+
+def cards_in(path: Path, device: torch.device, data: str | None = None) -> Iterator[tuple[Path, Card]]:
+    """Measure the SAE in a folder, or each in the folders in it, and yield where it is and its card.
+
+    It is measured on a sample of the activations `data`, a folder, or else on the rows held out by the run that it lies
+    beside. Raise `UserError` where there is no such run, or something cannot be read.
+    """
+    folders = saes_in(path)
+    job = _job_on(data) if data else _job_beside(path)
+    if job is None:
+        raise UsageError(f"--data: no run beside {path} tells the rows to measure on; give a folder of activations")
+    source = load_source(job)
+    rows = Rows.of_source(source, job, device)
+    for folder in folders:
+        label = str(folder.relative_to(path)) if folder != path else ""
+        name = path.name if data else job.name
+        yield folder, card_of(folder, rows, source, device, name=name, label=label, is_trained_on=not data)
+
+
+def saes_in(path: Path) -> list[Path]:
+    """Return the folders of the SAEs that a folder is, or holds as those of a sweep."""
+    return [path] if is_exported(path) else sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+
+
+def load_source(job: JobConfig) -> Source:
+    """Open the activations that a job names."""
+    open_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
+    source: Source = open_source(**msgspec.structs.asdict(job.data.knobs))
+    return source
+
+
+def _job_on(data: str) -> JobConfig:
+    """Return a job of which all rows of a folder are the data."""
+    job, problems = parse_job({"data": {"path": data, "held_out_tokens": 0}, "train": {"precision": "fp32"}})
+    if job is None:
+        raise JobFileError(problems)
+    return job
+
+
+def _job_beside(path: Path) -> JobConfig | None:
+    """Return the job of the run that a folder is the output of: `RUN/sae`, or `saes/ID` beside `runs/ID`."""
+    for folder in (path, path.parent):
+        is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
+        run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)
+        if (is_launched or folder.name == "sae") and run.job_file.is_file():
+            return load_job(run.job_file, read=read_plain_text).replace("train", precision="fp32")
+    return None
+
+
+def card_of(
+    folder: Path,
+    rows: Rows,
+    source: Source,
+    device: torch.device,
+    *,
+    name: str,
+    label: str = "",
+    step: int = 0,
+    is_trained_on: bool = True,
+) -> Card:
+    """Measure the SAE in a folder on rows of a source; raise `UserError` where it is not one of such rows."""
+    sae = read_exported(folder, device)
+    _refuse_other_widths(sae, source, folder)
+
+    try:
+        figures = measure(sae.reconstruct, rows.batches, sae.W_dec)
+    except ValueError as error:
+        raise UserError(f"data: {error}") from None
+    return Card(
+        name=name,
+        label=label,
+        architecture=sae.architecture,
+        step=step,
+        tokens=sae.tokens,
+        origin={fact: sae.metadata[fact] for fact in _ORIGIN if fact in sae.metadata},
+        data=rows.describe(source.place, figures.n_tokens, is_trained_on=is_trained_on),
+        figures=figures,
+        recovery=recovery(source, sae.W_dec),
+    )
+
+
+def _refuse_other_widths(sae: ExportedSae, source: Source, folder: Path) -> None:
+    wanted, there = (sae.d_in, sae.W_dec.shape[1]), (source.d_in, source.d_out or source.d_in)
+    if wanted != there:
+        shapes = [f"{d_in} to {d_out} dimensions" for d_in, d_out in (wanted, there)]
+        raise UserError(f"--data: the SAE in {folder} maps {shapes[0]}, and {source.place} has {shapes[1]}")

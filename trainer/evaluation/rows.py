@@ -1,0 +1,105 @@
+"""The rows on which an SAE is measured, the same ones each time that they are gone through."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trainer.activations.base import Pair, Source, on_device
+from trainer.activations.outliers import Outliers
+from trainer.activations.training_data import TrainingData, are_finite, open_data
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.card import Data
+from trainer.parallel.base import Parallel
+from trainer.training.row_sample import Sampler
+
+# Rows that pass through an SAE at once.
+BATCH = 1024
+
+
+class StopAsked(UserError):
+    """The run was asked to stop while it was measured."""
+
+
+class Rows:
+    """The rows that a run has held back, about `most` of them from everywhere, or else a sample of all others.
+
+    Rows that are not finite and outliers are left out and counted each time that `batches` goes through them, which
+    ends with `StopAsked` once `stop` is set.
+    """
+
+    def __init__(
+        self,
+        data: TrainingData,
+        outliers: Outliers,
+        job: JobConfig,
+        device: torch.device,
+        most: int | None = None,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self.outliers, self._data, self._job, self._device = outliers, data, job, device
+        self._stop = stop or threading.Event()
+        self.n_held_out = data.n_held_out
+        # Held-out rows are in the order of the text, whose beginning is not like the rest.
+        self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
+        self.n_not_finite = self.n_outliers = 0
+
+    @classmethod
+    def of_source(cls, source: Source, job: JobConfig, device: torch.device) -> Rows:
+        """Return those of the data that a job names."""
+        data = open_data(source, job, Parallel(device))
+        return cls(data, Sampler(data, device).find_outliers(job.train.seed, job.data.max_norm), job, device)
+
+    def batches(self) -> Iterator[Pair]:
+        """Yield inputs and targets, fp32 on the device; the same ones every time."""
+        self.n_not_finite = self.n_outliers = 0
+        n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
+        # In the log of a rank it would be a line for each batch.
+        for x, y in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
+            if self._stop.is_set():
+                raise StopAsked("a stop was asked for")
+            finite = are_finite(x, y)
+            inputs = x[finite]
+            ordinary = self.outliers.leave_out(*on_device((inputs, inputs if y is x else y[finite]), self._device))
+            self.n_not_finite += len(x) - len(inputs)
+            self.n_outliers += len(inputs) - len(ordinary[0])
+            if len(ordinary[0]):
+                yield ordinary
+
+    def describe(self, place: str, n_measured: int, *, is_trained_on: bool = True) -> Data:
+        """Return what is known of the rows after they were gone through."""
+        total, squares = torch.zeros(()), 0.0
+        for x, _ in self.batches():
+            exact = x.double()
+            total, squares = total.to(x.device) + exact.sum(0), squares + float(exact.square().sum())
+        mean = float((total / n_measured).square().sum())
+        return Data(
+            place=place,
+            is_held_out=self.n_held_out > 0,
+            n_held_out=self.n_held_out,
+            is_trained_on=is_trained_on and not self.n_held_out,
+            gamma=(mean / max(squares / n_measured - mean, 1e-300)) ** 0.5,
+            outlier_fraction=self.n_outliers / (n_measured + self.n_outliers),
+            not_finite=self.n_not_finite,
+            max_norm=self._job.data.max_norm,
+        )
+
+    def _stored(self) -> Iterator[Pair]:
+        if not self.n_held_out:
+            yield from _in_parts(*self._data.sample(self._job.train.seed))
+            return
+        for x, y in self._data.held_out(BATCH * self._every):
+            inputs = x[:: self._every]
+            yield inputs, inputs if y is x else y[:: self._every]
+
+
+def _in_parts(x: Tensor, y: Tensor) -> Iterator[Pair]:
+    for first in range(0, len(x), BATCH):
+        inputs = x[first : first + BATCH]
+        yield inputs, inputs if y is x else y[first : first + BATCH]
