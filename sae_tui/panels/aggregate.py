@@ -28,11 +28,11 @@ class Total:
     style: str
 
     def words(self, *, short: bool) -> str:
-        """Return `298.7 / 842.4 GiB of 6 of 8 cards`, if short `298.7 / 842.4 GiB 6 of 8`; no count if of all."""
+        """Return `298.7 / 842.4 GiB · 6 of 8 cards`, if short `298.7 / 842.4 GiB · 6 of 8`; no count if of all."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
-        return f"{self.text} {part}" if short else f"{self.text} of {part} cards"
+        return f"{self.text} · {part}" if short else f"{self.text} · {part} cards"
 
 
 class AggregatePanel(LineView):

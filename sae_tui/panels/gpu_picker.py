@@ -19,9 +19,9 @@ COLUMNS = (
     Column("", 3),
     Column("GPU", 5),
     Column("NAME", 13),
-    Column("TOTAL", 8, right=True, drop=1),
-    Column("FREE", 8, right=True),
-    Column("", 24, grow=True),
+    Column("TOTAL", 9, right=True, drop=1),
+    Column("FREE", 9, right=True),
+    Column("", 22, grow=True),
 )
 
 

@@ -34,7 +34,7 @@ def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_t
     terminal.wait_for(SILENT)
     text = terminal.wait_for("4 GPUs, 1 lost, 1 unreadable")
     assert "421.2 GiB" not in text
-    assert "280.8 GiB of 2 of 4 cards" in text
+    assert "280.8 GiB · 2 of 4 cards" in text
     terminal.wait_for(lambda _: drawn(terminal, 0) >= 12)
     terminal.wait_for(lambda _: drawn(terminal, 1) >= 8)
 

@@ -118,11 +118,11 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert lines[3].startswith(" 3")
         assert "4 GPUs, 1 lost · 0 running" in text(app, StatusLine)
         sums = text(app, AggregatePanel)
-        assert "23.7 / 58.0 GiB of 3 of 4 cards" in sums
-        assert "W / 700 W of 2 of 4 cards" in sums
+        assert "23.7 / 58.0 GiB · 3 of 4 cards" in sums
+        assert "W / 700 W · 2 of 4 cards" in sums
         await pilot.resize_terminal(80, 24)
         await pilot.pause()
-        assert "23.7 / 58.0 GiB 3 of 4 " in text(app, AggregatePanel)
+        assert "23.7 / 58.0 GiB · 3 of 4 " in text(app, AggregatePanel)
         assert "cards" not in text(app, AggregatePanel)
         await pilot.press("v")
         card = text(app, GpuPanel)

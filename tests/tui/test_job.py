@@ -75,7 +75,11 @@ async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(
         assert "rows/s" in plot.plain
         assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain)
         assert "FVU" not in screen.query_one(Headline).plain
-        assert "model.hooks" in screen.query_one(SettingsPanel).plain
+        settings = screen.query_one(SettingsPanel).plain
+        shown = [line.split()[0] for line in settings.splitlines()[1:] if line[1:2].strip()]
+        assert shown[:4] == ["model.path", "hooks", "text.path", "context"]
+        assert re.search(r"\d+ more at their defaults", settings)
+        assert "remote_code" not in settings
         await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 

@@ -169,7 +169,7 @@ def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iter
     return {
         "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
         "estimated_memory_bytes": in_rank,
-        "expected_s": expected_seconds(settled, device, past)[0],
+        "expected_s": expected_seconds(job, look, device, past)[0],
         "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
         "total_steps": Layout(job, ranks).total_steps,
         "d_in": shape.d_in,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -150,17 +150,27 @@ def measured_peak(
     job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
 ) -> Measured | None:
     """Return the peak of the newest finished job of the same shape and mode; `past` holds jobs, newest first."""
+    alike = of_same_shape(job, data, ranks, mode, device, past)
+    return next(
+        (Measured(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
+        None,
+    )
+
+
+def of_same_shape(
+    job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
+) -> Iterator[Job]:
+    """Yield the finished jobs on such a device whose steps take the same memory and work, in the order of `past`."""
     wanted = None
     for done in past:
-        if done.state != JobState.FINISHED or done.peak_memory_bytes is None or done.d_in is None:
+        if done.state != JobState.FINISHED or done.d_in is None:
             continue
         same_place = (done.device, done.world_size, done.mode) == (device, ranks, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
         wanted = wanted or _shape(job, data, ranks, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, ranks, mode, device) == wanted:
-            return Measured(done.id, done.peak_memory_bytes, device)
-    return None
+            yield done
 
 
 def _shape(job: JobConfig, data: DataShape, ranks: int, mode: str, device: str) -> tuple[Any, ...]:

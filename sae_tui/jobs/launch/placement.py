@@ -10,22 +10,19 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice, fit
-from sae_tui.jobs.launch.memory_need import memory_of_host, outlook_here
+from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlook_here
 from sae_tui.jobs.launch.pytorch import cuda_problem
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import AnyOutlook, Machine, MachineGpu, memory_problems, wanted_ranks
-from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_mixture
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
-from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, members, parse_job
-from trainer.contract.settings.toml import table_of
+from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.store.rows import Device, Job
-from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
 # SAEs of a sweep that are named in one line.
@@ -156,7 +153,7 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
     each = f" per {'GPU' if look.on_gpus else 'process'}" if ranks > 1 else ""
-    seconds, measured = expected_seconds(look.settled, device, past)
+    seconds, measured = expected_seconds(job, look, device, past)
     parts = [
         *([_sweep(job)] if job.sweep else []),
         f"{where}, {look.mode}",
@@ -167,14 +164,16 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
     return " · ".join(parts)
 
 
-def expected_seconds(settled: Settled, device: str, past: Iterable[Job]) -> tuple[float, bool]:
-    """Return the seconds that the steps of a job take, and whether they are known from a finished job on such a device.
+def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[Job]) -> tuple[float, bool]:
+    """Return the seconds that the steps of a job take, and whether a finished job of its shape has told them.
 
     Otherwise they are those of the model.
     """
-    if rate := _expected_rate(settled.work, device, past):
-        return settled.work.total_tokens / rate, True
-    return max(1.0, settled.work.total_steps * settled.time.total_s), False
+    work = look.settled.work
+    alike = of_same_shape(job, work.shape, look.ranks, look.mode, device, past)
+    if rate := next((done.tokens_per_s for done in alike if done.tokens_per_s), None):
+        return work.total_tokens / rate, True
+    return max(1.0, work.total_steps * look.settled.time.total_s), False
 
 
 def _factors(work: Workload) -> list[int]:
@@ -238,25 +237,3 @@ def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
 
 def _refusal(message: str) -> JobFileError:
     return JobFileError([Problem("launch.gpus", message)])
-
-
-def _expected_rate(work: Workload, device: str, past: Iterable[Job]) -> float | None:
-    """Return the tokens per second of the newest finished job, or None.
-
-    They are scaled by latents and, on GPUs, by ranks.
-    """
-    for done in past:
-        if done.state != JobState.FINISHED or done.device != device or not done.tokens_per_s:
-            continue
-        parsed, _ = parse_job(table_of(done.config))
-        if parsed:
-            # CPU ranks share the same cores, so that more of them are no faster.
-            more = work.ranks / done.world_size if device == "cuda" else 1.0
-            before = Layout(parsed, done.world_size)
-            return done.tokens_per_s * more * _n_latents(before, work.d_in) / _n_latents(work, work.d_in)
-    return None
-
-
-def _n_latents(layout: Layout, d_in: int) -> int:
-    """Return the number of latents of all SAEs of a sweep."""
-    return sum(member.sae.width(d_in) for member in layout.members.values())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.contract.settings.job import SECTIONS
-from trainer.contract.settings.job_file import parse_job, to_table
+from trainer.contract.settings.job_file import parse_any, to_table
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.sections import section_knobs, words_of
+from trainer.contract.settings.sections import KINDS, section_knobs, words_of
 from trainer.contract.settings.toml import table_of
 
 _KNOWN_BY = (
     "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",
     "train.n_steps", "train.batch_size",
+    "model.path", "model.hooks", "text.path", "text.dataset", "text.context", "extract.n_tokens",
 )  # fmt: skip
 _OVERRIDDEN_BY = {"sae.expansion_factor": "sae.d_sae", "train.n_tokens": "train.n_steps"}
 _EXACT_BELOW = 10_000
@@ -24,23 +25,30 @@ _EXACT_BELOW = 10_000
 def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
     """Return (name, value) of a job's settings, the most telling first, and how many more are at their defaults."""
     raw = table_of(config)
-    job, _ = parse_job(raw)
+    job, _ = parse_any(raw)
     if job is None:  # a setting of another version
         return tuple((path, _word(value)) for path, value in _flat(raw)), 0
     table = to_table(job)
-    settings = {path: (value, default) for path, value, default in _settings(table)}
-    hidden = {less for less, path in _OVERRIDDEN_BY.items() if settings[path][0] is not None}
+    settings = {path: (value, default) for path, value, default in _settings(table, job.kind)}
+    hidden = {less for less, path in _OVERRIDDEN_BY.items() if path in settings and settings[path][0] is not None}
     leading = [path for path in _KNOWN_BY if path not in hidden and path in settings and settings[path][0] is not None]
     changed = [
         path for path, (value, default) in settings.items() if value != default and path not in {*leading, *hidden}
     ]
-    shown = [(path.partition(".")[2], _word(settings[path][0])) for path in (*leading, *changed)]
+    names = Counter(path.partition(".")[2] for path in settings)
+    shown = [(_name(path, names), _word(settings[path][0])) for path in (*leading, *changed)]
     return tuple(shown), sum(value == default for path, (value, default) in settings.items() if path not in leading)
 
 
-def _settings(table: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _name(path: str, names: Counter[str]) -> str:
+    """Return the name of a setting, with its section where two sections have one of that name."""
+    name = path.partition(".")[2]
+    return path if names[name] > 1 else name
+
+
+def _settings(table: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, value and default of every setting of the job; the value is a list where a sweep takes several."""
-    for section in SECTIONS:
+    for section in KINDS[kind]:
         for knob in section_knobs(section, words_of(section, table[section])):
             yield f"{section}.{knob.name}", table[section].get(knob.name), knob.default
 

@@ -25,6 +25,7 @@ from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import Axis
+from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.store.states import JobState
@@ -339,14 +340,22 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     needed = f"{memory.estimate(workload(config, 8, 2)).total / GIB:.1f} GiB"
     settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
     assert said(config) == f"{settled} · about 1 s by the model"
-    # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
-    past = job(1, state=JobState.FINISHED, tokens_per_s=2000.0, config='data.path = "x"\nsae.d_sae = 8')
+    alike = {"tokens_per_s": 2000.0, "d_in": 8, "world_size": 2, "mode": "ddp", "config": dump_job(config)}
+    past = job(1, state=JobState.FINISHED, **alike)
+    # 819,200 tokens.
     assert said(config, past=[past]).endswith(" · about 7 min")
-    others = [job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)]
+    slow = alike | {"tokens_per_s": 9.0}
+    others = [
+        job(2, **slow),
+        job(3, state=JobState.FAILED, **slow),
+        job(4, state=JobState.FINISHED, **slow | {"world_size": 1}),
+        job(5, state=JobState.FINISHED, **slow | {"d_in": 16}),
+        job(6, state=JobState.FINISHED, **slow | {"config": dump_job(config.replace("train", batch_size=64))}),
+    ]
     assert said(config, past=others).endswith(" by the model")
-    # Twice the latents in two SAEs.
+    assert said(config, past=[*others, past]).endswith(" · about 7 min")
     sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
-    assert said(sweep, past=[past]).endswith(" · about 14 min")
+    assert said(sweep, past=[past]).endswith(" by the model")
 
 
 def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
