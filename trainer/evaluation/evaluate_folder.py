@@ -16,10 +16,10 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, parse_job
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
-from trainer.evaluation.exported import ExportedSae, is_exported, read_exported
+from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.rows import Rows
-from trainer.sharing.saelens import CONFIG
+from trainer.sharing.base import format_in
 
 _ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
@@ -44,7 +44,7 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
 
 def saes_in(path: Path) -> list[Path]:
     """Return the folders of the SAEs that a folder is, or holds as those of a sweep."""
-    return [path] if is_exported(path) else sorted(file.parent for file in path.glob(f"*/{CONFIG}"))
+    return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
 def load_source(job: JobConfig) -> Source:

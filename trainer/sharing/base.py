@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UsageError
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.settings import catalog
 from trainer.saes.base import Sae
 
 # What `eval` writes beside the weights, and how its model card begins.
@@ -79,6 +80,11 @@ class Format(ABC):
     def read(self, folder: Path) -> Shared:
         """Read an SAE; raise `UserError` where it computes what none of our architectures does."""
         raise UsageError(f"{folder} is in a format that can only be written")
+
+
+def format_in(folder: Path) -> str | None:
+    """Return the name of the format in which a folder holds an SAE that can be read; None where it holds none."""
+    return next((name for name, entry in catalog.FORMATS.items() if entry.load()().recognises(folder)), None)
 
 
 @torch.no_grad()

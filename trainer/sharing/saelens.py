@@ -57,12 +57,12 @@ class SaeLens(Format):
         architecture = config.get("architecture") or "standard"
         names = {name: name for name in ("W_enc", "W_dec", "b_dec", *PER_LATENT[architecture])}
         weights = taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS)
-        metadata = config.get("metadata")
+        metadata, k = config.get("metadata"), config.get("k")
         sae = Shared(
-            {"architecture": architecture},
+            {"architecture": architecture} | ({"k": k} if architecture.startswith("topk") else {}),
             weights,
             metadata if isinstance(metadata, dict) else {},
-            k=config.get("k"),
+            k=k,
             is_transcoder=architecture.endswith("transcoder"),
         )
         checked(sae, folder / WEIGHTS)

@@ -23,7 +23,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import Format, Shared
+from trainer.sharing.base import Format, Shared, format_in
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
@@ -83,10 +83,8 @@ def import_sae(folder: Path, run_dir: Path, data: str, overrides: Sequence[str],
 
 def _recognised(folder: Path) -> str:
     """Return the name of the format in which a folder holds an SAE."""
-    for name, entry in catalog.FORMATS.items():
-        form: Format = entry.load()()
-        if form.recognises(folder):
-            return name
+    if name := format_in(folder):
+        return name
     wanted = "cfg.json + sae_weights.safetensors, cfg.json + sae.safetensors, or config.json + ae.pt"
     raise UsageError(f"FOLDER: {folder} holds no SAE; it must have {wanted}, as files and not as links")
 

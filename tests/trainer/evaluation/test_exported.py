@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.catalog import ARCHITECTURES, FORMATS
 from trainer.contract.settings.job import JobConfig
-from trainer.evaluation.exported import is_exported, read_exported
+from trainer.evaluation.exported import read_exported
 from trainer.training.loop import Trainer
 
 CPU = torch.device("cpu")
@@ -65,10 +65,10 @@ def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Pa
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"architecture": "crosscoder"}, 'architecture "crosscoder"'),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations = layer_norm"),
+        ({"architecture": "crosscoder"}, "architecture is 'crosscoder'; only"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm'; only 'none'"),
         ({"k": 0}, "k must be"),
-        ({"architecture": "gated"}, "does not hold the gated SAE"),
+        ({"architecture": "gated"}, "has no tensor b_gate; it holds another kind of SAE"),
     ],
 )
 def test_an_sae_of_a_kind_that_is_not_known_is_refused(change: dict, words: str, exported: Path) -> None:
@@ -78,15 +78,23 @@ def test_an_sae_of_a_kind_that_is_not_known_is_refused(change: dict, words: str,
         read_exported(exported, CPU)
 
 
+@pytest.mark.parametrize("form", ["sparsify", "dictionary_learning"])
+def test_an_sae_in_the_format_of_another_tool_reconstructs_alike(form: str, exported: Path, tmp_path: Path) -> None:
+    shared = FORMATS["saelens"].load()().read(exported)
+    FORMATS[form].load()().write(shared, tmp_path / form)
+    x = torch.randn(50, shared.d_in)
+    _, own = read_exported(exported, CPU).reconstruct(x)
+    torch.testing.assert_close(read_exported(tmp_path / form, CPU).reconstruct(x)[1], own, rtol=1e-4, atol=1e-4)
+
+
 def test_damaged_files_are_refused(exported: Path) -> None:
-    assert is_exported(exported)
     weights = exported / "sae_weights.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"W_dec": tensors["W_dec"][:-1].contiguous()}, weights)
-    with pytest.raises(UserError, match="does not hold"):
+    with pytest.raises(UserError, match=r"W_dec is .* where the encoder wants"):
         read_exported(exported, CPU)
     weights.write_bytes(b"nothing")
-    with pytest.raises(UserError, match="export the SAE again"):
+    with pytest.raises(UserError, match="is not a whole safetensors file"):
         read_exported(exported, CPU)
     (exported / "cfg.json").write_text("[")
     with pytest.raises(UserError, match="cannot be read"):
