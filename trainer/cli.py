@@ -7,14 +7,14 @@ import json
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trainer.contract.errors import UsageError, UserError
-from trainer.contract.output import OutputLost, Parser, complain, run_command, show_text
+from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.printable import printable_lines
@@ -30,13 +30,12 @@ from trainer.contract.runs.rank_spec import (
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
-from trainer.contract.settings.catalog import FORMATS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
-from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, IMPORT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
+from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
@@ -53,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    flags = _parser().parse_args(argv)
+    flags = make_parser().parse_args(argv)
     try:
         leave_deleted_folder(_paths(flags))
-        return int(flags.command(flags))
+        return _COMMANDS[flags.command](flags)
     except UsageError as error:
         _warn(str(error))
         return EXIT_USAGE
@@ -81,124 +80,10 @@ def _warn(text: str) -> None:
     complain(f"{printable_lines(text)}\n")
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="python -m trainer",
-        description="Trains sparse autoencoders on stored activations.",
-        epilog=OVERVIEW,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(
-        required=True, metavar="{run,extract,inspect,join,resume,export,import,eval,estimate,bench,probe}"
-    )
-
-    def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
-        form = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=text)
-        added.formatter_class = form
-        added.set_defaults(command=command)
-        return added
-
-    run = add("run", _run, "train in the foreground", RUN)
-    _add_job(run)
-    run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
-    extract = add("extract", _extract, "store a language model's activations of a text, to train on", EXTRACT)
-    _add_job(extract)
-    inspect = add("inspect", _inspect, "what stored activations are like, and what is wrong with them", INSPECT)
-    inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
-    inspect.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    join = add("join", _join, "train as one of the ranks that torchrun starts, on one host or several", JOIN)
-    _add_job(join)
-    join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
-    resume = add("resume", _resume, "resume a run from its newest checkpoint", RESUME)
-    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
-    _add_common(resume)
-    _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
-    _add_import(add("import", _import, "make a run of an SAE that another tool has trained", IMPORT))
-    judge = add("eval", _eval, "the report card of a trained SAE, on rows that it has not seen", EVAL)
-    judge.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
-    judge.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that no run tells the rows of")
-    judge.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
-    judge.add_argument(
-        "--model",
-        metavar="JOB.toml",
-        help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
-    )
-    judge.add_argument(
-        "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
-    )
-    judge.add_argument(
-        "--contexts", type=_count, default=20, metavar="N", help="texts to keep of each latent; 0: none; default 20"
-    )
-    judge.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
-    )
-    judge.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    _add_job(add("estimate", _estimate, "memory per GPU and time of a job, before anything runs", ESTIMATE))
-    bench = add("bench", _bench, "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
-    _add_job(bench, nargs="?")
-    bench.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to time; default 20")
-    probe = add("probe", _probe, "how fast every device is, and the bus between them", PROBE)
-    probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
-    probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
-    probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
-    rank.add_argument("spec", type=Path, metavar="SPEC.json")
-    rank.add_argument("--any-owner", action="store_true", help="run whoever owns the files of the run")
-    rank.set_defaults(command=_rank)
-    return parser
-
-
-def _add_job(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
-    command.add_argument("job", type=Path, metavar="JOB.toml", nargs=nargs, help="the job file")
-    _add_common(command)
-
-
-def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--set",
-        dest="overrides",
-        action="append",
-        default=[],
-        metavar="section.key=value",
-        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; can be given again",
-    )
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-
-
-def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
-    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
-    command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
-    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
-    command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
-    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-
-
-def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
-    command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to make")
-    command.add_argument(
-        "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
-    )
-    command.add_argument("--format", choices=tuple(FORMATS), help="default: recognised by its files")
-    _add_common(command)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return 0 if text == "0" else _positive(text)
-
-
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
     """Return all paths among the flags, by their text, and where `run` would make its folder."""
     paths = {str(value): value for value in vars(flags).values() if isinstance(value, Path)}
-    return paths | ({"--out": RUNS} if flags.command is _run and not flags.out else {})
+    return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
 
 
 def _run(flags: argparse.Namespace) -> int:
@@ -409,3 +294,19 @@ def _rank(flags: argparse.Namespace) -> int:
 
     job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
     return run_rank(spec, job)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "run": _run,
+    "extract": _extract,
+    "inspect": _inspect,
+    "join": _join,
+    "resume": _resume,
+    "export": _export,
+    "import": _import,
+    "eval": _eval,
+    "estimate": _estimate,
+    "bench": _bench,
+    "probe": _probe,
+    "rank": _rank,
+}

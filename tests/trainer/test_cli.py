@@ -19,12 +19,13 @@ import pytest
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from trainer.cli import _parser, main
+from trainer.cli import main
 from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.parser import make_parser
 from trainer.ranks.foreground import BAR, Foreground, new_run
 
 FIELDS = {
@@ -289,7 +290,7 @@ def test_help_teaches_by_examples_that_parse(command: list[str], capsys: pytest.
     assert examples
     for example in examples:
         words = shlex.split(re.split(r"\s{2,}", example)[0])
-        _parser().parse_args(words[3:])
+        make_parser().parse_args(words[3:])
 
 
 def test_a_disk_that_takes_nothing_is_one_line(
