@@ -1,0 +1,111 @@
+"""The labelled texts that probes are trained on: those of the package sae-probes, read as files.
+
+To import it would load SAELens, TransformerLens and XGBoost for what is a folder of tables.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.contract.errors import UserError, first_line
+
+PACKAGE = "sae_probes"
+_NEEDED = {PACKAGE: "sae-probes", "sklearn": "scikit-learn", "zstandard": "zstandard"}
+_TABLES = "data/cleaned_data"
+_ENDING = ".csv.zst"
+# Texts of each class: those that come first, as many as every default set has, so that all count alike.
+PER_CLASS = 384
+# A set with fewer would have a fold of a dozen to choose the penalty by.
+_FEWEST_PER_CLASS = 64
+# Short texts with labels that a reader would give too, of as many subjects as there are.
+DEFAULTS = (
+    "5_hist_fig_ismale",
+    "7_hist_fig_ispolitician",
+    "21_headline_istrump",
+    "87_glue_cola",
+    "92_glue_sst2",
+    "96_spam_is",
+    "105_click_bait",
+    "124_world_country_United_States",
+    "126_art_type_book",
+    "130_temp_cat_Frequency",
+    "149_twt_emotion_happiness",
+    "156_athlete_sport_baseball",
+)
+
+
+class TextSet(NamedTuple):
+    """Texts of two classes, as many of each; `labels` are 0 or 1."""
+
+    name: str
+    texts: list[str]
+    labels: list[int]
+
+
+def read_sets(n: int) -> list[TextSet]:
+    """Return `n` sets: the `DEFAULTS` first, then the others of two classes by their numbers.
+
+    Raise `UserError` where what is needed is not installed, a set cannot be read, or there are not so many.
+    """
+    sets: list[TextSet] = []
+    for file in _in_order(_folder()):
+        if one := _read(file):
+            sets.append(one)
+        if len(sets) == n:
+            return sets
+    raise UserError(f"--sets: there are {len(sets)} sets with two classes of {_FEWEST_PER_CLASS} texts, not {n}")
+
+
+def _folder() -> Path:
+    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UserError(f"--probe: needs {' and '.join(missing)}: `pip install 'sae-tui[eval]'`")
+    spec = importlib.util.find_spec(PACKAGE)
+    return Path((spec and spec.submodule_search_locations or [""])[0]) / _TABLES
+
+
+def _in_order(folder: Path) -> list[Path]:
+    files = {file.name.removesuffix(_ENDING): file for file in folder.glob(f"*{_ENDING}")}
+    if not files:
+        raise UserError(f"--probe: {folder} has no sets; {_again()}")
+    others = sorted(files.keys() - set(DEFAULTS), key=lambda name: (_number(name), name))
+    return [files[name] for name in (*DEFAULTS, *others) if name in files]
+
+
+def _number(name: str) -> int:
+    number = name.partition("_")[0]
+    return int(number) if number.isdecimal() else 10**9
+
+
+def _read(file: Path) -> TextSet | None:
+    """Return a set; None where it has not two classes, or too few texts of one."""
+    try:
+        by_label: dict[str, list[str]] = {}
+        for row in _rows(file):
+            if (text := row["prompt"]) and row["target"]:
+                by_label.setdefault(row["target"], []).append(text)
+    except Exception as error:
+        # A damaged file fails as one of zstd, of UTF-8, as a table or by its columns.
+        raise UserError(f"--probe: {file} cannot be read ({first_line(error)}); {_again()}") from None
+    n = min(map(len, by_label.values()), default=0)
+    if len(by_label) != 2 or n < _FEWEST_PER_CLASS:
+        return None
+    n = min(n, PER_CLASS)
+    texts = [text for label in sorted(by_label) for text in by_label[label][:n]]
+    return TextSet(file.name.removesuffix(_ENDING), texts, [0] * n + [1] * n)
+
+
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
+    import zstandard
+
+    with file.open("rb") as packed, zstandard.ZstdDecompressor().stream_reader(packed) as stream:
+        yield from csv.DictReader(io.TextIOWrapper(stream, "utf-8", newline=""), strict=True)
+
+
+def _again() -> str:
+    return "install it again: `pip install --force-reinstall --no-deps sae-probes`"

@@ -1,0 +1,180 @@
+"""How well a few latents tell what a text is about: k-sparse probing, beside a probe of the raw activations.
+
+The definitions are those of sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
+probing"), by its way of choosing latents and its logistic regression with an L2 penalty.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+# Returns the activations [n, d_sae] of rows [n, d_in].
+Encode = Callable[[Tensor], Tensor]
+
+KS = (1, 16)
+SEEDS = (0, 1, 2)
+TEST_SHARE = 1 / 3
+# What the penalty is chosen from, by the AUC on the last part of the training texts.
+_STRENGTHS = np.logspace(5, -5, 10)
+_VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
+_ROWS_AT_ONCE = 1024
+
+
+class LabelledRows(NamedTuple):
+    """What a model has at a hook after each text of a set: rows [n, d_in] with labels 0 or 1."""
+
+    name: str
+    rows: Tensor
+    labels: list[int]
+
+
+class Auc(msgspec.Struct, frozen=True):
+    """The mean AUC on test texts over sets and seeds, and `of_sets` those of each set over seeds.
+
+    `seed_error` is its standard error where these sets are all that is asked, so that only the split into training and
+    test texts varies; `set_error` where they stand for all tasks there are.
+    """
+
+    auc: float
+    seed_error: float
+    set_error: float
+    of_sets: dict[str, float]
+
+
+class Probing(msgspec.Struct, frozen=True):
+    """What probes of the k best latents reach, by k, and a probe of the raw activations, `dense`."""
+
+    n_sets: int
+    n_seeds: int
+    n_texts: int
+    k: dict[str, Auc]
+    dense: Auc
+
+
+class DenseProbes(NamedTuple):
+    """Sets of rows with the AUCs [n_sets, n_seeds] of probes on all of them, which is the same for every SAE."""
+
+    sets: list[LabelledRows]
+    aucs: Floats
+
+
+def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
+    """Train a probe on the raw rows of each set for every seed."""
+    aucs = [
+        [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS] for one in _bar(sets, "dense")
+    ]
+    return DenseProbes(list(sets), np.array(aucs))
+
+
+def probe(dense: DenseProbes, encode: Encode) -> Probing:
+    """Train probes on an SAE's latents for every set, seed and k."""
+    aucs = np.array([_of_latents(one, encode) for one in _bar(dense.sets, "probes")])
+    names = [one.name for one in dense.sets]
+    return Probing(
+        n_sets=len(names),
+        n_seeds=len(SEEDS),
+        n_texts=sum(len(one.labels) for one in dense.sets),
+        k={str(k): _summary(names, aucs[:, :, at]) for at, k in enumerate(KS)},
+        dense=_summary(names, dense.aucs),
+    )
+
+
+def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
+    """Return the AUCs [n_seeds, n_ks] of an SAE on a set."""
+    acts = _sparse(one.rows, encode)
+    aucs = []
+    for seed in SEEDS:
+        split = _split(one.labels, seed)
+        order = by_difference(acts[split.train], split.y_train)
+        aucs.append([_auc_of(acts[:, order[:k]].toarray(), split) for k in KS])
+    return aucs
+
+
+def _sparse(rows: Tensor, encode: Encode) -> Any:
+    """Return activations as a sparse matrix [n, d_sae]: most are zero, and of wide SAEs too many to keep."""
+    from scipy import sparse
+
+    parts = [sparse.csr_matrix(encode(some).double().cpu().numpy()) for some in rows.split(_ROWS_AT_ONCE)]
+    return sparse.vstack(parts, format="csr")
+
+
+def by_difference(acts: Any, labels: Ints) -> Ints:
+    """Return latents by how much the means of the two classes differ, the largest first.
+
+    `acts` is a sparse matrix [n, d_sae]. What a latent's activations are is divided by the mean of those that are not
+    zero, since its scale means nothing.
+    """
+    size = np.asarray(abs(acts).sum(0)).ravel() / (acts.getnnz(axis=0) + 1e-6)
+    means = [np.asarray(acts[labels == label].mean(0)).ravel() for label in (0, 1)]
+    order: Ints = np.argsort(-np.abs(means[1] - means[0]) / (size + 1e-6), kind="stable")
+    return order
+
+
+class Split(NamedTuple):
+    """Which rows of a set a probe is trained and tested on, each in random order, and their labels."""
+
+    train: Ints
+    test: Ints
+    y_train: Ints
+    y_test: Ints
+
+
+def _split(labels: Sequence[int], seed: int) -> Split:
+    """Split a set of as many rows of each class into two of which that is true as well."""
+    generator, y = np.random.default_rng(seed), np.array(labels)
+    of_classes = [generator.permutation(np.flatnonzero(y == label)) for label in (0, 1)]
+    n_test = round(len(of_classes[0]) * TEST_SHARE)
+    train = generator.permutation(np.concatenate([one[n_test:] for one in of_classes]))
+    test = np.concatenate([one[:n_test] for one in of_classes])
+    return Split(train, test, y[train], y[test])
+
+
+def _auc_of(x: Floats, split: Split) -> float:
+    return auc_of_probe(x[split.train], split.y_train, x[split.test], split.y_test)
+
+
+def auc_of_probe(x_train: Floats, y_train: Ints, x_test: Floats, y_test: Ints) -> float:
+    """Train a logistic regression on rows in random order and return its AUC on others."""
+    n = len(x_train) - min(int(_VALIDATION_SHARE * len(x_train)), _MOST_VALIDATION)
+    aucs = [_fitted_auc(c, x_train[:n], y_train[:n], x_train[n:], y_train[n:]) for c in _STRENGTHS]
+    return _fitted_auc(_STRENGTHS[int(np.argmax(aucs))], x_train, y_train, x_test, y_test)
+
+
+def _fitted_auc(strength: float, x_train: Floats, y_train: Ints, x_test: Floats, y_test: Ints) -> float:
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+
+    with warnings.catch_warnings():
+        # Weak penalties of classes that a plane separates never converge, and rank the texts all the same.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = LogisticRegression(C=strength, max_iter=1000).fit(x_train, y_train)
+    return float(roc_auc_score(y_test, model.decision_function(x_test)))
+
+
+def _summary(names: list[str], aucs: Floats) -> Auc:
+    """Sum up AUCs [n_sets, n_seeds]."""
+    of_sets = aucs.mean(1)
+    return Auc(
+        auc=float(of_sets.mean()),
+        seed_error=float(np.sqrt(aucs.var(1, ddof=1).sum() / aucs.shape[1])) / len(names),
+        set_error=float(of_sets.std(ddof=1)) / len(names) ** 0.5 if len(names) > 1 else math.nan,
+        of_sets=dict(zip(names, of_sets.tolist(), strict=True)),
+    )
+
+
+def _bar(sets: Sequence[LabelledRows], what: str) -> Any:
+    return tqdm(sets, what, disable=not sys.stderr.isatty(), leave=False)

@@ -1,0 +1,67 @@
+"""What a language model has at a hook where it has read a whole text: the row of the last token."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.knobs import show
+from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.packing import Batch, Tokenizer
+
+# Tokens that the model reads at once.
+TOKENS_AT_ONCE = 4096
+
+
+def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tensor:
+    """Return the rows [n, d] of the texts' last tokens at the model's first hook, fp32 on the CPU.
+
+    Special tokens stand around a text where the model's family has them; the row is that of the last one of the text
+    itself. A text of more than `context` tokens loses its beginning.
+    """
+    pieces, places = _pieces(model.tokenizer, texts, context)
+    # Texts of one length need no filling, with which not every model reads a text as it does alone.
+    groups = list(_of_one_length(pieces))
+    rows: dict[int, Tensor] = {}
+    with tqdm(total=len(texts), desc="texts", disable=not sys.stderr.isatty(), leave=False) as bar:
+        for numbers in groups:
+            batch = _batch([pieces[number] for number in numbers])
+            length = batch.ids.shape[1]
+            flat = torch.tensor([at * length + places[number] for at, number in enumerate(numbers)])
+            rows |= dict(zip(numbers, model.rows(batch, flat)[0].float().cpu(), strict=True))
+            bar.update(len(numbers))
+    return torch.stack([rows[number] for number in range(len(texts))])
+
+
+def _pieces(tokenizer: Tokenizer, texts: Sequence[str], context: int) -> tuple[list[list[int]], list[int]]:
+    """Return the tokens of each text, and which of them is the last one of the text itself."""
+    pieces, places = [], []
+    for text, (ids, before, after) in zip(texts, tokenizer.tokens(texts), strict=True):
+        if not ids:
+            raise UserError(f"--probe: the model's tokenizer makes no token of the text {show(text)}; give fewer --sets")
+        kept = ids[-(context - len(before) - len(after)) :]
+        pieces.append(before + kept + after)
+        places.append(len(before) + len(kept) - 1)
+    return pieces, places
+
+
+def _of_one_length(pieces: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the numbers of pieces that are read together."""
+    by_length = sorted(range(len(pieces)), key=lambda number: len(pieces[number]))
+    for length, numbers in itertools.groupby(by_length, key=lambda number: len(pieces[number])):
+        remaining = iter(numbers)
+        while some := list(itertools.islice(remaining, max(1, TOKENS_AT_ONCE // length))):
+            yield some
+
+
+def _batch(pieces: list[list[int]]) -> Batch:
+    ids = np.array(pieces, np.int64)
+    positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+    return Batch(ids, positions, np.zeros_like(ids))
