@@ -18,8 +18,8 @@ PACKAGE = "sae_probes"
 _NEEDED = {PACKAGE: "sae-probes", "sklearn": "scikit-learn", "zstandard": "zstandard"}
 _TABLES = "data/cleaned_data"
 _ENDING = ".csv.zst"
-# Texts of each class: those that come first, as many as every default set has, so that all count alike.
-PER_CLASS = 384
+# Texts of each class that are read, those that come first.
+PER_CLASS = 192
 # A set with fewer would have a fold of a dozen to choose the penalty by.
 _FEWEST_PER_CLASS = 64
 # Short texts with labels that a reader would give too, of as many subjects as there are.

@@ -1,7 +1,8 @@
 """How well a few latents tell what a text is about: k-sparse probing, beside a probe of the raw activations.
 
 The definitions are those of sae-probes (Kantamneni et al. 2025, "Are sparse autoencoders useful? A case study in sparse
-probing"), by its way of choosing latents and its logistic regression with an L2 penalty.
+probing"), by its way of choosing latents and of choosing the penalty of a logistic regression. Its columns are
+standardised here, since the raw rows of some models have a few columns that are larger than all others by far.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Encode = Callable[[Tensor], Tensor]
 KS = (1, 16)
 SEEDS = (0, 1, 2)
 TEST_SHARE = 1 / 3
-# What the penalty is chosen from, by the AUC on the last part of the training texts.
-_STRENGTHS = np.logspace(5, -5, 10)
+# What the inverse of the L2 penalty is chosen from, by the AUC on the last part of the training texts.
+_STRENGTHS = np.logspace(1, -5, 7)
 _VALIDATION_SHARE, _MOST_VALIDATION = 0.2, 100
 _ROWS_AT_ONCE = 1024
 
@@ -157,11 +158,13 @@ def _fitted_auc(strength: float, x_train: Floats, y_train: Ints, x_test: Floats,
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import roc_auc_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
 
     with warnings.catch_warnings():
-        # Weak penalties of classes that a plane separates never converge, and rank the texts all the same.
+        # A weak penalty of classes that a plane separates need not converge, and ranks the texts all the same.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model = LogisticRegression(C=strength, max_iter=1000).fit(x_train, y_train)
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=1000)).fit(x_train, y_train)
     return float(roc_auc_score(y_test, model.decision_function(x_test)))
 
 
