@@ -44,6 +44,8 @@ class IndexedSource(Source):
     # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
+    # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
+    run: int = 1
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:

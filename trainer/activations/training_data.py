@@ -136,9 +136,9 @@ class IndexedData(TrainingData):
 def _order(source: IndexedSource, n_held_out: int, seed: int) -> tuple[Split | MixedSplit, Order | MixedOrder]:
     if len(source.sizes) < 2:
         split = Split(source.n_tokens, n_held_out, seed)
-        return split, Order(split, seed)
+        return split, Order(split, seed, source.run)
     mixed = MixedSplit(source.sizes, source.weights, n_held_out, seed)
-    return mixed, MixedOrder(mixed, seed)
+    return mixed, MixedOrder(mixed, seed, source.run)
 
 
 class StreamData(TrainingData):
