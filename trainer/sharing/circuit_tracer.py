@@ -22,7 +22,7 @@ class CircuitTracer(Format):
             return "circuit-tracer takes transcoders, and this is an SAE; train one with data.target_path"
         if sae.d_in != sae.d_out:
             return f"circuit-tracer knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
-        if sae.architecture not in ("transcoder", "jumprelu_transcoder"):
+        if sae.form not in ("standard", "jumprelu"):
             return f"circuit-tracer knows a ReLU or a threshold, and this is exported as {sae.architecture}"
         return None
 
@@ -33,6 +33,8 @@ class CircuitTracer(Format):
         # Rows are latents in both matrices.
         tensors = {name: sae.weights[name] for name in ("W_dec", "b_enc", "b_dec")}
         tensors["W_enc"] = sae.weights["W_enc"].T
+        if sae.has_skip:
+            tensors["W_skip"] = sae.weights["W_skip"]
         if "threshold" in sae.weights:
             tensors["activation_function.threshold"] = sae.weights["threshold"]
         with fill_folder(folder, last=CONFIG) as temporary:

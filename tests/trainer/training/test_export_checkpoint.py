@@ -90,6 +90,7 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     assert config == {
         "activation": "topk", "expansion_factor": 4, "normalize_decoder": True, "num_latents": 64, "k": 4,
         "multi_topk": False, "skip_connection": False, "transcode": False, "d_in": 16,
+        "metadata": {"training_architecture": "topk", "training_tokens": 2560},
     }  # fmt: skip
     x = 3 * torch.randn(200, 16) + torch.arange(16)
     sae = learner.sae.eval()
