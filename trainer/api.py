@@ -55,7 +55,7 @@ class Fitted:
         return self._run(x).x_hat / self.sae.y_scale
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Write `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replace what is there."""
+        """Write the SAE as SAELens loads it, a TopK transcoder as sparsify does; replace what is there."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 

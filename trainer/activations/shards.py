@@ -58,7 +58,8 @@ class Shards(IndexedSource):
     def _mapped_targets(self, paths: Paths) -> _Mapped:
         field = "data.target_path"
         sets = inspect_sets(paths, field)
-        self.meta["hook_name_out"] = _meta_of(sets).get("hook_name")
+        meta = _meta_of(sets)
+        self.meta |= {"hook_name_out": meta.get("hook_name"), "mean_out": meta.get("mean")}
         return _Mapped(sets, field, alone=self.run == 1)
 
     def rows(self, indices: Indices) -> Tensor:

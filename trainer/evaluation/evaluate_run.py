@@ -89,8 +89,7 @@ def _features(
 
     def acts_of(x: Tensor) -> Acts:
         scaled = x.to(sae.W_dec.device) * sae.x_scale
-        targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
-        return learner.forward(scaled, targets).acts
+        return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
 
     contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
     if contexts is None:
@@ -108,25 +107,24 @@ def _folder_of(job: JobConfig) -> Path | None:
 
 def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:
     """Return the model that the data was extracted from, with its text."""
-    if source.d_out is not None:
-        raise UserError("--model: a transcoder maps one hook to another, and is not spliced into a model")
     folder = _folder_of(job)
     if model == "auto" and folder is None:
         raise UserError(
             "--model: the data is not of one extraction; give the job file of the one meant instead of auto"
         )
     extraction = job_of_data(folder) if model == "auto" and folder else load_extraction(model)
-    return SplicedModel(extraction, hook_of_data(extraction, source.meta), device)
+    hook = hook_of_data(extraction, source.meta)
+    target = {"hook_name": source.meta.get("hook_name_out")}
+    return SplicedModel(extraction, hook, device, None if source.d_out is None else hook_of_data(extraction, target))
 
 
 def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:
-    sae, mean = learner.sae, source.meta.get("mean")
+    sae, mean = learner.sae, source.meta.get("mean" if source.d_out is None else "mean_out")
 
     def reconstruct(x: Tensor) -> Tensor:
-        scaled = x * sae.x_scale
-        return learner.forward(scaled, scaled).x_hat / sae.y_scale
+        return learner.forward(x * sae.x_scale, x.new_zeros(len(x), sae.d_out)).x_hat / sae.y_scale
 
-    is_row = isinstance(mean, list) and len(mean) == sae.d_in
+    is_row = isinstance(mean, list) and len(mean) == sae.d_out
     return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
 
 

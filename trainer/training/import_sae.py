@@ -29,15 +29,6 @@ from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 
 CPU = torch.device("cpu")
-# By SAELens' architecture: ours that computes the same.
-_ARCHITECTURES = {
-    "standard": "standard",
-    "topk": "topk",
-    "jumprelu": "jumprelu",
-    "gated": "gated",
-    "transcoder": "standard",
-    "jumprelu_transcoder": "jumprelu",
-}
 # Rows of W_dec whose length differs by more are no unit rows.
 _UNIT = 1e-3
 # What describes where the activations are from; the rest of an SAE's metadata is of its training.
@@ -101,6 +92,8 @@ def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> J
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
         sae["k"] = shared.k
+    if shared.has_skip:
+        sae["skip"] = True
     name = "".join(one if one.isprintable() else "?" for one in folder.resolve().name)[:60]
     raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
     job = with_data_path(job_of(raw, overrides), [working_folder()])
@@ -116,11 +109,12 @@ def _setting(job: JobConfig, name: str) -> object:
 
 def _architecture(shared: Shared) -> str:
     """Return ours that computes the same: what it was trained as, where one threshold and k of it are known."""
-    if shared.trained_as == "batch_topk" and shared.architecture == "jumprelu" and shared.k is not None:
+    if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
         if (threshold == threshold[0]).all():
             return "batch_topk"
-    return _ARCHITECTURES[shared.architecture]
+    # Those without a k of their own have one name here and in SAELens.
+    return shared.form
 
 
 def _open(job: JobConfig, shared: Shared) -> Source:
@@ -152,6 +146,9 @@ def _set_weights(learner: Learner, shared: Shared) -> None:
     shift = sae.x_mean @ encoder if sae.is_transcoder else 0
     own = {"W_enc": encoder, "W_dec": shared.weights["W_dec"], "b_dec": shared.weights["b_dec"] * scale}
     own["b_enc"] = shared.weights["b_gate" if "b_gate" in shared.weights else "b_enc"] * scale + shift
+    if shared.has_skip:
+        own["W_skip"] = shared.weights["W_skip"].T * (scale / sae.x_scale)
+        own["b_dec"] = own["b_dec"] + sae.x_mean @ own["W_skip"]
     own |= {name: shared.weights[name] * scale for name in ("threshold", "b_mag") if name in shared.weights}
     own |= {name: shared.weights[name] for name in ("r_mag",) if name in shared.weights}
     for name, value in own.items():

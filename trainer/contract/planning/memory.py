@@ -59,8 +59,8 @@ def estimate(work: Workload) -> Memory:
 
 
 def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
-    weights = [round(4 / work.latent_ranks * n_parameters(work, one.sae)) for one in saes]
-    stepped = [own / _sharing_steps(work, one.train) for one, own in zip(saes, weights, strict=True)]
+    weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
+    stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
     optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
@@ -120,10 +120,18 @@ def on_disk(work: Workload) -> int:
     )
 
 
-def n_parameters(work: Workload, sae: Sae) -> int:
-    """Count the parameters of encoder, decoder and their biases; a few vectors of some architectures are left out."""
+def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
+    """Count the parameters of encoder, decoder, biases and skip connection, with one of `parts` of the latents.
+
+    A few vectors of some architectures are left out.
+    """
     d_sae = sae.width(work.d_in)
-    return work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out
+    return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
+
+
+def n_skip(work: Workload, sae: Sae) -> int:
+    """Count the parameters of a skip connection, which every rank has as a whole."""
+    return work.d_in * work.d_out if sae.skip else 0
 
 
 def state_bytes(train: Train) -> float:

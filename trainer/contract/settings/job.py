@@ -74,6 +74,12 @@ class Sae(msgspec.Struct, frozen=True):
     encoder_scale: (
         Annotated[float, about("Norm of the encoder's columns at the start.", advanced=True, gt=0)] | Literal["auto"]
     ) = "auto"
+    skip: Annotated[
+        bool,
+        about(
+            "Adds a linear map of a transcoder's input to its output (arXiv 2501.18823); not for SAEs.", advanced=True
+        ),
+    ] = False
     dead_after_tokens: (
         Annotated[
             int,
