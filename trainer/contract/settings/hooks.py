@@ -70,11 +70,17 @@ def names_of_hook(text: str) -> list[str]:
     return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
 
 
-def each_layer(text: Any) -> list[Any]:
-    """Return the names that a name with a range of layers stands for: "resid_post.4-6" for three; any other alone."""
-    match = _RANGE.fullmatch(text) if isinstance(text, str) else None
-    if match is None or int(match[2]) > int(match[3]):
+def each_named(text: Any) -> list[Any]:
+    """Return the names that a text stands for: "resid_post.4-6, mlp_out.8" for four; what is no text alone."""
+    if not isinstance(text, str):
         return [text]
+    return [name for word in text.split(",") for name in _each_layer(word.strip())]
+
+
+def _each_layer(word: str) -> list[str]:
+    match = _RANGE.fullmatch(word)
+    if match is None or int(match[2]) > int(match[3]):
+        return [word]
     return [f"{match[1]}{layer}{match[4] or ''}" for layer in range(int(match[2]), int(match[3]) + 1)]
 
 

@@ -34,7 +34,7 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
 
     model: ModelPath
     hook: Annotated[
-        str, about("Where activations are read, like resid_post.12; of a list or 4-12 an SAE each.", min_length=1)
+        str, about("Where activations are read, like resid_post.12; at several, like .4-12, an SAE each.", min_length=1)
     ]
     text: TextPath | None = None
     dataset: Dataset | None = None

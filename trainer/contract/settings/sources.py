@@ -116,7 +116,11 @@ class ShardKnobs(SourceKnobs, frozen=True):
     hook: (
         Annotated[
             str,
-            about("Which hook's folder in that of an extraction; of a list or 4-12 an SAE each.", min_length=1),
+            about(
+                "A hook whose folder lies in that of an extraction; of several, an SAE each.",
+                advanced=True,
+                min_length=1,
+            ),
         ]
         | None
     ) = None
