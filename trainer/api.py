@@ -95,7 +95,7 @@ def train(
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
         target = moved if y is x else y.to(device).float()
-        take_step([learner], parallel, step - 1, [Batch(moved, target, len(moved))])
+        take_step([learner], parallel, step - 1, [Batch([(moved, target)], len(moved))])
         if learner.is_resampled_after(step):
             learner.forget(learner.resample(step, moved, target))
         if step % job.train.log_every == 0 or step == n_steps:

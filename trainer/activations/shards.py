@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.parquet import decode
+from trainer.activations.side_by_side import SideBySide
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
@@ -41,10 +42,17 @@ class Shards(IndexedSource):
     Raises `JobFileError` naming data.path, data.target_path or data.weights.
     """
 
-    def __init__(self, *, path: Paths, target_path: Paths | None = None, weights: list[float] | None = None) -> None:
-        knobs = ShardKnobs(path, target_path, weights)
+    def __init__(
+        self,
+        *,
+        path: Paths,
+        target_path: Paths | None = None,
+        weights: list[float] | None = None,
+        hook: str | None = None,
+    ) -> None:
+        knobs = ShardKnobs(path, target_path, weights, hook)
         self.d_in, self.d_out, _ = knobs.shape()
-        sets = inspect_sets(path, "data.path")
+        sets = inspect_sets(knobs.folders, "data.path")
         self.sizes, self.weights = [one.n_tokens for one in sets], weights
         self.n_tokens = sum(self.sizes)
         targets = None if target_path is None else join_words(each(target_path))
@@ -61,6 +69,9 @@ class Shards(IndexedSource):
         meta = _meta_of(sets)
         self.meta |= {"hook_name_out": meta.get("hook_name"), "mean_out": meta.get("mean")}
         return _Mapped(sets, field, alone=self.run == 1)
+
+    def beside(self, others: Sequence[Shards]) -> SideBySide:
+        return SideBySide([self, *others])
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))

@@ -84,7 +84,7 @@ def shared_saes(
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
-        yield label, shared_form(learner.sae, state.origin | training | measured, learner.k, features)
+        yield label, shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
@@ -160,7 +160,7 @@ def learners_of(
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
-        learner = Learner(member, d_in, state.d_out, Parallel(device))
+        learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member))
         learner.state.load(own)
         with learner.evaluating():
             yield label, learner

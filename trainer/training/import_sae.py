@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from trainer.activations.base import Source
+from trainer.activations.open_source import open_source
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UsageError
@@ -118,8 +118,7 @@ def _architecture(shared: Shared) -> str:
 
 
 def _open(job: JobConfig, shared: Shared) -> Source:
-    entry = catalog.entry(catalog.SOURCES, job.data.source, "data.source")
-    source: Source = entry.load()(**msgspec.structs.asdict(job.data.knobs))
+    source = open_source(job)
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, and the SAE takes {shared.d_in}")
     if shared.is_transcoder and source.d_out is None:
@@ -132,7 +131,7 @@ def _open(job: JobConfig, shared: Shared) -> Source:
 
 
 def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
-    sampler = Sampler(open_data(source, job, Parallel(CPU)), CPU)
+    sampler = Sampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
     sampler.find_outliers(job.train.seed, job.data.max_norm)
     return sampler.sample(job.train.seed)
 

@@ -35,7 +35,7 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
-    take_step([parts], ALONE, 0, [Batch(part, part, len(part)) for part in x.split(list(sizes))])
+    take_step([parts], ALONE, 0, [Batch([(part, part)], len(part)) for part in x.split(list(sizes))])
     take_alone(whole, 0, x)
     assert float(parts.grad_norm) == pytest.approx(float(whole.grad_norm), rel=1e-5)
     for name, tensor in whole.sae.state_dict().items():

@@ -195,7 +195,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert level == "warning"
     assert "data.max_norm" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
-    rows = torch.cat([rows for rows, _ in trainer.data.held_out(128)]).float()
+    rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
     ordinary = rows[rows.norm(dim=1) < 100 * rows.norm(dim=1).median()]
     assert 0 < len(rows) - len(ordinary) < 0.1 * len(rows)
     learner = only(trainer)

@@ -70,13 +70,16 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     peak = max(*highest, sum(weights) + max(updates))
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
-    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda")
-    taken = sum(weights) + optimizer + peak + sum(source)
+    n_hooks = len(work.job.hooks)
+    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda", n_hooks=n_hooks)
+    # During the pass of an SAE at one hook, a batch has the rows of all others too.
+    beside = 4 * work.micro_batch * work.d_in * (n_hooks - 1)
+    taken = sum(weights) + optimizer + peak + beside + sum(source)
     return Memory(
         weights=sum(weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
-        activations=peak - sum(weights) - communication + source.activations,
+        activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
         slack=round(ALLOCATOR_SLACK * taken) if work.device == "cuda" else 0,
         context=context_bytes(work.device),

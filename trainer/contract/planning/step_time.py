@@ -68,7 +68,8 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
 
 def _source_s(work: Workload, speeds: Speeds) -> float:
     """Return the seconds in which a rank makes its tokens, where they are not read; it waits for them."""
-    flops = work.job.data.knobs.flops_per_token()
+    # A forward pass up to the last hook gives the rows of all of them.
+    flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
     return flops * work.tokens_per_step / work.data_ranks / speeds.flops_per_s
 
 
