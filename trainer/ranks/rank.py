@@ -88,7 +88,7 @@ def _train(
 
     paths = RunPaths(spec.run_dir)
     job = job or load_any(paths.job_file, read=read_own_text)
-    progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
+    progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
         return _run(spec, rank, job, paths, progress, stop, on_met)
@@ -99,8 +99,19 @@ def _train(
         progress.close()
 
 
+def _reporting(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
+    """Return the progress of rank 0, to the run's store and to the mirrors that a training asks for."""
+    from trainer.reporting.mirroring import with_mirrors
+
+    progress = _progress(spec, job, paths, stop)
+    if not isinstance(job, JobConfig):
+        return progress
+    begins = _begins_at(spec, 0)
+    return with_mirrors(progress, job, paths.root, begins.step if begins else 0)
+
+
 def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
-    """Return the progress of rank 0: to the run's store or, where that is on another host, to a file.
+    """Return a progress to the run's store or, where that is on another host, to a file.
 
     The history of a resumed run is cut back to the step at which it resumes.
     """

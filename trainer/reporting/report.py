@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from trainer.contract.settings.series import HELD_OUT
+from trainer.contract.settings.series import HELD_OUT, PER_RANK
 from trainer.contract.store.metrics_store import Row
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
 OUTLIERS = "outlier_fraction"
-# Metrics with one value for every rank.
-_PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 
 
 class Report:
@@ -38,7 +36,7 @@ class Report:
         """Record the speed of the run and, from `totals`, of every rank."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
-        for name in _PER_RANK:
+        for name in PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
 
     def compare(self, step: int, step_ms: float) -> None:

@@ -79,6 +79,12 @@ class FormatEntry(Entry, frozen=True):
     use: str
 
 
+class MirrorEntry(Entry, frozen=True):
+    """Another tool that shows a run's metrics; `package` is what it is imported and installed as."""
+
+    package: str
+
+
 class Axis(msgspec.Struct, frozen=True):
     """The vertical axis of a curve: whether it begins at 0, and a value up to which it goes at least."""
 
@@ -278,6 +284,16 @@ LAUNCH_BACKENDS = {
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
+}
+# Where a run's metrics can be seen too.
+MIRRORS = {
+    "tensorboard": MirrorEntry(
+        "trainer.reporting.mirrors.tensorboard:TensorBoard", "Event files in the run's folder.", "tensorboard"
+    ),
+    "wandb": MirrorEntry(
+        "trainer.reporting.mirrors.wandb:WandB", "Weights & Biases; offline where you are not logged in.", "wandb"
+    ),
+    "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
 }
 # Formats in which an SAE is shared: what each holds, and how it is read.
 FORMATS = {

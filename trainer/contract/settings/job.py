@@ -8,12 +8,13 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.architectures import ArchitectureKnobs
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS, NoKnobs
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoKnobs
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.optimizers import OptimizerKnobs
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
+MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 # Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
 USUAL_BATCH = 4096
@@ -162,9 +163,27 @@ class Train(msgspec.Struct, frozen=True):
     report_card: Annotated[
         bool, about("Measures what was trained on held-out rows at the end, for a card beside it.", advanced=True)
     ] = True
+    mirror: (
+        Annotated[
+            str,
+            about(
+                "Shows the metrics in other tools too: tensorboard, wandb or trackio.",
+                advanced=True,
+                commas=True,
+                wanted=MIRROR_LISTS,
+            ),
+        ]
+        | list[str]
+        | None
+    ) = None
     deterministic: Annotated[
         bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
     ] = False
+
+    @property
+    def mirrors(self) -> list[str]:
+        """The names of the tools that the metrics are mirrored to."""
+        return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
 
 
 class Parallel(msgspec.Struct, frozen=True):
