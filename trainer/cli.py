@@ -197,9 +197,12 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
+    from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
 
-    done = export_checkpoint(flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force)
+    done = export_checkpoint(
+        flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
+    )
     if flags.json:
         _say(json.dumps(done))
         return EXIT_FINISHED

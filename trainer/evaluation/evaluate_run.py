@@ -20,7 +20,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
-from trainer.evaluation.contexts import contexts_of, texts_of
+from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
 from trainer.evaluation.evaluate_folder import load_source
 from trainer.evaluation.figures import Figures, measure, recovery
 from trainer.evaluation.rows import Rows
@@ -83,34 +83,21 @@ def _features(
 
     None where the data does not tell its tokens.
     """
-    sae, path = learner.sae, _folder_of(job)
+    sae, path = learner.sae, folder_of(job)
     if path is None or not path.is_dir():
         return None
-
-    def acts_of(x: Tensor) -> Acts:
-        scaled = x.to(sae.W_dec.device) * sae.x_scale
-        targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
-        return learner.forward(scaled, targets).acts
-
-    contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
+    contexts = contexts_of(partial(acts_of, learner), texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
     if contexts is None:
         return None
     moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
     return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
 
 
-def _folder_of(job: JobConfig) -> Path | None:
-    """Return the folder of the data; None where it has none, or several."""
-    path = getattr(job.data.knobs, "path", None)
-    paths = path if isinstance(path, list) else [path]
-    return Path(str(paths[0])) if len(paths) == 1 and paths[0] else None
-
-
 def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:
     """Return the model that the data was extracted from, with its text."""
     if source.d_out is not None:
         raise UserError("--model: a transcoder maps one hook to another, and is not spliced into a model")
-    folder = _folder_of(job)
+    folder = folder_of(job)
     if model == "auto" and folder is None:
         raise UserError(
             "--model: the data is not of one extraction; give the job file of the one meant instead of auto"
