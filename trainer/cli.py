@@ -198,6 +198,7 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
+    from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set
 
@@ -206,7 +207,9 @@ def _export(flags: argparse.Namespace) -> int:
         lines = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
         _say(json.dumps(of_set) if flags.json else "\n".join([*lines, *of_set["notes"], f"-> {of_set['output_path']}"]))
         return EXIT_FINISHED
-    done = export_checkpoint(flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force)
+    done = export_checkpoint(
+        flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
+    )
     if flags.json:
         _say(json.dumps(done))
         return EXIT_FINISHED

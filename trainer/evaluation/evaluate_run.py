@@ -19,10 +19,9 @@ from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.settings.job_file import load_extraction, load_job
-from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
-from trainer.evaluation.contexts import contexts_of, texts_of
+from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
 from trainer.evaluation.figures import Figures, measure, recovery
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
@@ -56,7 +55,7 @@ def evaluations_of(
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text).replace("train", precision="fp32")
     source = open_source(job)
     rows = Rows.of_hooks(source, job, device)
-    folders = [_folder_of(knobs) for knobs in job.hooks.values()]
+    folders = [folder_of(knobs) for knobs in job.hooks.values()]
 
     # The SAEs of a hook come one after the other.
     @functools.lru_cache(maxsize=1)
@@ -94,25 +93,14 @@ def _features(
 
     None where the data does not tell its tokens.
     """
-    sae = learner.sae
     if path is None or not path.is_dir():
         return None
-
-    def acts_of(x: Tensor) -> Acts:
-        scaled = x.to(sae.W_dec.device) * sae.x_scale
-        return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
-
-    contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
+    sae = learner.sae
+    contexts = contexts_of(partial(acts_of, learner), texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
     if contexts is None:
         return None
     moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
     return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
-
-
-def _folder_of(knobs: SourceKnobs) -> Path | None:
-    """Return the folder of the data; None where it has none, or several."""
-    paths = each(knobs.folders) if isinstance(knobs, ShardKnobs) else []
-    return Path(paths[0]) if len(paths) == 1 else None
 
 
 def _language_model(model: str, folder: Path | None, source: Source, device: torch.device) -> SplicedModel:

@@ -322,6 +322,11 @@ FORMATS = {
         "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
         "NeuronpediaDashboardBatch(**json.load(file))",
     ),
+    "delphi": FormatEntry(
+        "trainer.sharing.delphi:Delphi",
+        "where latents fire in the run's texts; FIRST_LAST.safetensors + config.json",
+        'LatentDataset("folder-of-my-sae", ..., modules=["my-sae"])',
+    ),
 }
 
 
