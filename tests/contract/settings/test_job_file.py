@@ -69,9 +69,15 @@ GPUS = st.one_of(
 )
 
 
+# Of other texts some are several hooks, which are an axis of a sweep.
+HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
+
+
 def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
     if path == "launch.gpus":
         return GPUS
+    if path == "data.hook":
+        return HOOKS
     choices = choices_of(path, knob)
     return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(knob.annotation))
 
