@@ -72,9 +72,14 @@ MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
 MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
 
 
+# Of other texts some are several hooks, which are an axis of a sweep.
+HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
+OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
+
+
 def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
-    if path in ("launch.gpus", "train.mirror"):
-        return GPUS if path == "launch.gpus" else MIRROR_CHOICES
+    if path in OF_THEIR_OWN:
+        return OF_THEIR_OWN[path]
     choices = choices_of(path, knob)
     return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(knob.annotation))
 

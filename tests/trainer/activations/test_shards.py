@@ -72,7 +72,7 @@ from trainer.parallel.group import Group
 resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
 source = Shards(path={str(tmp_path)!r})
 data = IndexedData(source, 5000, 0, Group())
-assert data.sample(0)[0].shape == (32_768, {d_in})
+assert data.of_hook(0).sample(0)[0].shape == (32_768, {d_in})
 for step in range(20):
     assert data.read(step * 4096, 4096).x.shape == (4096, {d_in})
 import numpy as np
