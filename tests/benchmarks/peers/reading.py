@@ -157,8 +157,8 @@ class SaeLensStore(SaeLensRunner):
 READERS: tuple[type[Reader], ...] = (Ours, Plain, SaeLensStore, SaeLensRunner)
 
 
-def tokens_per_s(kind: type[Reader], asked: Asked) -> float:
-    """Measure one reader once."""
+def measure(kind: type[Reader], asked: Asked) -> float:
+    """Return the tokens in a second that one reader reads, once."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         # Of texts that are not tokenised, and few.
         warnings.simplefilter("ignore")
