@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
 from trainer.contract import prctl
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
@@ -28,7 +26,6 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
-from trainer.contract.settings import catalog
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any
@@ -181,12 +178,12 @@ def _run(
 def _train_with(
     world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
 ) -> bool:
+    from trainer.activations.open_source import open_source
     from trainer.evaluation.at_end import Cards
     from trainer.parallel.arrange import arrange
     from trainer.training.loop import Trainer
 
-    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    source = load_source(**msgspec.structs.asdict(job.data.knobs))
+    source = open_source(job)
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
     settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes)
     if parallel.is_main:

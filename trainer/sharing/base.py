@@ -42,6 +42,18 @@ class Shared(NamedTuple):
         return str(self.config["architecture"])
 
     @property
+    def form(self) -> str:
+        """What its activations are: SAELens' name of an SAE with the same ones, "standard" for a plain transcoder."""
+        name = self.architecture
+        end = next((end for end in ("skip_transcoder", "transcoder") if name.endswith(end)), "")
+        return name.removesuffix(end).removesuffix("_") or "standard"
+
+    @property
+    def has_skip(self) -> bool:
+        """Whether W_skip [d_out, d_in] maps its input to the output, too."""
+        return "W_skip" in self.weights
+
+    @property
     def trained_as(self) -> str:
         """Our name of the architecture that it was trained with; "" where nobody knows."""
         return str(self.metadata.get("training_architecture", ""))

@@ -54,15 +54,15 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}
-    _refuse_to_overwrite(out, folders, force)
+    refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     notes: dict[str, None] = {}
     with usable(checkpoint):
-        for _, sae in _shared_saes(run_dir, job, tensors, state):
+        for _, sae in shared_saes(run_dir, job, tensors, state):
             if reason := chosen.refusal(sae):
                 raise UsageError(f"--format: {reason}")
-        for label, sae in _shared_saes(run_dir, job, tensors, state):
+        for label, sae in shared_saes(run_dir, job, tensors, state):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
     return {
@@ -74,7 +74,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     }
 
 
-def _shared_saes(
+def shared_saes(
     run_dir: Path, job: JobConfig, tensors: dict[str, Tensor], state: State
 ) -> Iterator[tuple[str, Shared]]:
     """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
@@ -84,7 +84,7 @@ def _shared_saes(
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
-        yield label, shared_form(learner.sae, state.origin | training | measured, learner.k, features)
+        yield label, shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
@@ -129,7 +129,7 @@ def _best(checkpoints: list[Path]) -> Path:
     )
 
 
-def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
+def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
     """Raise an error where a folder to write to holds something; `force` allows SAEs there, but nothing else."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def learners_of(
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
-        learner = Learner(member, d_in, state.d_out, Parallel(device))
+        learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member))
         learner.state.load(own)
         with learner.evaluating():
             yield label, learner

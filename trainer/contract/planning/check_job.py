@@ -16,11 +16,12 @@ from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.backends import check_backend
-from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
 AnyOutlook = Outlook | ExtractionOutlook
@@ -175,11 +176,7 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
     problems = []
     if k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
-    if data.d_out is not None and not ARCHITECTURES[sae.architecture].transcodes:
-        others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
-        cure = f"; use {others}, or omit data.target_path" if others else "; omit data.target_path"
-        message = f'there is no format for a transcoder of "{sae.architecture}"{cure}'
-        problems.append(Problem("sae.architecture", message))
+    problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
         message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
         problems.append(Problem("sae.normalize", message, "warning"))

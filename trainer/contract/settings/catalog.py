@@ -39,8 +39,8 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
     """An SAE architecture, and what the checks and estimates must know of it."""
 
     knobs: type[architectures.ArchitectureKnobs]
-    # Whether an export format for transcoders exists.
-    transcodes: bool = True
+    # Whether a format for its transcoders exists, or one for those whose target is as wide as their input.
+    transcodes: Literal["yes", "one width", "no"] = "yes"
     # Whether it chooses among the tokens of all ranks, not for each token.
     per_batch: bool = False
     # Of one that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak,
@@ -137,7 +137,8 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
         architectures.TopKKnobs,
-        transcodes=False,
+        # sparsify's; SAELens knows none with k latents per token.
+        transcodes="one width",
     ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
@@ -161,7 +162,7 @@ ARCHITECTURES = {
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
         architectures.GatedKnobs,
-        transcodes=False,
+        transcodes="no",
         dense_matrices=7.25,
     ),
     "standard": ArchitectureEntry(
@@ -282,12 +283,12 @@ LAUNCH_BACKENDS = {
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",
-        "every architecture; cfg.json + sae_weights.safetensors",
+        "all but TopK transcoders; cfg.json + sae_weights.safetensors",
         'SAE.load_from_disk("my-sae")',
     ),
     "sparsify": FormatEntry(
         "trainer.sharing.sparsify:Sparsify",
-        "TopK of one width, no metadata; cfg.json + sae.safetensors",
+        "TopK of one width; cfg.json + sae.safetensors",
         'SparseCoder.load_from_disk("my-sae")',
     ),
     "dictionary_learning": FormatEntry(
