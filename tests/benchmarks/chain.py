@@ -129,7 +129,7 @@ class Chain:
         with self._timed(f"train {layer}"):
             trained = self._trainer("run", job, "--out", f"ours-{layer}")
         with self._timed(f"train {layer}, SAELens"):
-            rate = self._train_saelens(job, self.folder / f"peer-{layer}")
+            rate = self._train_saelens(rows, self.folder / f"peer-{layer}")
         held_out = f"data.held_out_tokens={self.options.held_out}"
         self._trainer("import", f"peer-{layer}", "--data", rows, "--out", f"theirs-{layer}", "--set", held_out)
         cards = {}
@@ -145,22 +145,19 @@ class Chain:
         return {
             "data": {"path": str(self.folder / rows), "held_out_tokens": options.held_out},
             "sae": {"architecture": options.architecture, "d_sae": options.d_sae, "k": options.k},
-            "train": {"batch_size": options.batch, "n_steps": options.steps, "precision": "fp32"},
+            "train": {"batch_size": options.batch, "n_steps": options.steps, "precision": "fp32", "seed": 0},
         }
 
-    def _train_saelens(self, job_file: str, out: Path) -> float:
+    def _train_saelens(self, rows: str, out: Path) -> float:
         """Train SAELens' SAE on the batches that ours gets, write it, and return the tokens in a second."""
-        from trainer.activations.training_data import open_data
-        from trainer.contract.settings.job_file import load_job
-        from trainer.evaluation.evaluate_folder import load_source
-        from trainer.parallel.base import Parallel
+        from trainer.activations.shards import Shards
+        from trainer.activations.training_data import IndexedData
+        from trainer.parallel.group import Group
 
-        job, options = load_job(self.folder / job_file), self.options
-        source = load_source(job)
-        data = open_data(source, job, Parallel(torch.device("cpu")))
+        options, source = self.options, Shards(path=str(self.folder / rows))
+        data = IndexedData(source, options.held_out, 0, Group())
         setup = peers.Setup(source.d_in, options.d_sae, options.k, options.batch, options.steps)
-        sample, _ = data.sample(0)
-        recipe: Any = peers.build(RECIPES[options.architecture], setup, sample.float())
+        recipe: Any = peers.build(RECIPES[options.architecture], setup, data.read(0, options.batch).x.float())
         began = time.perf_counter()
         for step in range(options.steps):
             recipe.step(data.read(step * options.batch, options.batch).x.float())
