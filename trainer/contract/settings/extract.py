@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from trainer.contract.errors import Problem
-from trainer.contract.settings.hooks import Hook, parse_hook
+from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
 from trainer.contract.settings.job import MAX_NORM, Launch
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
@@ -89,7 +89,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extr
 
 def check_extract(job: ExtractJob) -> list[Problem]:
     """Return what is wrong with settings that are each valid by themselves."""
-    problems = _check_hooks(job.model.hooks)
+    problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
         problems.append(Problem("text.path", which))
@@ -109,20 +109,6 @@ def _check_launch(launch: Launch) -> list[Problem]:
     if n_devices not in ("", "1"):
         message = f'must be one device in an extraction, like "auto", "cpu" or [0], not {show(gpus)}'
         problems.append(Problem("launch.gpus", message))
-    return problems
-
-
-def _check_hooks(names: Sequence[str]) -> list[Problem]:
-    problems, hooks = [], set()
-    for name in names:
-        try:
-            hook = parse_hook(name)
-        except ValueError as error:
-            problems.append(Problem("model.hooks", f"{show(name)} {error}"))
-            continue
-        if hook in hooks:
-            problems.append(Problem("model.hooks", f"{show(name)} is given twice"))
-        hooks.add(hook)
     return problems
 
 

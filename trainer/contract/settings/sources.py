@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, ClassVar, NamedTuple
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.settings.hooks import names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.shards import ShardSet, inspect_shards
 from trainer.contract.wording import join_words, plural
@@ -21,6 +23,12 @@ class DataShape(NamedTuple):
     d_in: int
     d_out: int | None
     n_tokens: int | None
+
+    @property
+    def words(self) -> str:
+        """Say `3,000 rows of 16 dimensions`."""
+        n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
+        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}"
 
 
 class Held(NamedTuple):
@@ -46,7 +54,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
 
-    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
         return Held()
 
@@ -63,9 +71,9 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
         about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
-    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return the rows that are held to mix them, in fp32: they are in the memory of the host."""
-        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * d_in)
+        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * n_hooks * d_in)
 
 
 _Path = Annotated[str, msgspec.Meta(min_length=1)]
@@ -105,14 +113,35 @@ class ShardKnobs(SourceKnobs, frozen=True):
         ]
         | None
     ) = None
+    hook: (
+        Annotated[
+            str,
+            about(
+                "A hook whose folder lies in that of an extraction; of several, an SAE each.",
+                advanced=True,
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
     paths: ClassVar[tuple[str, ...]] = ("path", "target_path")
 
     @property
     def place(self) -> str:
-        return join_words(each(self.path))
+        return join_words(each(self.folders))
+
+    @property
+    def folders(self) -> Paths:
+        """Where the rows are: at `path`, or in the folder there of the hook, whichever of its names that has."""
+        if self.hook is None:
+            return self.path
+        folders = [_folder_of_hook(path, self.hook) for path in each(self.path)]
+        return folders[0] if isinstance(self.path, str) else folders
 
     def shape(self) -> DataShape:
-        sets = inspect_sets(self.path, "data.path")
+        if problems := self._check_hook():
+            raise JobFileError(problems)
+        sets = inspect_sets(self.folders, "data.path")
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
             raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
@@ -120,6 +149,14 @@ class ShardKnobs(SourceKnobs, frozen=True):
         if self.target_path is None:
             return DataShape(sets[0].d_in, None, n_tokens)
         return DataShape(sets[0].d_in, self._d_out(self.target_path, sets), n_tokens)
+
+    def _check_hook(self) -> list[Problem]:
+        if self.hook is None:
+            return []
+        if self.target_path is not None:
+            message = "is for SAEs; leave it out, and name the folders of two hooks in data.path and data.target_path"
+            return [Problem("data.hook", message)]
+        return problems_of_hooks([self.hook], "data.hook")
 
     def _d_out(self, target_path: Paths, sets: list[ShardSet]) -> int:
         """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
@@ -133,6 +170,12 @@ class ShardKnobs(SourceKnobs, frozen=True):
                 message = f"{of_target} {counts}; every row needs its target"
                 raise JobFileError([Problem("data.target_path", message)])
         return targets[0].d_in
+
+
+def _folder_of_hook(path: str, hook: str) -> str:
+    """Return the folder of a hook's rows: the first that is there by one of its names, or else by the given one."""
+    folders = [os.path.join(path, name) for name in names_of_hook(hook)]
+    return next(filter(os.path.exists, folders), folders[0])
 
 
 def each(paths: Paths) -> list[str]:
