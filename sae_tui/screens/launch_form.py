@@ -261,7 +261,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         cuda: bool,
     ) -> None:
         review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
-        overridden = job_form.overridden(candidate.values, review.job)
+        overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))

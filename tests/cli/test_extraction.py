@@ -87,3 +87,44 @@ def test_what_keeps_an_extraction_from_running_is_told_before_it_is_launched(she
     write(job, shell, model={"path": str(shell.folder / "no-model"), "hooks": ["resid_post.0"]})
     assert "model.path: there is nothing at" in shell.errors("launch", shell.job_file, code=1)[0]
     assert shell.json("jobs") == []
+
+
+TRAINING = """
+[data]
+path = "{path}"
+[sae]
+d_sae = 64
+k = 4
+[train]
+batch_size = 64
+n_steps = 4
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_training_waits_for_the_rows_of_an_extraction_and_tells_where_they_are_too_few(
+    shell: Shell, job: ExtractJob
+) -> None:
+    rows = Path(job.extract.output)
+    (training := shell.folder / "training.toml").write_text(TRAINING.format(path=rows / "mlp_out.0"))
+    wanted = shell.json("launch", shell.job_file, "--hold", "--set", "extract.n_tokens=100_000_000")["id"]
+    assert "data.path: there is nothing at" in shell.errors("launch", training, code=1)[0]
+    shell.json("launch", training, "--after", wanted)
+    wider = ["--set", "train.batch_size=200_000_000"]
+    assert "but" in (told := shell.errors("launch", training, "--after", wanted, *wider, code=1)[0])
+    assert "holds 100,000,000" in told
+    whole = shell.errors("launch", training, "--after", wanted, "--set", f"data.path={rows}", code=1)[0]
+    assert f"job 1 writes a folder for every hook in {rows}; give one of them: mlp_out.0 and resid_post.1" in whole
+    waiting = shell.json("job", 2)
+    assert (waiting["state"], waiting["after"]) == ("queued", [wanted])
+    Path(job.text.path or "").write_text("\n\n".join(sentences(60)))
+    shell.run("release", wanted)
+    wait_for(lambda: shell.json("job", 2)["state"] == "failed", "the end of the training", 120)
+    n_rows = shell.json("job", wanted)["step"]
+    assert 100 < n_rows < 10_000
+    failed = shell.json("job", 2)["error"]
+    assert f"mlp_out.0 holds {n_rows:,} rows, and job 1 was to write 100,000,000; give it more text, or " in failed
+    shell.run("resume", 2, "--wait")
+    assert shell.json("job", 2)["step"] == 4
+    # What is there now counts, not what was to be.
+    assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

@@ -20,6 +20,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import distinct_sizes, plural
 
@@ -50,6 +51,8 @@ class Machine(msgspec.Struct, frozen=True):
     # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and why CUDA cannot be used.
     cuda: bool = True
     cuda_problem: str = ""
+    # The folders that other jobs have yet to write before the job starts.
+    promises: Promises = NO_PROMISES
 
 
 def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> list[Problem]:
@@ -63,7 +66,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         return problems + check_extraction(job, of_extraction)
     problems += _check_mode(Layout(job, wanted_ranks(job)))
     try:
-        data = job.data_shape()
+        data = job.data_shape(machine.promises)
     except JobFileError as error:
         return [*error.problems, *problems]
     work = Workload(job, wanted_ranks(job), data)

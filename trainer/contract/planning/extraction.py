@@ -21,6 +21,7 @@ from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
+from trainer.contract.settings.promised import Promise
 from trainer.contract.wording import distinct_sizes
 
 # token_ids, positions and document of a row.
@@ -98,6 +99,15 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):
         problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
     return problems + _check_disk(job, outlook)
+
+
+def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
+    """Return what each folder of an extraction is to hold, by its real path; `by` names the extraction."""
+    size = model_size(job.model.path, job.model.revision)
+    # How wide the output of a module is that is given by its path, no file tells.
+    widths = [size.width if size and not hook.path else None for hook in job.hooks]
+    folders = [os.path.realpath(job.folder(name)) for name in job.model.hooks]
+    return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
 
 def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.knobs import about
+from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, promised
 from trainer.contract.settings.shards import ShardSet, inspect_shards
 from trainer.contract.wording import join_words, plural
 
@@ -46,6 +48,10 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
 
+    def shape_once_written(self, promises: Promises) -> DataShape:
+        """Return the shape of the data where other jobs have yet to write some of it."""
+        return self.shape()
+
     def held(self, d_in: int, *, on_cuda: bool) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
         return Held()
@@ -70,6 +76,7 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
 
 _Path = Annotated[str, msgspec.Meta(min_length=1)]
 Paths = str | list[str]
+S = TypeVar("S", bound=ShardSet | Width)
 _LARGEST_WEIGHT = 1e6
 
 
@@ -112,18 +119,21 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return join_words(each(self.path))
 
     def shape(self) -> DataShape:
-        sets = inspect_sets(self.path, "data.path")
+        return self.shape_once_written(NO_PROMISES)
+
+    def shape_once_written(self, promises: Promises) -> DataShape:
+        sets = _sets_once_written(self.path, "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
             raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
         n_tokens = sum(one.n_tokens for one in sets)
         if self.target_path is None:
             return DataShape(sets[0].d_in, None, n_tokens)
-        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets), n_tokens)
+        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets, promises), n_tokens)
 
-    def _d_out(self, target_path: Paths, sets: list[ShardSet]) -> int:
+    def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
-        targets = inspect_sets(target_path, "data.target_path")
+        targets = _sets_once_written(target_path, "data.target_path", promises)
         if len(targets) != len(sets):
             counts = f"has {plural(len(targets), 'folder')}, but data.path has {len(sets)}"
             raise JobFileError([Problem("data.target_path", f"{counts}; give one for each, in the same order")])
@@ -142,9 +152,18 @@ def each(paths: Paths) -> list[str]:
 
 def inspect_sets(paths: Paths, field: str) -> list[ShardSet]:
     """Read the headers of one folder of shards or several; raise `JobFileError` naming `field`."""
+    return _alike(paths, field, lambda path: inspect_shards(path, field))
+
+
+def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[ShardSet | Width]:
+    return _alike(paths, field, lambda path: promised(path, promises, field) or inspect_shards(path, field))
+
+
+def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
+    """Inspect each path; raise `JobFileError` where there is none, or where their rows differ in width."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
-    sets = [inspect_shards(path, field) for path in each(paths)]
+    sets = [inspect(path) for path in each(paths)]
     for path, one in zip(each(paths), sets, strict=True):
         if one.d_in != sets[0].d_in:
             message = f"{path} has d_in {one.d_in}, but {each(paths)[0]} has {sets[0].d_in}"
