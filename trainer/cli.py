@@ -31,7 +31,7 @@ from trainer.contract.runs.rank_spec import (
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_extraction, load_job
+from trainer.contract.settings.job_file import load_any, load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
@@ -292,7 +292,7 @@ def _rank(flags: argparse.Namespace) -> int:
         return join_launched(spec)
     from trainer.ranks.rank import main as run_rank
 
-    job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
+    job = load_any(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
     return run_rank(spec, job)
 
 

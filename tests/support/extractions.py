@@ -12,6 +12,7 @@ import torch
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import parse_extraction
 from trainer.extraction.extraction import Extraction, Result
+from trainer.extraction.peers import Alone
 
 CPU = torch.device("cpu")
 
@@ -36,4 +37,4 @@ def run(
     job: ExtractJob, stop: threading.Event | None = None, advance: Callable[[int], object] = lambda n: None
 ) -> Result:
     """Run an extraction in this process."""
-    return Extraction(job, CPU, stop or threading.Event(), advance).run()
+    return Extraction(job, CPU, Alone(stop or threading.Event(), advance)).run()

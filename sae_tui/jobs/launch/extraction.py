@@ -15,12 +15,14 @@ def needs(look: ExtractionOutlook) -> str:
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
         return "what it needs is not known: its model is not on this disk"
     disk, time = gibibytes(look.disk_bytes), duration(look.seconds)
-    return f"needs {gibibytes(look.needs_bytes)}, and {disk} of disk; about {time} by the model"
+    device = "GPU" if look.on_gpus else "process"
+    each = f" per {device}" if look.ranks > 1 else ""
+    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk} of disk; about {time} by the model"
 
 
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
     """Return a line like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
-    where = plural(1, "GPU" if look.on_gpus else "CPU process")
+    where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
     wide = "" if look.d_in is None else f", {look.d_in:,} wide"
     rows = f"{job.extract.n_tokens:,} rows of {plural(len(job.model.hooks), 'hook')}{wide}"
     return " · ".join([where, rows, needs(look)])
@@ -30,9 +32,10 @@ def need(job: ExtractJob, look: ExtractionOutlook, room: Room, *, cuda: bool) ->
     """Return what it takes of its device, part by part, and what would fit; None where its model is not known."""
     if look.memory is None:
         return None
-    takes = Need(look.memory, on_gpus=look.on_gpus, otherwise="a smaller model")
+    sharing = 1 if look.on_gpus else look.ranks
+    takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
     if not takes.lacks(room):
         return takes
-    fitting = batch_that_fits(job, room.free_bytes or 0, cuda=cuda)
+    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda)
     remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
     return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)

@@ -152,7 +152,9 @@ def _review_extraction(
 ) -> Review:
     look = outlook_of(job, here)
     problems = [*problems, *check(job, here, look)]
-    takes = extraction.need(job, look, room(gpus, choices), cuda=here.cuda and look.on_gpus)
+    takes = extraction.need(
+        job, look, room(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
+    )
     on_a_card = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
     beside = look if look.on_gpus or not choices else outlook_of(on_a_card, here)
     checked = job if not errors(problems) else None

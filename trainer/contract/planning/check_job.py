@@ -232,9 +232,9 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
 
 
 def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
-    """Return the outlook of an extraction on this machine; for "auto", on the GPU that it would take now."""
-    cards = _best_first(machine)
-    return outlook_of_extraction(job, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    """Return the outlook of an extraction on this machine; for "auto", on the GPUs that it would take now."""
+    cards, ranks = _best_first(machine), wanted_ranks(job)
+    return outlook_of_extraction(job, cards, ranks=ranks, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:

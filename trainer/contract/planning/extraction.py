@@ -39,8 +39,8 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     room: Room = NO_ROOM
     lack: str = ""
     excess: str = ""
+    ranks: int = 1
 
-    ranks = 1
     mode = "single"
 
     @property
@@ -59,33 +59,42 @@ def outlook_of_extraction(
     job: ExtractJob,
     cards: Sequence[Card],
     *,
+    ranks: int = 1,
     speeds: Box = NOTHING_MEASURED,
     cuda: bool = True,
     host: Room = NO_ROOM,
 ) -> ExtractionOutlook:
-    """Return the outlook on the card that launch.gpus names, or on the first; on simulated cards it runs on the CPU."""
+    """Return the outlook on the cards that launch.gpus names, or on the first; on simulated ones it runs on the CPU.
+
+    Each rank has a model of its own. Of a cluster's nodes nothing is known.
+    """
+    cards, host = ((), NO_ROOM) if job.cluster else (cards, host)
     size = model_size(job.model.path, job.model.revision)
-    on_gpus = not (job.on_cpu or not cards)
-    chosen = ChosenCards(job.launch, cards, 1)
+    on_gpus = not job.on_cpu and bool(cards or job.cluster)
+    chosen = ChosenCards(job.launch, cards, ranks)
     room = chosen.room if on_gpus else host
     if size is None:
-        return ExtractionOutlook(on_gpus, room=room)
+        return ExtractionOutlook(on_gpus, room=room, ranks=ranks)
     is_cuda = on_gpus and cuda
     memory = _memory(job, size, is_cuda)
     needs_bytes = memory.total
     lack, excess = (
-        (chosen.lack(needs_bytes), chosen.excess(needs_bytes)) if on_gpus else lack_of_host(needs_bytes, host)
+        (chosen.lack(needs_bytes), chosen.excess(needs_bytes))
+        if on_gpus
+        else lack_of_host(ranks * needs_bytes, host, ranks)
     )
     name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        seconds=_seconds(job, size, speeds, name),
+        # Processes on the CPU share its cores.
+        seconds=_seconds(job, size, speeds, name) / (ranks if on_gpus and is_cuda else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
         room=room,
         lack=lack,
         excess=excess,
+        ranks=ranks,
     )
 
 
