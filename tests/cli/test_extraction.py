@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from cli.conftest import Shell
 from jobs.conftest import wait_for
-from support.extractions import extraction_job, run
+from support.extractions import extraction_job, run, run_ranks
 from support.tiny_models import make_model, sentences
 
 from trainer.contract.settings.extract import ExtractJob
@@ -44,17 +44,20 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("gpus", "size"), [("auto", 1), ("auto:2", 2)])
 def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an_undisturbed_one_does(
-    shell: Shell, job: ExtractJob, tmp_path: Path
+    shell: Shell, job: ExtractJob, tmp_path: Path, gpus: str, size: int
 ) -> None:
+    write(job, shell, launch={"gpus": gpus, "max_restarts": 1})
     valid = shell.json("validate", shell.job_file)
     assert (valid["valid"], valid["errors"], valid["mode"]) == (True, [], "single")
     launched = shell.json("launch", shell.job_file)
     rows = Path(job.extract.output)
     wait_for(lambda: len(digests(rows)) >= 4, "two shards of each hook", 120)
     with contextlib.closing(Control(shell.data.control_db, readonly=True)) as control:
-        (rank,) = control.ranks(launched["id"])
-        rank.process.send(signal.SIGKILL)
+        *_, last = control.ranks(launched["id"])
+        assert last.rank == size - 1
+        last.process.send(signal.SIGKILL)
         wait_for(lambda: control.job(1).attempt == 2, "a restart", 60)
     stored = len(digests(rows))
     wait_for(lambda: len(digests(rows)) > stored, "another shard", 120)
@@ -72,7 +75,7 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
         Path(job.model.path), Path(job.text.path or ""), tmp_path / "alone", n_tokens=N_ROWS, shard_rows=1024,
         batch_tokens=32,
     )  # fmt: skip
-    run(undisturbed)
+    run(undisturbed) if size == 1 else run_ranks(undisturbed, size, tmp_path / "meet")
     assert digests(rows) == digests(tmp_path / "alone")
     assert "has finished; clone it" in shell.errors("resume", 1, code=1)[0]
 

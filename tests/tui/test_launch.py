@@ -432,24 +432,21 @@ async def pick_extraction(pilot, screen: LaunchScreen) -> None:
     await wait_until(pilot, lambda: screen.query("#row-model-path"))
 
 
-async def test_the_preset_of_an_extraction_shows_its_own_settings_and_takes_one_gpu(make_app, data, tmp_path) -> None:
+async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data, tmp_path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("the cat sat")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        picker = screen.query_one(GpuPicker)
-        assert len(picker.gpus) == 3
         await pick_extraction(pilot, screen)
-        assert len(picker.gpus) == 1
-        await reviewed(pilot, screen, "1 GPU · 1,000,000 rows of 1 hook", "is not known")
+        await reviewed(pilot, screen, "3 GPUs · 1,000,000 rows of 1 hook", "is not known")
         await type_into(pilot, screen, "model.path", str(model_of(tmp_path / "model", 10**7)))
         await type_into(pilot, screen, "model.hooks", "resid_post.4, mlp_out.5")
         await type_into(pilot, screen, "text.dataset", "")
         await type_into(pilot, screen, "text.path", str(text))
         await type_into(pilot, screen, "extract.n_tokens", "10k")
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
-        await reviewed(pilot, screen, "1 GPU · 10,000 rows of 2 hooks, 512 wide · needs ")
+        await reviewed(pilot, screen, "3 GPUs · 10,000 rows of 2 hooks, 512 wide · needs ", " per GPU, and ")
         assert not screen.query(KnobRow).filter("#row-sae-k")
         assert "Weights 38Mi" in screen.query_one(MemoryBar).plain
         await type_into(pilot, screen, "model.hooks", "resid_post.4, resid_post.4")

@@ -134,6 +134,8 @@ class Extraction:
             if self._read():
                 self._complete()
                 return self._finish()
+        if self._peers.size > 1:
+            self._state = stored_state(self._job, self._peers.size)
         return self._result("stopped")
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
