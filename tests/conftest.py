@@ -19,9 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
-# What each of three processes begins with: keys typed into an app, jobs that are killed and waited for, and trainings.
-# In the order of the files the first two would follow each other, and the cores stand still during the second.
-FIRST = (("tests/e2e/test_monkey",), ("tests/faults/", "tests/slurm/", "tests/jobs/"), ("tests/trainer/",))
+# What each of three processes begins with: keys typed into an app and a real model, jobs that are killed and waited
+# for, and trainings. In the order of the files the first two would follow each other, and the cores stand still during
+# the second.
+FIRST = (
+    ("tests/e2e/test_monkey", "tests/e2e/test_real_chain"),
+    ("tests/faults/", "tests/slurm/", "tests/jobs/"),
+    ("tests/trainer/",),
+)
 
 
 @pytest.fixture(autouse=True)

@@ -37,3 +37,8 @@ def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras
 def test_tests_are_of_the_versions_that_users_get() -> None:
     tested = locked("dev.txt")
     assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
+
+
+def test_the_model_that_tests_read_is_locked_with_its_hash_and_of_one_version() -> None:
+    (entry,) = locked("model.txt").values()
+    assert re.fullmatch(r"[\w-]+==[\d.]+ \\\s+--hash=sha256:[0-9a-f]{64}", entry)

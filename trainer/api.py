@@ -55,7 +55,7 @@ class Fitted:
         return self._run(x).x_hat / self.sae.y_scale
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Write `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replace what is there."""
+        """Write the SAE as SAELens loads it, a TopK transcoder as sparsify does; replace what is there."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
@@ -95,7 +95,7 @@ def train(
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
         target = moved if y is x else y.to(device).float()
-        take_step([learner], parallel, step - 1, [Batch(moved, target, len(moved))])
+        take_step([learner], parallel, step - 1, [Batch([(moved, target)], len(moved))])
         if learner.is_resampled_after(step):
             learner.forget(learner.resample(step, moved, target))
         if step % job.train.log_every == 0 or step == n_steps:

@@ -82,7 +82,8 @@ def _warn(text: str) -> None:
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
     """Return all paths among the flags, by their text, and where `run` would make its folder."""
-    paths = {str(value): value for value in vars(flags).values() if isinstance(value, Path)}
+    values = [*vars(flags).values(), *getattr(flags, "paths", ())]
+    paths = {str(value): value for value in values if isinstance(value, Path)}
     return paths | ({"--out": RUNS} if flags.command == "run" and not flags.out else {})
 
 
@@ -197,9 +198,18 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
+    from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
+    from trainer.training.export_set import export_set
 
-    done = export_checkpoint(flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force)
+    if len(flags.paths) > 1:
+        of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force)
+        lines = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
+        _say(json.dumps(of_set) if flags.json else "\n".join([*lines, *of_set["notes"], f"-> {of_set['output_path']}"]))
+        return EXIT_FINISHED
+    done = export_checkpoint(
+        flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
+    )
     if flags.json:
         _say(json.dumps(done))
         return EXIT_FINISHED

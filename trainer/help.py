@@ -94,6 +94,7 @@ examples:
   python -m trainer export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
   python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
+  python -m trainer export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
 
 {_FORMATS}
 

@@ -97,7 +97,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
+    command.add_argument("paths", type=Path, metavar="RUN_DIR_OR_CHECKPOINT", nargs="+")
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
     command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")

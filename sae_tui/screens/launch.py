@@ -189,7 +189,7 @@ class LaunchScreen(Screen[None]):
         job = review.job
         if job is None:
             self._refuse("inspected", review)
-        elif not isinstance(job, JobConfig) or (place := getattr(job.data.knobs, "path", None)) is None:
+        elif not isinstance(job, JobConfig) or (place := getattr(job.data.knobs, "folders", None)) is None:
             self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
         else:
             self.notify(f"Looking at {place} …", markup=False)

@@ -2,10 +2,11 @@
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
-Batches of 4096 rows are read in the order of a training, in which each row comes once; the aim is 90 % of the
-sequential read, from the page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is
-trained for 100 steps; at most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside
-it. Needs `--rows` × `--d-in` × 4 bytes of disk, for Parquet twice.
+Batches of 4096 rows are read in the order of a training, in which each row comes once: of rows that were shuffled as
+they were stored, as an extraction does, in runs; of others one by one. The aim is 90 % of the sequential read, from the
+page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is trained for 100 steps; at
+most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside it. Needs `--rows` ×
+`--d-in` × 4 bytes of disk, for Parquet twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
+import json
 import os
 import shutil
 import sys
@@ -40,7 +43,7 @@ from trainer.reporting.progress import Progress
 from trainer.training.loop import Trainer
 
 N_SHARDS, BATCH, STEPS = 4, 4096, 100
-COLUMNS = ("format", "from", "sequential GB/s", "batches GB/s", "of it", "opened in s", "waiting")
+COLUMNS = ("format", "stored", "from", "sequential GB/s", "batches GB/s", "of it", "opened in s", "waiting")
 
 
 def main() -> None:
@@ -52,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     table = Table(title=f"{options.rows:,} rows of {options.d_in} in fp32, {torch.get_num_threads()} threads")
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name in COLUMNS[:2] else "right")
+        table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for form in options.formats.split(","):
             measure(table, form, Path(folder) / form, options.rows, options.d_in)
@@ -61,13 +64,14 @@ def main() -> None:
 
 
 def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> None:
-    """Write shards, and add two rows to the table: read from the disk, and from the page cache."""
+    """Write shards, and add four rows to the table: in text order and shuffled, from the disk and from the cache."""
     folder.mkdir()
     for number in range(N_SHARDS):
         rows = np.random.default_rng(number).standard_normal((n_rows // N_SHARDS, d_in), np.float32)
         WRITERS[form](folder / f"shard-{number}.{form}", rows)
-    for where in ("disk", "cache"):
-        files = sorted(folder.iterdir())
+    files = sorted(folder.iterdir())
+    for stored, where in itertools.product(("in text order", "shuffled"), ("disk", "cache")):
+        (folder / "meta.json").write_text(json.dumps({"shuffled": stored == "shuffled"}))
         prepare(files, where)
         sequential = sum(file.stat().st_size for file in files) / timed(read_through, files) / 1e9
         prepare(files, where)
@@ -77,7 +81,7 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
         in_batches = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
         waiting = f"{wait_of_training(folder):.1%}" if where == "cache" else ""
         ratio, seconds = f"{in_batches / sequential:.0%}", f"{opening:.2f}"
-        table.add_row(form, where, f"{sequential:.2f}", f"{in_batches:.2f}", ratio, seconds, waiting)
+        table.add_row(form, stored, where, f"{sequential:.2f}", f"{in_batches:.2f}", ratio, seconds, waiting)
 
 
 def prepare(files: list[Path], where: str) -> None:

@@ -27,7 +27,6 @@ from textual.screen import Screen
 
 import sae_tui
 from sae_tui.cli_commands.parser import make_parser
-from trainer.cli import _parser as trainer_parser
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import FEATURES
@@ -35,6 +34,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
 from trainer.contract.store.rows import Event
 from trainer.contract.store.states import JobState
+from trainer.parser import make_parser as trainer_parser
 
 FOREIGN = """
 name = "x"

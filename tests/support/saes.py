@@ -92,16 +92,22 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
     return {**output.losses, "loss": output.loss, "x_hat": output.sae_out, "acts": output.feature_acts}
 
 
-def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
-    """Make an SAE of 32 → 128 with random weights, in evaluation mode."""
+def made(
+    kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0, *, skip: bool = False
+) -> Sae:
+    """Make an SAE of 32 → 128 with random weights, in evaluation mode; a transcoder may have a skip connection."""
     torch.manual_seed(0)
     kind_class, knobs, _ = KINDS[kind]
     sae: Sae = kind_class(32, 128, d_out, **knobs)
+    if skip:
+        sae.add_skip()
     for parameter in sae.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     sae.normalise_decoder()
     sae.x_scale.fill_(x_scale)
     sae.y_scale.fill_(y_scale)
+    if sae.is_transcoder:
+        torch.nn.init.normal_(sae.x_mean)
     return sae.eval()
 
 
@@ -109,7 +115,7 @@ def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
     """Let about 8 latents per token exceed the threshold, none so near to it that rounding could move it across."""
     if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
         return
-    centred = x if sae.is_transcoder else x - sae.b_dec
+    centred = x - sae.input_bias
     thresholds = sae.threshold if isinstance(sae, JumpReLU) else torch.zeros(())
     above_own = torch.addmm(sae.b_enc, centred, sae.W_enc) - thresholds
     largest = above_own.flatten().topk(8 * len(x) + 50).values[-100:]

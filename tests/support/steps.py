@@ -15,4 +15,4 @@ ALONE = Parallel(torch.device("cpu"))
 
 def take_alone(learner: Learner, number: int, x: Tensor, y: Tensor | None = None) -> None:
     """Take step `number` on one batch of raw data; without targets `y` it is an SAE's."""
-    take_step([learner], ALONE, number, [Batch(x, x if y is None else y, len(x))])
+    take_step([learner], ALONE, number, [Batch([(x, x if y is None else y)], len(x))])

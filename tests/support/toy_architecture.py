@@ -40,7 +40,7 @@ class Loudest(Sae):
         choose = partial(k_per_token, k=self.n_loudest, group=self.latents.group)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts = pre_acts.with_values(pre_acts.values.relu())
-        x_hat = self.decode_acts(acts)
+        x_hat = self.decode_acts(acts, x)
         losses = {"mse": squared_error(y, x_hat), "l1": acts.values.sum()}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
@@ -52,4 +52,4 @@ class Loudest(Sae):
         return {"architecture": "topk", "k": self.n_loudest, "rescale_acts_by_decoder_norm": False}
 
 
-ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestKnobs, transcodes=False)
+ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestKnobs, transcodes="no")

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.forked import ForkedRank, Prepare
 
+from trainer.activations.open_source import open_source
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
-from trainer.contract.settings.catalog import SOURCES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import Row
@@ -102,7 +101,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
         }
         return Trainer(
             job,
-            source=SOURCES[job.data.source].load()(**msgspec.structs.asdict(job.data.knobs)),
+            source=open_source(job),
             parallel=Parallel(torch.device("cpu")),
             progress=progress or Progress(),
             **(arguments | options),

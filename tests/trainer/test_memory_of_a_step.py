@@ -142,6 +142,8 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
         yield wide | {"architecture": name, "auxk_alpha": 0.0}, train, d_in, None, 1
     for name in ("batch_topk", "matryoshka_batch_topk", "standard", "jumprelu"):
         yield wide | {"architecture": name}, train, d_in, 1024, 1
+        yield wide | {"architecture": name, "skip": True}, train, d_in, 1024, 1
+        yield wide | {"architecture": name, "skip": True}, train | {"precision": "fp32"}, d_in, 1024, 4
     yield wide | {"k": [32, 64, 128]}, train, d_in, None, 1
     yield {"architecture": ["topk", "jumprelu"], "d_sae": 12288}, train, d_in, None, 1
 

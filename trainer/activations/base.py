@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,25 +16,59 @@ Indices = NDArray[np.int64]
 Pair = tuple[Tensor, Tensor]
 
 
-def on_device(pair: Pair, device: torch.device, *, non_blocking: bool = False) -> Pair:
-    """Return inputs and targets in fp32 on a device: one tensor where they were one."""
+def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
+    """Return the inputs and targets of each of the hooks that rows [n, n_hooks * d_in] hold side by side."""
     x, y = pair
-    inputs = x.to(device, non_blocking=non_blocking).float()
-    return inputs, inputs if y is x else y.to(device, non_blocking=non_blocking).float()
+    if n_hooks == 1:
+        return [pair]
+    assert y is x
+    return [(own, own) for own in (columns.contiguous() for columns in x.chunk(n_hooks, dim=1))]
+
+
+def on_device(pair: Pair, device: torch.device) -> Pair:
+    """Return inputs and targets in fp32 on a device: one tensor where they were one."""
+    return in_fp32(to_device(pair, device))
+
+
+def to_device(pair: Pair, device: torch.device, *, non_blocking: bool = False) -> Pair:
+    """Return inputs and targets on a device: one tensor where they were one."""
+    x, y = pair
+    inputs = x.to(device, non_blocking=non_blocking)
+    return inputs, inputs if y is x else y.to(device, non_blocking=non_blocking)
+
+
+def in_fp32(pair: Pair) -> Pair:
+    """Return inputs and targets in fp32: one tensor where they were one."""
+    x, y = pair
+    inputs = x.float()
+    return inputs, inputs if y is x else y.float()
 
 
 class Source(ABC):
     """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
 
-    Where there is a `d_out`, every row has a target of that width beside it and a transcoder is trained.
+    Where there is a `d_out`, every row has a target of that width beside it and a transcoder is trained. Where there
+    are several hooks, a row is of one token, with what each of them gives side by side: [n_hooks * d_in].
     """
 
+    n_hooks: int = 1
     d_in: int
     d_out: int | None = None
     # How many rows there are; None where nobody knows.
     n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
+
+    def of_hook(self, hook: int) -> Source:
+        """Return the source of one hook's rows alone, by its number."""
+        return self
+
+    def beside(self, others: Sequence[Self]) -> Source:
+        """Return this source and others, which differ in their hook alone, as one of several hooks.
+
+        Only a source with a setting `hook` needs it.
+        """
+        raise NotImplementedError
 
 
 class IndexedSource(Source):
@@ -44,6 +78,11 @@ class IndexedSource(Source):
     # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
+    # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
+    run: int = 1
+
+    def of_hook(self, hook: int) -> IndexedSource:
+        return self
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:

@@ -7,12 +7,13 @@ import itertools
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.activations.base import on_device
+from trainer.activations.base import Pair, in_fp32, of_each_hook, to_device
 from trainer.activations.micro_batches import Cut, Stretch
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import Read, TrainingData
@@ -22,15 +23,16 @@ READ_AHEAD = 2
 
 
 class Batch(NamedTuple):
-    """A rank's inputs and targets [n_tokens, d], fp32 on its device; `of_all` tokens are in all ranks' together."""
+    """A rank's inputs and targets [n_tokens, d] of each hook, fp32 on its device; `of_all` tokens are in all ranks'."""
 
-    x: Tensor
-    y: Tensor
+    hooks: Sequence[Pair]
     of_all: int
 
 
 class Batches:
     """Gives this rank its rows of one micro-batch after the other, from position `start` on, outliers replaced.
+
+    Where there are `outliers`, they are those of each hook: a token that is one at a hook stays at the others.
 
     The tokens of a step are the same however they are cut; those of a stream where ranks have the same shares.
     """
@@ -42,7 +44,7 @@ class Batches:
         *,
         start: int,
         device: torch.device,
-        outliers: Outliers | None = None,
+        outliers: Sequence[Outliers] = (),
     ) -> None:
         self._data, self._device, self._outliers = data, device, outliers
         self._cut, self._start = cut, start
@@ -63,8 +65,11 @@ class Batches:
             raise item
         rows, of_all = item
         self._data.note_trained(rows)
-        pair = on_device((rows.x, rows.y), self._device, non_blocking=True)
-        return Batch(*(self._outliers.replace(*pair) if self._outliers else pair), of_all)
+        moved = to_device((rows.x, rows.y), self._device, non_blocking=True)
+        hooks = [in_fp32(pair) for pair in of_each_hook(moved, self._data.n_hooks)]
+        if self._outliers:
+            hooks = [outliers.replace(*pair) for outliers, pair in zip(self._outliers, hooks, strict=True)]
+        return Batch(hooks, of_all)
 
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process."""

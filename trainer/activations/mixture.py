@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.activations.base import Indices
-from trainer.activations.permutation import Permutation
+from trainer.activations.permutation import permutation
 from trainer.activations.split import Split
 
 # Ends of seeds: other random numbers than those of one source alone, and than each other.
@@ -53,11 +53,12 @@ class MixedOrder:
 
     An epoch has of each source exactly the share that its weight is of all, rounded. Of a source no row comes again
     before all have come as often: passes over it go on from one epoch to the next, each in an order of its own. Without
-    weights an epoch is every row once. As in `Order` a position is all that a checkpoint has to remember.
+    weights an epoch is every row once. As in `Order` a position is all that a checkpoint has to remember, and `run`
+    rows beside each other mostly stay so.
     """
 
-    def __init__(self, split: MixedSplit, seed: int) -> None:
-        self._split, self._seed = split, seed
+    def __init__(self, split: MixedSplit, seed: int, run: int = 1) -> None:
+        self._split, self._seed, self._run = split, seed, run
         self._draws = np.array(split.draws)
         self._ends = np.cumsum(self._draws)
 
@@ -71,7 +72,7 @@ class MixedOrder:
         return np.concatenate(numbers)
 
     def _of_epoch(self, epoch: int, positions: Indices) -> Indices:
-        slots = Permutation(self._split.n_train, self._seed, epoch)(positions)
+        slots = permutation(self._split.n_train, self._run, self._seed, epoch)(positions)
         sources = np.searchsorted(self._ends, slots, side="right")
         # How many rows of its source have come before, in order of slots.
         before = slots - (self._ends - self._draws)[sources] + epoch * self._draws[sources]
@@ -85,7 +86,7 @@ class MixedOrder:
         passes, places = np.divmod(before, n)
         numbers = np.empty_like(before)
         for one in np.unique(passes):
-            order = Permutation(n, self._seed, int(one), source, _OF_PASS)
+            order = permutation(n, self._run, self._seed, int(one), source, _OF_PASS)
             numbers[passes == one] = order(places[passes == one])
         return self._split.rows(source, numbers)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from trainer.activations.base import Indices
-from trainer.activations.permutation import Permutation
+from trainer.activations.permutation import permutation
 from trainer.activations.split import Split
 
 
@@ -13,11 +15,11 @@ class Order:
     """An endless sequence of epochs, each a seeded permutation of all training rows.
 
     A batch is a stretch of it, so the end of one epoch and the start of the next can share a batch and no token
-    is lost; and a position in it is all that a checkpoint has to remember.
+    is lost; and a position in it is all that a checkpoint has to remember. `run` rows beside each other stay so.
     """
 
-    def __init__(self, split: Split, seed: int) -> None:
-        self._split, self._seed = split, seed
+    def __init__(self, split: Split, seed: int, run: int = 1) -> None:
+        self._split, self._seed, self._run = split, seed, run
 
     def stretch(self, start: int, length: int) -> Indices:
         """Return the row numbers at positions start .. start + length - 1."""
@@ -28,5 +30,5 @@ class Order:
         ]
         return self._split.rows(np.concatenate(numbers))
 
-    def _epoch(self, epoch: int) -> Permutation:
-        return Permutation(self._split.n_train, self._seed, epoch)
+    def _epoch(self, epoch: int) -> Callable[[Indices], Indices]:
+        return permutation(self._split.n_train, self._run, self._seed, epoch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,8 @@ Words = NDArray[np.uint64]
 
 # Four are the fewest that look random from both ends (Luby & Rackoff 1988).
 ROUNDS = 4
+# Fewer runs than that are not mixed well, and so few rows are in the page cache.
+_FEWEST_RUNS = 1024
 
 
 class Permutation:
@@ -48,6 +51,32 @@ class Permutation:
         changed *= self._widths[1]
         changed += other
         return changed
+
+
+class RunPermutation:
+    """A seeded bijection of 0 .. n - 1 that keeps runs of numbers together, in ascending order.
+
+    Where the first run begins is random, so that other rows keep company for each seed. What is left over when n is cut
+    into runs goes to the end.
+    """
+
+    def __init__(self, n: int, run: int, *seed: int) -> None:
+        self._n, self._run, self._n_whole = n, run, n // run * run
+        self._runs = Permutation(n // run, *seed)
+        self._begin = int(np.random.default_rng(seed).integers(n))
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Return where each of some positions 0 .. n - 1 goes."""
+        numbers, is_whole = positions.copy(), positions < self._n_whole
+        runs, places = np.divmod(positions[is_whole], self._run)
+        numbers[is_whole] = self._runs(runs) * self._run + places
+        shifted: Indices = (numbers + self._begin) % self._n
+        return shifted
+
+
+def permutation(n: int, run: int, *seed: int) -> Callable[[Indices], Indices]:
+    """Return a random order of n rows of which `run` beside each other stay so; of few rows every one by itself."""
+    return RunPermutation(n, run, *seed) if run > 1 and n >= _FEWEST_RUNS * run else Permutation(n, *seed)
 
 
 def _below(words: Words, width: np.uint64) -> Words:

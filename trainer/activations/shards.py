@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch import Tensor
 
 from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.parquet import decode
+from trainer.activations.side_by_side import SideBySide
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.settings.shards import Shard, ShardSet
 from trainer.contract.settings.sources import Paths, ShardKnobs, each, inspect_sets
 from trainer.contract.wording import join_words
@@ -28,6 +31,10 @@ _DTYPES = {
     "F32": (np.float32, torch.float32),
 }
 
+# Rows that are read at one place of shuffled shards: a disk serves them as fast as the whole file, and a batch of 4096
+# is still of 64 places.
+_RUN = 64
+
 
 class Shards(IndexedSource):
     """All shards of a folder, or of several, as one long [n_tokens, d_in], and those of others as their targets.
@@ -35,23 +42,36 @@ class Shards(IndexedSource):
     Raises `JobFileError` naming data.path, data.target_path or data.weights.
     """
 
-    def __init__(self, *, path: Paths, target_path: Paths | None = None, weights: list[float] | None = None) -> None:
-        knobs = ShardKnobs(path, target_path, weights)
+    def __init__(
+        self,
+        *,
+        path: Paths,
+        target_path: Paths | None = None,
+        weights: list[float] | None = None,
+        hook: str | None = None,
+    ) -> None:
+        knobs = ShardKnobs(path, target_path, weights, hook)
         self.d_in, self.d_out, _ = knobs.shape()
-        sets = inspect_sets(path, "data.path")
+        sets = inspect_sets(knobs.folders, "data.path")
         self.sizes, self.weights = [one.n_tokens for one in sets], weights
         self.n_tokens = sum(self.sizes)
         targets = None if target_path is None else join_words(each(target_path))
         self.place = knobs.place if targets is None else f"{knobs.place} with targets in {targets}"
         self.meta = _meta_of(sets)
-        self._inputs = _Mapped(sets, "data.path")
+        if self.meta.get("shuffled") is True:
+            self.run = _RUN
+        self._inputs = _Mapped(sets, "data.path", alone=self.run == 1)
         self._targets = None if target_path is None else self._mapped_targets(target_path)
 
     def _mapped_targets(self, paths: Paths) -> _Mapped:
         field = "data.target_path"
         sets = inspect_sets(paths, field)
-        self.meta["hook_name_out"] = _meta_of(sets).get("hook_name")
-        return _Mapped(sets, field)
+        meta = _meta_of(sets)
+        self.meta |= {"hook_name_out": meta.get("hook_name"), "mean_out": meta.get("mean")}
+        return _Mapped(sets, field, alone=self.run == 1)
+
+    def beside(self, others: Sequence[Shards]) -> SideBySide:
+        return SideBySide([self, *others])
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))
@@ -67,20 +87,26 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """The rows of sets of shards, numbered through."""
+    """The rows of sets of shards, numbered through; `alone`: each is read by itself, not with those beside it."""
 
-    def __init__(self, sets: Sequence[ShardSet], field: str) -> None:
+    def __init__(self, sets: Sequence[ShardSet], field: str, *, alone: bool) -> None:
         self._shards = [shard for one in sets for shard in one.shards]
-        contents = {file: _map(shard, field) for file, shard in {shard.file: shard for shard in self._shards}.items()}
+        contents = {file: _content(shard, field) for file, shard in {one.file: one for one in self._shards}.items()}
+        if alone and sum(map(len, contents.values())) > machine_memory().total_bytes // 2:
+            _read_alone(contents.values())
         self._mapped = [_rows_of(shard, contents[shard.file], field) for shard in self._shards]
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in self._shards])
         self._are_several = len(sets) > 1
+        dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
+        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def rows(self, indices: Indices) -> Tensor:
         """Read rows [n, d] by ascending numbers, in file order, which a disk serves several times faster."""
-        stretches = enumerate(itertools.pairwise(np.searchsorted(indices, self._starts)))
-        parts = [self._read(number, indices[first:last]) for number, (first, last) in stretches if last > first]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = torch.empty(len(indices), self._shards[0].d_in, dtype=self._dtype)
+        for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
+            if last > first:
+                self._read(number, indices[first:last], rows[first:last])
+        return rows
 
     def name_of(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
@@ -88,13 +114,25 @@ class _Mapped:
         name = f"{shard.file.parent.name}/{shard.file.name}" if self._are_several else shard.file.name
         return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
-    def _read(self, number: int, indices: Indices) -> Tensor:
-        values = self._mapped[number][indices - self._starts[number]]
-        return torch.from_numpy(values).view(_DTYPES[self._shards[number].dtype][1])
+    def _read(self, number: int, indices: Indices, into: Tensor) -> None:
+        """Read rows of a shard into their place in a batch, by this thread alone: the cores are busy with a step."""
+        rows, places = self._mapped[number], indices - self._starts[number]
+        dtype = _DTYPES[self._shards[number].dtype][1]
+        if dtype == into.dtype:
+            np.take(rows, places, axis=0, out=into.view(torch.uint8).numpy().view(rows.dtype), mode="clip")
+        else:
+            into.copy_(torch.from_numpy(rows[places]).view(dtype))
 
 
-def _map(shard: Shard, field: str) -> Bytes:
+def _content(shard: Shard, field: str) -> Bytes:
     return np.memmap(shard.file, np.uint8, "r") if shard.column is None else decode(shard, field)
+
+
+def _read_alone(contents: Iterable[Bytes]) -> None:
+    """Have the system read the 4 KiB of a row from the disk and not the 128 KiB around it, which memory cannot keep."""
+    for content in contents:
+        if isinstance(content.base, mmap.mmap):
+            content.base.madvise(mmap.MADV_RANDOM)
 
 
 def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import IndexedSource, Pair, Source, StreamSource
+from trainer.activations.base import IndexedSource, Pair, Source, StreamSource, of_each_hook
 from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.shuffle_buffer import ShuffleBuffer, StreamRows
@@ -42,8 +42,8 @@ class Mark(NamedTuple):
     bad_row: int | None
 
 
-class TrainingData(ABC):
-    """The rows that one rank trains on, in their order, and those that it does not."""
+class HookRows(ABC):
+    """A sample of the rows of one hook, and those that are never trained on."""
 
     # Rows kept back on all ranks together.
     n_held_out: int
@@ -59,6 +59,20 @@ class TrainingData(ABC):
     @abstractmethod
     def held_out(self, batch_size: int) -> Iterator[Pair]:
         """Yield this rank's part of the rows that are never trained on, in batches."""
+
+
+class TrainingData(ABC):
+    """The rows that one rank trains on, in their order; of several hooks side by side, as their source has them."""
+
+    # Rows kept back on all ranks together.
+    n_held_out: int
+
+    def __init__(self, n_hooks: int) -> None:
+        self.n_hooks = n_hooks
+
+    @abstractmethod
+    def of_hook(self, hook: int) -> HookRows:
+        """Return a hook's sample and what is held out, by its number."""
 
     @abstractmethod
     def rewind(self) -> None:
@@ -100,20 +114,13 @@ class IndexedData(TrainingData):
     """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
 
     def __init__(self, source: IndexedSource, n_held_out: int, seed: int, group: Group) -> None:
+        super().__init__(source.n_hooks)
         self._source, self._group = source, group
         self.split, self._order = _order(source, n_held_out, seed)
         self.n_held_out = len(self.split.held_out)
 
-    def sample(self, seed: int) -> Pair:
-        return self._source.pairs(self.split.sample(SAMPLE_TOKENS, seed))
-
-    def bad_in_sample(self, index: int, seed: int) -> str:
-        return self._bad(int(np.sort(self.split.sample(SAMPLE_TOKENS, seed))[index]))
-
-    def held_out(self, batch_size: int) -> Iterator[Pair]:
-        own = self.split.held_out[self._group.index :: self._group.size]
-        for start in range(0, len(own), batch_size):
-            yield self._source.pairs(own[start : start + batch_size])
+    def of_hook(self, hook: int) -> HookRows:
+        return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
 
     def rewind(self) -> None:
         """Do nothing: any position can be read."""
@@ -127,18 +134,38 @@ class IndexedData(TrainingData):
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
         steps = (self._order.stretch(start, tokens_per_step) for start in range(since, now, tokens_per_step))
         rows = (self._source.first_not_finite(indices) for indices in steps)
-        return next((self._bad(row) for row in rows if row is not None), None)
+        return next((_bad_row(self._source, row) for row in rows if row is not None), None)
 
-    def _bad(self, row: int) -> str:
-        return f"{self._source.place} holds NaN or infinite values in {self._source.name_of(row)}"
+
+class _IndexedRows(HookRows):
+    """The stored rows of one hook."""
+
+    def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
+        self._source, self._split, self._group = source, split, group
+        self.n_held_out = len(split.held_out)
+
+    def sample(self, seed: int) -> Pair:
+        return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))
+
+    def bad_in_sample(self, index: int, seed: int) -> str:
+        return _bad_row(self._source, int(np.sort(self._split.sample(SAMPLE_TOKENS, seed))[index]))
+
+    def held_out(self, batch_size: int) -> Iterator[Pair]:
+        own = self._split.held_out[self._group.index :: self._group.size]
+        for start in range(0, len(own), batch_size):
+            yield self._source.pairs(own[start : start + batch_size])
+
+
+def _bad_row(source: IndexedSource, row: int) -> str:
+    return f"{source.place} holds NaN or infinite values in {source.name_of(row)}"
 
 
 def _order(source: IndexedSource, n_held_out: int, seed: int) -> tuple[Split | MixedSplit, Order | MixedOrder]:
     if len(source.sizes) < 2:
         split = Split(source.n_tokens, n_held_out, seed)
-        return split, Order(split, seed)
+        return split, Order(split, seed, source.run)
     mixed = MixedSplit(source.sizes, source.weights, n_held_out, seed)
-    return mixed, MixedOrder(mixed, seed)
+    return mixed, MixedOrder(mixed, seed, source.run)
 
 
 class StreamData(TrainingData):
@@ -158,31 +185,23 @@ class StreamData(TrainingData):
         parallel: Parallel,
         places: list[BufferPlace] | msgspec.UnsetType | None,
     ) -> None:
+        super().__init__(source.n_hooks)
         self._source, self._group, self._device = source, parallel.data, parallel.device
         self.n_held_out = n_held_out
         source.begin(self._group.index, self._group.size, parallel.device)
         rows = StreamRows(source)
         n_own = len(range(self._group.index, n_held_out, self._group.size))
-        self._held_out = rows.take(n_own)
+        self._held_out = of_each_hook(rows.take(n_own), source.n_hooks)
         first = BufferPlace(0, 0, rows.place)
-        self._sample = self._whole_sample(rows.take(-(-SAMPLE_TOKENS // self._group.size)))
+        sample = self._whole_sample(rows.take(-(-SAMPLE_TOKENS // self._group.size)))
+        self._sample = of_each_hook(sample, source.n_hooks)
         self._place = first if places is None else _place_of(self._group, places)
         self._buffer = ShuffleBuffer(rows, source.shuffle_tokens, seed, self._group.index)
         self._is_filled = False
         self._bad: list[Mark] = []
 
-    def sample(self, seed: int) -> Pair:
-        return self._sample
-
-    def bad_in_sample(self, index: int, seed: int) -> str:
-        n_each = len(self._sample[0]) // self._group.size
-        return self._bad_sentence(index % n_each, index // n_each)
-
-    def held_out(self, batch_size: int) -> Iterator[Pair]:
-        x, y = self._held_out
-        for start in range(0, len(x), batch_size):
-            inputs = x[start : start + batch_size]
-            yield inputs, inputs if y is x else y[start : start + batch_size]
+    def of_hook(self, hook: int) -> HookRows:
+        return _StreamHook(self._held_out[hook], self._sample[hook], self.n_held_out, self._bad_in_sample)
 
     def rewind(self) -> None:
         self._is_filled = False
@@ -227,6 +246,10 @@ class StreamData(TrainingData):
         as_bytes = rows.contiguous().view(torch.uint8).to(self._device)
         return self._group.gather(as_bytes).cpu().flatten(0, 1).view(rows.dtype)
 
+    def _bad_in_sample(self, index: int) -> str:
+        n_each = len(self._sample[0][0]) // self._group.size
+        return self._bad_sentence(index % n_each, index // n_each)
+
     def _bad_sentence(self, row: int, part: int) -> str:
         """Say that a row, counted from the first that is not held out, is not finite."""
         number = row + len(range(part, self.n_held_out, self._group.size))
@@ -238,6 +261,25 @@ class StreamData(TrainingData):
 
     def _of_part(self, part: int) -> str:
         return f" (part {part + 1} of {self._group.size})" if self._group.size > 1 else ""
+
+
+class _StreamHook(HookRows):
+    """What a stream keeps of one hook, in memory."""
+
+    def __init__(self, held_out: Pair, sample: Pair, n_held_out: int, bad: Callable[[int], str]) -> None:
+        self._held_out, self._sample, self.n_held_out, self._bad = held_out, sample, n_held_out, bad
+
+    def sample(self, seed: int) -> Pair:
+        return self._sample
+
+    def bad_in_sample(self, index: int, seed: int) -> str:
+        return self._bad(index)
+
+    def held_out(self, batch_size: int) -> Iterator[Pair]:
+        x, y = self._held_out
+        for start in range(0, len(x), batch_size):
+            inputs = x[start : start + batch_size]
+            yield inputs, inputs if y is x else y[start : start + batch_size]
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:

@@ -51,14 +51,21 @@ BESIDE_TENSORS = 1.05
 class Checkpoints:
     """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
 
-    `d_out` and `origin` are what an export from a checkpoint alone has to know of the data.
+    `d_out` and `origin` are what an export from a checkpoint alone has to know of the data; where SAEs are of several
+    hooks, `origins` are those of each, by label.
     """
 
     def __init__(
-        self, folder: Path, keep: int = 2, *, d_out: int | None = None, origin: Mapping[str, Any] | None = None
+        self,
+        folder: Path,
+        keep: int = 2,
+        *,
+        d_out: int | None = None,
+        origin: Mapping[str, Any] | None = None,
+        origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET,
     ) -> None:
         self._folder, self._keep = folder, keep
-        self._d_out, self._origin = d_out, dict(origin or {})
+        self._d_out, self._origin, self._origins = d_out, dict(origin or {}), origins
 
     def folder(self, position: Position) -> Path:
         """Return where the checkpoint of this position is, or would be."""
@@ -82,7 +89,7 @@ class Checkpoints:
         with fill_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
-            state = State(position, measured, self._d_out, self._origin, stream)
+            state = State(position, measured, self._d_out, self._origin, stream, self._origins)
             write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))
         self._forget_all_but(target)

@@ -14,6 +14,8 @@ from trainer.contract.files import open_plain, write_whole
 
 # Bytes. None of our files comes near it; a larger one is something else, and would fill the memory.
 LARGEST = 64 * 2**20
+# Characters: a reason quotes the wrong value, which may be long.
+_LONGEST_REASON = 300
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], 
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except (msgspec.MsgspecError, TypeError, OverflowError) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError(f"{error}"[:_LONGEST_REASON]) from None
 
 
 def load_json(

@@ -90,8 +90,10 @@ class Cards:
     def _write_one(self, folder: Path, label: str) -> Card:
         device = self._parallel.device
         most = most_rows(self._at.tokens, self._parallel.world_size)
-        rows = Rows(self._held_out(), self._trainer.outliers, self._job, device, most, self._stop)
-        card = card_of(folder, rows, self._source, device, name=self._job.name, label=label, step=self._at.step)
+        hook = self._trainer.learners[label].hook
+        rows = Rows(self._held_out().of_hook(hook), self._trainer.outliers[hook], self._job, device, most, self._stop)
+        source = self._source.of_hook(hook)
+        card = card_of(folder, rows, source, device, name=self._job.name, label=label, step=self._at.step)
         write_card(folder, card)
         return card
 

@@ -19,9 +19,11 @@ from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import FEATURES, NO_TOKEN
 from trainer.contract.settings.shards import TENSOR, inspect_shards, read_header
+from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
 from trainer.extraction.meta import META
 from trainer.extraction.shard_writer import Origin, order_of_shard
 from trainer.saes.sparse_acts import Acts, SparseActs
+from trainer.training.learner import Learner
 
 # Tokens of a context before and after the one on which a latent fires most.
 BEFORE, AFTER = 14, 5
@@ -47,6 +49,19 @@ class Entries(NamedTuple):
     rows: Tensor
     values: Tensor
     n_rows: int
+
+
+def folder_of(knobs: SourceKnobs) -> Path | None:
+    """Return the folder of the data; None where it has none, or several."""
+    paths = each(knobs.folders) if isinstance(knobs, ShardKnobs) else []
+    return Path(paths[0]) if len(paths) == 1 else None
+
+
+def acts_of(learner: Learner, x: Tensor) -> Acts:
+    """Return the activations of raw rows x [n, d_in], at the scale of the training."""
+    sae = learner.sae
+    scaled = x.to(sae.W_dec.device) * sae.x_scale
+    return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
 
 
 def texts_of(place: Path) -> Iterator[Text]:
@@ -136,7 +151,7 @@ def contexts_of(
     contexts = None
     for text in texts:
         contexts = contexts or Contexts(d_sae, n_contexts)
-        contexts.add(text, _entries(acts_of, text.x, outliers))
+        contexts.add(text, entries_of(acts_of, text.x, outliers))
     return contexts
 
 
@@ -147,7 +162,8 @@ def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _entries(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
+def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
+    """Return where latents fire in rows [n, d_in] of one text; outliers and rows not finite are left out."""
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import torch
 
 from trainer.activations.base import Source
+from trainer.activations.open_source import open_source
 from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job, parse_job
+from trainer.contract.settings.job_file import load_job, members, parse_job
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
 from trainer.evaluation.exported import ExportedSae, read_exported
@@ -34,24 +33,19 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
     job = _job_on(data) if data else _job_beside(path)
     if job is None:
         raise UsageError(f"--data: no run beside {path} tells the rows to measure on; give a folder of activations")
-    source = load_source(job)
-    rows = Rows.of_source(source, job, device)
+    source = open_source(job)
+    rows = Rows.of_hooks(source, job, device)
+    hooks = {label: job.hook_number(member) for label, member in members(job).items()}
     for folder in folders:
         label = str(folder.relative_to(path)) if folder != path else ""
-        name = path.name if data else job.name
-        yield folder, card_of(folder, rows, source, device, name=name, label=label, is_trained_on=not data)
+        name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
+        own = source.of_hook(hook)
+        yield folder, card_of(folder, rows[hook], own, device, name=name, label=label, is_trained_on=not data)
 
 
 def saes_in(path: Path) -> list[Path]:
     """Return the folders of the SAEs that a folder is, or holds as those of a sweep."""
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
-
-
-def load_source(job: JobConfig) -> Source:
-    """Open the activations that a job names."""
-    open_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    source: Source = open_source(**msgspec.structs.asdict(job.data.knobs))
-    return source
 
 
 def _job_on(data: str) -> JobConfig:

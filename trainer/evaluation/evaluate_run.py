@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,16 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Source
+from trainer.activations.open_source import open_source
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
-from trainer.evaluation.contexts import contexts_of, texts_of
-from trainer.evaluation.evaluate_folder import load_source
+from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
 from trainer.evaluation.figures import Figures, measure, recovery
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
@@ -53,80 +53,75 @@ def evaluations_of(
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text).replace("train", precision="fp32")
-    source = load_source(job)
-    rows = Rows.of_source(source, job, device)
-    language_model = None if model is None else _language_model(model, job, source, device)
+    source = open_source(job)
+    rows = Rows.of_hooks(source, job, device)
+    folders = [folder_of(knobs) for knobs in job.hooks.values()]
+
+    # The SAEs of a hook come one after the other.
+    @functools.lru_cache(maxsize=1)
+    def model_of_hook(hook: int) -> SplicedModel:
+        return _language_model(str(model), folders[hook], source.of_hook(hook), device)
+
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     with usable(checkpoint):
         for label, learner in learners_of(job, tensors, state, device):
-            figures = _measure(learner, rows)
+            own, of_hook = source.of_hook(learner.hook), rows[learner.hook]
+            folder = folders[learner.hook]
+            language_model = None if model is None else model_of_hook(learner.hook)
+            figures = _measure(learner, of_hook)
             card = Card(
                 name=job.name,
                 label=label,
                 architecture=learner.architecture,
                 step=position.step,
                 tokens=position.tokens,
-                origin=state.origin,
-                data=rows.describe(source.place, figures.n_tokens),
+                origin=state.origin_of(label),
+                data=of_hook.describe(own.place, figures.n_tokens),
                 figures=figures,
-                recovery=recovery(source, learner.sae.W_dec),
-                spliced=_splice(language_model, learner, source, n_tokens) if language_model else None,
+                recovery=recovery(own, learner.sae.W_dec),
+                spliced=_splice(language_model, learner, own, n_tokens) if language_model else None,
             )
-            yield Evaluation(output_of(run_dir) / label, card, partial(_features, learner, rows, job, language_model))
+            features = partial(_features, learner, of_hook, folder, language_model)
+            yield Evaluation(output_of(run_dir) / label, card, features)
 
 
 def _features(
-    learner: Learner, rows: Rows, job: JobConfig, language_model: SplicedModel | None, n_contexts: int
+    learner: Learner, rows: Rows, path: Path | None, language_model: SplicedModel | None, n_contexts: int
 ) -> dict[str, Tensor] | None:
     """Return what the latents fire on, and of a language model at hand what they promote.
 
     None where the data does not tell its tokens.
     """
-    sae, path = learner.sae, _folder_of(job)
     if path is None or not path.is_dir():
         return None
-
-    def acts_of(x: Tensor) -> Acts:
-        scaled = x.to(sae.W_dec.device) * sae.x_scale
-        targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
-        return learner.forward(scaled, targets).acts
-
-    contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
+    sae = learner.sae
+    contexts = contexts_of(partial(acts_of, learner), texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
     if contexts is None:
         return None
     moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
     return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
 
 
-def _folder_of(job: JobConfig) -> Path | None:
-    """Return the folder of the data; None where it has none, or several."""
-    path = getattr(job.data.knobs, "path", None)
-    paths = path if isinstance(path, list) else [path]
-    return Path(str(paths[0])) if len(paths) == 1 and paths[0] else None
-
-
-def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:
+def _language_model(model: str, folder: Path | None, source: Source, device: torch.device) -> SplicedModel:
     """Return the model that the data was extracted from, with its text."""
-    if source.d_out is not None:
-        raise UserError("--model: a transcoder maps one hook to another, and is not spliced into a model")
-    folder = _folder_of(job)
     if model == "auto" and folder is None:
         raise UserError(
             "--model: the data is not of one extraction; give the job file of the one meant instead of auto"
         )
     extraction = job_of_data(folder) if model == "auto" and folder else load_extraction(model)
-    return SplicedModel(extraction, hook_of_data(extraction, source.meta), device)
+    hook = hook_of_data(extraction, source.meta)
+    target = {"hook_name": source.meta.get("hook_name_out")}
+    return SplicedModel(extraction, hook, device, None if source.d_out is None else hook_of_data(extraction, target))
 
 
 def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:
-    sae, mean = learner.sae, source.meta.get("mean")
+    sae, mean = learner.sae, source.meta.get("mean" if source.d_out is None else "mean_out")
 
     def reconstruct(x: Tensor) -> Tensor:
-        scaled = x * sae.x_scale
-        return learner.forward(scaled, scaled).x_hat / sae.y_scale
+        return learner.forward(x * sae.x_scale, x.new_zeros(len(x), sae.d_out)).x_hat / sae.y_scale
 
-    is_row = isinstance(mean, list) and len(mean) == sae.d_in
+    is_row = isinstance(mean, list) and len(mean) == sae.d_out
     return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
 
 

@@ -20,7 +20,7 @@ class ExportedSae:
         self.metadata = shared.metadata
         self.architecture = shared.trained_as or shared.architecture
         self.d_in, self.d_sae = shared.d_in, shared.d_sae
-        self._form = shared.architecture.removesuffix("_transcoder")
+        self._form = shared.form
         self._subtracts, self._k = not shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
@@ -33,7 +33,8 @@ class ExportedSae:
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations and the reconstruction [n, d_out] of rows x [n, d_in]; `y` is not looked at."""
         acts = self.encode(x)
-        return acts, acts.values @ self.W_dec + self._b_dec
+        x_hat = acts.values @ self.W_dec + self._b_dec
+        return acts, x_hat + x @ self._weights["W_skip"].T if "W_skip" in self._weights else x_hat
 
     def encode(self, x: Tensor) -> DenseActs:
         """Return the activations [n, d_sae] of rows [n, d_in]."""

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from trainer.activations.base import Pair, Source, on_device
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import TrainingData, are_finite, open_data
+from trainer.activations.training_data import HookRows, are_finite, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.card import Data
@@ -36,7 +36,7 @@ class Rows:
 
     def __init__(
         self,
-        data: TrainingData,
+        data: HookRows,
         outliers: Outliers,
         job: JobConfig,
         device: torch.device,
@@ -51,10 +51,12 @@ class Rows:
         self.n_not_finite = self.n_outliers = 0
 
     @classmethod
-    def of_source(cls, source: Source, job: JobConfig, device: torch.device) -> Rows:
-        """Return those of the data that a job names."""
+    def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[Rows]:
+        """Return those of the data that a job names, for each of its hooks."""
         data = open_data(source, job, Parallel(device))
-        return cls(data, Sampler(data, device).find_outliers(job.train.seed, job.data.max_norm), job, device)
+        hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
+        found = [Sampler(one, device).find_outliers(job.train.seed, job.data.max_norm) for one in hooks]
+        return [cls(one, outliers, job, device) for one, outliers in zip(hooks, found, strict=True)]
 
     def batches(self) -> Iterator[Pair]:
         """Yield inputs and targets, fp32 on the device; the same ones every time."""

@@ -39,7 +39,9 @@ N_TOKENS = {"cuda": 32_768, "cpu": 4096}
 # Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
-Change = Callable[[Tensor], Tensor]
+Map = Callable[[Tensor], Tensor]
+# Makes rows [n, d_out] of those at the hook that is read, [n, d_in], and of those that they take the place of.
+Change = Callable[[Tensor, Tensor], Tensor]
 
 
 class Spliced(msgspec.Struct, frozen=True):
@@ -106,24 +108,31 @@ class Reading(NamedTuple):
 
 
 class SplicedModel:
-    """A language model with its unembedding, whose rows at one hook can be replaced as it reads."""
+    """A language model with its unembedding, whose rows at one hook can be replaced as it reads.
 
-    def __init__(self, job: ExtractJob, hook: str, device: torch.device) -> None:
-        only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[hook]))
+    What takes their place is made of them; with `hook_out`, what takes its rows' place is made of those at `hook`.
+    """
+
+    def __init__(self, job: ExtractJob, hook: str, device: torch.device, hook_out: str | None = None) -> None:
+        hooks = [hook] if hook_out is None else [hook, hook_out]
+        only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks))
         self._job = job
         self._model = LanguageModel(only, device, whole=True)
-        self._in_stream = only.hooks[0].site in _IN_STREAM
+        self._in_stream = only.hooks[-1].site in _IN_STREAM
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
     @torch.inference_mode()
-    def measure(self, reconstruct: Change, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
-        """Read about `n_tokens` tokens; `reconstruct` takes rows [n, d] in fp32, `mean` [d] is that of the data.
+    def measure(self, reconstruct: Map, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
+        """Read about `n_tokens` tokens; `reconstruct` takes rows [n, d_in] in fp32, `mean` [d_out] is its target's.
 
         Without a number there are as many as `N_TOKENS` has for the device. Raise `UserError` where no token counts.
         """
-        changes: dict[str, Change] = {"sae": reconstruct, "zeros": torch.zeros_like}
+        changes: dict[str, Change] = {
+            "sae": lambda read, _: reconstruct(read),
+            "zeros": lambda _, rows: torch.zeros_like(rows),
+        }
         if mean is not None:
-            changes["mean"] = lambda rows: mean.to(rows).expand_as(rows)
+            changes["mean"] = lambda _, rows: mean.to(rows).expand_as(rows)
         of_each, clean = {name: Sums() for name in changes}, Sums()
         wanted = n_tokens or N_TOKENS[self._model.device.type]
         text, is_unseen = self._batches(wanted)
@@ -187,12 +196,12 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 
 
-def _replaced(counts: Tensor, change: Change, tensor: Tensor) -> Tensor:
-    """Return what flows through a hook [n_contexts, n_tokens, d] with the rows that count changed."""
-    rows = tensor.reshape(*counts.shape, -1)
+def _replaced(counts: Tensor, change: Change, read: Tensor, written: Tensor) -> Tensor:
+    """Return what flows through a hook [n_contexts, n_tokens, d_out] with the rows that count changed."""
+    inputs, rows = (one.reshape(*counts.shape, -1) for one in (read, written))
     changed = rows.clone()
-    changed[counts] = change(rows[counts].float()).to(rows.dtype)
-    return changed.reshape(tensor.shape)
+    changed[counts] = change(inputs[counts].float(), rows[counts].float()).to(rows.dtype)
+    return changed.reshape(written.shape)
 
 
 def job_of_data(folder: Path) -> ExtractJob:

@@ -115,9 +115,26 @@ class LanguageModel:
         ending = find_ending(self._model, self._blocks, lambda: self._forward(batch, packed=False))
         return None if ending is None else folded(ending)
 
-    def replacing(self, change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Have the model go on with `change(tensor)` of what flows through its first hook while the context lasts."""
-        return replacing(self._model, self.points[0], change)
+    @contextlib.contextmanager
+    def replacing(self, change: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+        """Have the model go on with `change(read, written)` at its last hook while the context lasts.
+
+        `written` is what flows through that hook, `read` what has flowed through the first one, which may be the same.
+        """
+        first, last = self.points[0], self.points[-1]
+        taken: dict[int, Tensor] = {}
+
+        def take(number: int, tensor: Tensor) -> None:
+            # A copy, since the model may go on with the same memory.
+            taken[number] = tensor.clone()
+
+        def changed(written: Tensor) -> Tensor:
+            if first != last and not taken:
+                raise UserError(f"model.hooks: {first.path} is not run before {last.path}, which is made from it")
+            return change(taken.pop(0, written), written)
+
+        with taking(self._model, [first] if first != last else [], take), replacing(self._model, last, changed):
+            yield
 
     def _require_known(self, ids: Ids) -> None:
         if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from trainer.activations.base import Pair, StreamSource
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Extract, ExtractJob
+from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.language import Model, Text
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -20,7 +22,7 @@ from trainer.extraction.packing import Batch, batches
 
 
 class ModelStream(StreamSource):
-    """The rows of one hook, a forward pass after the other; part r of n has the contexts r, r + n, r + 2n and so on.
+    """The rows of its hooks, a forward pass after the other; part r of n has the contexts r, r + n, r + 2n and so on.
 
     Each part goes through the whole text and has a model of its own. To go on, the text is tokenized again from its
     start, which the model does not read again.
@@ -29,20 +31,30 @@ class ModelStream(StreamSource):
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ModelKnobs(**settings)
         self.d_in, self.place, self.shuffle_tokens = knobs.shape().d_in, knobs.place, knobs.shuffle_tokens
-        self._job = job = _job_of(knobs)
-        hook = knobs.place_in_model
+        self._of_hooks = [self]
+        hook = parse_hook(knobs.hook)
         self.meta = {
             "model_name": knobs.model,
             "model_revision": knobs.revision,
             "hook_name": hook.transformer_lens or hook.name,
             "hook": hook.name,
-            "context_size": job.text.context,
+            "context_size": knobs.context,
             "dataset_path": knobs.place,
             "special_tokens_dropped": not knobs.keep_special,
         }
 
+    def of_hook(self, hook: int) -> ModelStream:
+        return self._of_hooks[hook]
+
+    def beside(self, others: Sequence[ModelStream]) -> ModelStream:
+        together = ModelStream(**msgspec.structs.asdict(self._knobs))
+        together._of_hooks = [self, *others]
+        together.n_hooks = len(together._of_hooks)
+        return together
+
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks = rank, n_ranks
+        self._job = _job_of(self._knobs, self._hooks)
         self._model = LanguageModel(self._job, device)
         self.restore({"batch": 0})
 
@@ -52,10 +64,16 @@ class ModelStream(StreamSource):
             return None
         self._n_read += 1
         places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
-        (rows,) = self._model.rows(batch, places)
-        if rows.shape[1] != self.d_in:
-            raise UserError(f"data.d_in: a row of {self._knobs.hook} has {rows.shape[1]} numbers, not {self.d_in}")
-        return rows, rows
+        of_hooks = self._model.rows(batch, places)
+        for hook, rows in zip(self._hooks, of_hooks, strict=True):
+            if rows.shape[1] != self.d_in:
+                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
+        side_by_side = of_hooks[0] if self.n_hooks == 1 else torch.cat(of_hooks, dim=1)
+        return side_by_side, side_by_side
+
+    @property
+    def _hooks(self) -> list[str]:
+        return [stream._knobs.hook for stream in self._of_hooks]
 
     def state(self) -> dict[str, int]:
         return {"batch": self._n_read}
@@ -69,10 +87,10 @@ class ModelStream(StreamSource):
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
 
 
-def _job_of(knobs: ModelKnobs) -> ExtractJob:
+def _job_of(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:
     """Return the extraction that would store the same rows."""
     return ExtractJob(
-        model=Model(knobs.model, [knobs.hook], knobs.revision, knobs.dtype, knobs.remote_code),
+        model=Model(knobs.model, hooks, knobs.revision, knobs.dtype, knobs.remote_code),
         text=Text(knobs.text, knobs.dataset, knobs.subset, knobs.split, knobs.column, knobs.context),
         extract=Extract(batch_tokens=knobs.batch_tokens, skip_first=knobs.skip_first, keep_special=knobs.keep_special),
     )

@@ -75,7 +75,7 @@ class RepeatedStep:
     def _batches(self) -> Iterator[Batch]:
         for _, length, of_all in self.cut.stretches:
             x = self.x[:length]
-            yield Batch(x, x if self.y is self.x else self.y[:length], of_all)
+            yield Batch([(x, x if self.y is self.x else self.y[:length])], of_all)
 
 
 def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:

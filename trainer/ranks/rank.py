@@ -14,8 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
 from trainer.contract import prctl
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
@@ -28,7 +26,6 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
-from trainer.contract.settings import catalog
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any
@@ -91,7 +88,7 @@ def _train(
 
     paths = RunPaths(spec.run_dir)
     job = job or load_any(paths.job_file, read=read_own_text)
-    progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
+    progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
         return _run(spec, rank, job, paths, progress, stop, on_met)
@@ -102,8 +99,19 @@ def _train(
         progress.close()
 
 
+def _reporting(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
+    """Return the progress of rank 0, to the run's store and to the mirrors that a training asks for."""
+    from trainer.reporting.mirroring import with_mirrors
+
+    progress = _progress(spec, job, paths, stop)
+    if not isinstance(job, JobConfig):
+        return progress
+    begins = _begins_at(spec, 0)
+    return with_mirrors(progress, job, paths.root, begins.step if begins else 0)
+
+
 def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
-    """Return the progress of rank 0: to the run's store or, where that is on another host, to a file.
+    """Return a progress to the run's store or, where that is on another host, to a file.
 
     The history of a resumed run is cut back to the step at which it resumes.
     """
@@ -183,12 +191,12 @@ def _run(
 def _train_with(
     world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
 ) -> bool:
+    from trainer.activations.open_source import open_source
     from trainer.evaluation.at_end import Cards
     from trainer.parallel.arrange import arrange
     from trainer.training.loop import Trainer
 
-    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    source = load_source(**msgspec.structs.asdict(job.data.knobs))
+    source = open_source(job)
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
     settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes)
     if parallel.is_main:

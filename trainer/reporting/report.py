@@ -7,14 +7,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from trainer.contract.settings.series import HELD_OUT
+from trainer.contract.settings.series import HELD_OUT, PER_RANK
 from trainer.contract.store.metrics_store import Row
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
 OUTLIERS = "outlier_fraction"
-# Metrics with one value for every rank.
-_PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 
 
 class Report:
@@ -29,14 +27,16 @@ class Report:
         self._progress, self._is_main = progress, is_main
         self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
-        self._rate, self._told_outliers = 0.0, False
+        self._rate = 0.0
+        # The hooks of which it was told that they have outliers.
+        self._told_outliers: set[str] = set()
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
         """Record the speed of the run and, from `totals`, of every rank."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
-        for name in _PER_RANK:
+        for name in PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
 
     def compare(self, step: int, step_ms: float) -> None:
@@ -49,14 +49,21 @@ class Report:
         self.event("pace", message)
         rank_log.say(message)
 
-    def left_out(self, step: int, n_found: int, n_seen: int, times: float) -> None:
-        """Record which share of the rows so far were outliers; tell it once."""
+    def left_out(
+        self, step: int, n_found: int, n_seen: int, times: float, hook: str = "", labels: Iterable[str] = ("",)
+    ) -> None:
+        """Record which share of the rows so far were outliers; tell it once.
+
+        Where there are several hooks, it is the share at one of them, whose SAEs have these labels.
+        """
         share = n_found / max(1, n_seen)
-        self._rows(step, {OUTLIERS: share})
-        if n_found and not self._told_outliers:
-            self._told_outliers = True
+        for label in labels:
+            self._sae_rows(step, label, {OUTLIERS: share})
+        if n_found and hook not in self._told_outliers:
+            self._told_outliers.add(hook)
             norm = f"a norm of more than {times:g} times the median"
-            message = f"{100 * share:.2g} % of the rows up to step {step} have {norm} and are left out (data.max_norm)"
+            rows = f"the rows{f' of {hook}' if hook else ''} up to step {step}"
+            message = f"{100 * share:.2g} % of {rows} have {norm} and are left out (data.max_norm)"
             self.event("outliers", message, level="warning")
             rank_log.say(message)
 
@@ -112,7 +119,7 @@ class Report:
     def _sae_rows(self, step: int, label: str, values: Mapping[str, float]) -> None:
         if label:
             self._rows(step, {f"{name}@{label}": value for name, value in values.items()})
-        if label == next(iter(self.values)):
+        if not label or label == next(iter(self.values)):
             self._rows(step, values)
 
     def _rows(self, step: int, values: Mapping[str, float]) -> None:

@@ -23,7 +23,6 @@ class BatchTopK(TopK):
     average of the smallest active value in a batch. In this form the SAE is exported, as a JumpReLU.
     """
 
-    transcoder_format = "jumprelu_transcoder"
     n_own_sums = 1
 
     threshold: Tensor
@@ -81,7 +80,7 @@ class BatchTopK(TopK):
         self.threshold += rate * (smallest - self.threshold)
 
     def export_config(self) -> dict[str, Any]:
-        return {"architecture": self.transcoder_format if self.is_transcoder else "jumprelu"}
+        return {"architecture": self.saelens_name("jumprelu")}
 
     def export_weights(self) -> dict[str, Tensor]:
         threshold = (self.threshold / self.y_scale).expand(self.d_sae)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
+from trainer.contract.errors import UserError
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
+from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.saes.base import Sae
 
 
 def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
-    """Build the SAE that a job names, with zero weights; a transcoder where `d_out` is given."""
+    """Build the SAE that a job names, with zero weights; a transcoder where `d_out` is given.
+
+    Raise `UserError` for a transcoder that no format holds.
+    """
     job = layout.job
+    for problem in transcoder_problems(job.sae, d_in, d_out):
+        raise UserError(str(problem))
     entry = catalog.entry(catalog.ARCHITECTURES, job.sae.architecture, "sae.architecture")
     sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.knobs))
+    if job.sae.skip:
+        sae.add_skip()
     sae.dead_after_tokens = layout.dead_after_tokens
     return sae

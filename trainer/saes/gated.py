@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.errors import UserError
 from trainer.parallel.group import part_summed
 from trainer.saes.base import Output
 from trainer.saes.kernels.encode import encode
@@ -50,8 +49,6 @@ class Gated(Penalised):
             sparsity_coefficient=sparsity_coefficient,
             sparsity_warmup_fraction=sparsity_warmup_fraction,
         )
-        if self.is_transcoder:
-            raise UserError('sae.architecture: SAELens has no format for a gated transcoder; use "jumprelu"')
         self.r_mag = nn.Parameter(torch.zeros(d_sae))
         self.b_mag = nn.Parameter(torch.zeros(d_sae))
 
@@ -59,7 +56,7 @@ class Gated(Penalised):
         choose = partial(above, bound=0.0, may_wait=not self.training)
         gate = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
-        x_hat = self.decode_acts(acts)
+        x_hat = self.decode_acts(acts, x)
         by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
         losses = {
             "mse": squared_error(y, x_hat),

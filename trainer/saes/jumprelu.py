@@ -68,7 +68,7 @@ class JumpReLU(Penalised):
         threshold = pre_acts.at(self.threshold).expand_as(pre_acts.values)
         jumped = _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)
-        x_hat = self.decode_acts(acts)
+        x_hat = self.decode_acts(acts, x)
         losses = {"mse": squared_error(y, x_hat), "sparsity": self._sparsity(pre_acts, acts, threshold)}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
@@ -91,7 +91,7 @@ class JumpReLU(Penalised):
         self.b_enc.add_(self.threshold_at_start - bound)
 
     def export_config(self) -> dict[str, Any]:
-        return {"architecture": "jumprelu_transcoder" if self.is_transcoder else "jumprelu"}
+        return {"architecture": self.saelens_name("jumprelu")}
 
     def export_weights(self) -> dict[str, Tensor]:
         return super().export_weights() | {"threshold": self.threshold / self.y_scale}

@@ -30,7 +30,9 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
     # Tokens were drawn for the dead of all latents, in their order; a rank takes those of its own.
     drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
-    sae.revive(dead, F.normalize(x[drawn] - sae.input_bias, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
+    reads = F.normalize(x[drawn] - sae.input_bias, dim=1)
+    writes = F.normalize(y[drawn] - sae.offset(x[drawn]), dim=1)
+    sae.revive(dead, reads, writes)
     sae.n_tokens_since_fired.masked_fill_(dead, 0)
     return dead
 

@@ -33,11 +33,11 @@ class Standard(Penalised):
         choose = partial(above, bound=0.0, may_wait=not self.training)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts = pre_acts.with_values(pre_acts.values.relu())
-        x_hat = self.decode_acts(acts)
+        x_hat = self.decode_acts(acts, x)
         l1 = (acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
         losses = {"mse": squared_error(y, x_hat), "l1": l1}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
     def export_config(self) -> dict[str, Any]:
-        return {"architecture": "transcoder" if self.is_transcoder else "standard"}
+        return {"architecture": self.saelens_name("standard")}

@@ -26,8 +26,6 @@ class TopK(Sae):
     loss_names: tuple[str, ...] = ("mse", "auxk")
     # A weaker one would never be among the k largest.
     revived_share = 1.0
-    # What SAELens calls a transcoder of this kind; None where it has none.
-    transcoder_format: str | None = None
 
     def __init__(
         self,
@@ -42,10 +40,6 @@ class TopK(Sae):
         k_anneal_start: int | None = None,
     ) -> None:
         super().__init__(d_in, d_sae, d_out)
-        if self.is_transcoder and self.transcoder_format is None:
-            raise UserError(
-                'sae.architecture: SAELens has no format for a transcoder with k latents per token; use "batch_topk"'
-            )
         if k > d_sae:
             raise UserError(f"sae.k: must be at most the number of latents, {d_sae}, not {k}")
         self.k = k
@@ -59,7 +53,7 @@ class TopK(Sae):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encode_latents(x)
-        return self.score(x, y, acts, self.decode_acts(acts))
+        return self.score(x, y, acts, self.decode_acts(acts, x))
 
     def encode_latents(self, x: Tensor) -> Acts:
         """Return the activations of the latents chosen for x [n_tokens, d_in]."""
@@ -82,4 +76,4 @@ class TopK(Sae):
         self.auxk.learn_from(sums)
 
     def export_config(self) -> dict[str, Any]:
-        return {"architecture": "topk", "k": self.k, "rescale_acts_by_decoder_norm": False}
+        return {"architecture": self.saelens_name("topk"), "k": self.k, "rescale_acts_by_decoder_norm": False}

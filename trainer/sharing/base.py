@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,12 +20,24 @@ from trainer.saes.base import Sae
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 
 
+class Firings(NamedTuple):
+    """Where latents fire in a text: tokens [n_contexts, length], places and activations.
+
+    A place [n, 3] is a context, a position in it and a latent; activations [n] are above 0.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    activations: Tensor
+
+
 class Shared(NamedTuple):
     """An SAE in the form in which it is exchanged: raw activations go in and come out.
 
     `config` and `weights` are what SAELens keeps of its architecture. The encoder sees x − b_dec, that of a transcoder
     x itself. `k` is the latents per token that it was trained for, None where nobody knows; `levels` are the widths of
-    a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights.
+    a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights, `firings` finds out where its
+    latents fire in the run's data, for a format that needs it, None where the data does not tell its tokens.
     """
 
     config: dict[str, Any]
@@ -35,11 +48,24 @@ class Shared(NamedTuple):
     is_transcoder: bool = False
     unit_decoder: bool = False
     features: Path | None = None
+    firings: Callable[[], Firings] | None = None
 
     @property
     def architecture(self) -> str:
         """What it computes, by SAELens' name: "jumprelu" is one that was trained as BatchTopK, too."""
         return str(self.config["architecture"])
+
+    @property
+    def form(self) -> str:
+        """What its activations are: SAELens' name of an SAE with the same ones, "standard" for a plain transcoder."""
+        name = self.architecture
+        end = next((end for end in ("skip_transcoder", "transcoder") if name.endswith(end)), "")
+        return name.removesuffix(end).removesuffix("_") or "standard"
+
+    @property
+    def has_skip(self) -> bool:
+        """Whether W_skip [d_out, d_in] maps its input to the output, too."""
+        return "W_skip" in self.weights
 
     @property
     def trained_as(self) -> str:
@@ -64,6 +90,8 @@ class Format(ABC):
 
     # The files that it may write, as patterns.
     files: ClassVar[tuple[str, ...]]
+    # Whether it shows where latents fire in the run's data.
+    needs_firings: ClassVar[bool] = False
 
     def refusal(self, sae: Shared) -> str | None:
         """Return why it cannot hold this SAE without changing what that computes; None where it can."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
@@ -22,25 +26,71 @@ class CircuitTracer(Format):
             return "circuit-tracer takes transcoders, and this is an SAE; train one with data.target_path"
         if sae.d_in != sae.d_out:
             return f"circuit-tracer knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
-        if sae.architecture not in ("transcoder", "jumprelu_transcoder"):
+        if sae.form not in ("standard", "jumprelu"):
             return f"circuit-tracer knows a ReLU or a threshold, and this is exported as {sae.architecture}"
         return None
 
     def write(self, sae: Shared, folder: Path) -> list[str]:
-        layer = sae.metadata.get("hook_layer")
-        # It is a part of a file's name.
-        layer = layer if isinstance(layer, int) and layer >= 0 else None
-        # Rows are latents in both matrices.
-        tensors = {name: sae.weights[name] for name in ("W_dec", "b_enc", "b_dec")}
-        tensors["W_enc"] = sae.weights["W_enc"].T
-        if "threshold" in sae.weights:
-            tensors["activation_function.threshold"] = sae.weights["threshold"]
+        self.write_set([sae], folder)
+        told = layer_of(sae) is not None
+        return [] if told else ["the data does not tell its layer: rename layer_0.safetensors after it"]
+
+    def write_set(self, saes: Iterable[Shared], folder: Path) -> None:
+        """Write transcoders of different layers, none of which is refused, as one set, whole or not at all."""
         with fill_folder(folder, last=CONFIG) as temporary:
-            write_tensors(temporary / f"layer_{layer or 0}.safetensors", tensors)
-            write_whole(temporary / CONFIG, _config(sae))
+            for sae in saes:
+                write_tensors(temporary / f"layer_{layer_of(sae) or 0}.safetensors", _tensors(sae))
+                write_whole(temporary / CONFIG, _config(sae))
             sync(temporary / CONFIG)
         forget_card(folder)
-        return [] if layer is not None else ["the data does not tell its layer: rename layer_0.safetensors after it"]
+
+
+class Member(NamedTuple):
+    """What transcoders must agree on to be a set, all but the layer."""
+
+    layer: int | None
+    d_in: int
+    d_sae: int
+    has_skip: bool
+    config: str
+
+
+def member_of(sae: Shared) -> Member:
+    """Return what counts of a transcoder for its set."""
+    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _config(sae))
+
+
+def refusal_of_set(members: Sequence[Member]) -> str | None:
+    """Return why transcoders cannot be one set; None where they can."""
+    layers = [one.layer for one in members]
+    if None in layers:
+        return f"the data of transcoder {layers.index(None) + 1} does not tell its layer; export it alone and rename it"
+    if twice := [layer for layer in layers if layers.count(layer) > 1]:
+        return f"several transcoders are of layer {twice[0]}; name one run for each layer"
+    for name in ("d_in", "d_sae", "has_skip"):
+        if len(values := {getattr(one, name) for one in members}) > 1:
+            listed = " and ".join(map(str, sorted(values)))
+            return f"circuit-tracer takes transcoders of one kind as a set, and {name} is {listed}"
+    if len({one.config for one in members}) > 1:
+        return "the transcoders are of different models or places of their layers; name runs on one model's MLPs"
+    return None
+
+
+def layer_of(sae: Shared) -> int | None:
+    """Return the layer that a transcoder reads, a part of its file's name; None where nobody knows."""
+    layer = sae.metadata.get("hook_layer")
+    return layer if isinstance(layer, int) and layer >= 0 else None
+
+
+def _tensors(sae: Shared) -> dict[str, Tensor]:
+    # Rows are latents in both matrices.
+    tensors = {name: sae.weights[name] for name in ("W_dec", "b_enc", "b_dec")}
+    tensors["W_enc"] = sae.weights["W_enc"].T
+    if sae.has_skip:
+        tensors["W_skip"] = sae.weights["W_skip"]
+    if "threshold" in sae.weights:
+        tensors["activation_function.threshold"] = sae.weights["threshold"]
+    return tensors
 
 
 def _config(sae: Shared) -> str:

@@ -17,14 +17,12 @@ from trainer.contract.files import open_plain
 from trainer.contract.json_file import load_json
 from trainer.sharing.base import Shared
 
-# By SAELens' architecture: its tensors [d_sae] beside W_enc, W_dec and b_dec.
+# By what activations are (`Shared.form`): the tensors [d_sae] beside W_enc, W_dec and b_dec.
 PER_LATENT = {
     "standard": ("b_enc",),
     "topk": ("b_enc",),
     "jumprelu": ("b_enc", "threshold"),
     "gated": ("b_gate", "b_mag", "r_mag"),
-    "transcoder": ("b_enc",),
-    "jumprelu_transcoder": ("b_enc", "threshold"),
 }
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -112,8 +110,9 @@ def checked(sae: Shared, place: Path) -> Shared:
     for name in ("W_enc", "W_dec"):
         if sae.weights[name].dim() != 2 or not sae.weights[name].numel():
             raise UserError(f"{place}: {name} is no matrix of weights")
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PER_LATENT[sae.architecture], (sae.d_sae,))
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(PER_LATENT[sae.form], (sae.d_sae,))
     shapes |= {"W_enc": (sae.d_in, sae.d_sae), "W_dec": (sae.d_sae, sae.d_out), "b_dec": (sae.d_out,)}
+    shapes |= {"W_skip": (sae.d_out, sae.d_in)} if sae.has_skip else {}
     for name, shape in shapes.items():
         tensor = sae.weights[name]
         if tuple(tensor.shape) != shape:
@@ -124,7 +123,7 @@ def checked(sae: Shared, place: Path) -> Shared:
         raise UserError(f"{place}: the SAE maps {sae.d_in} dimensions to {sae.d_out}")
     if "threshold" in sae.weights and (sae.weights["threshold"] < 0).any():
         raise UserError(f"{place}: a threshold is below 0, which no architecture here has")
-    if sae.architecture == "topk" and not (isinstance(sae.k, int) and 1 <= sae.k <= sae.d_sae):
+    if sae.form == "topk" and not (isinstance(sae.k, int) and 1 <= sae.k <= sae.d_sae):
         raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {str(sae.k)[:60]}")
     return sae
 

@@ -1,4 +1,4 @@
-"""SAELens' format, which a finished run leaves too: `cfg.json` and `sae_weights.safetensors`."""
+"""SAELens' format, which a finished run leaves too where it can: `cfg.json` and `sae_weights.safetensors`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,33 @@ from trainer.sharing.reading import (
     wanted,
     with_input_bias,
 )
+from trainer.sharing.sparsify import Sparsify
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+# Its architectures that are read and written.
+_ARCHITECTURES = (
+    "standard",
+    "topk",
+    "jumprelu",
+    "gated",
+    "transcoder",
+    "skip_transcoder",
+    "jumprelu_transcoder",
+    "jumprelu_skip_transcoder",
+)
 
 
 class SaeLens(Format):
-    """Holds all that we train, with its metadata."""
+    """Holds all that we train but TopK transcoders, with its metadata."""
 
     files = (CONFIG, WEIGHTS)
+
+    def refusal(self, sae: Shared) -> str | None:
+        if sae.architecture not in _ARCHITECTURES:
+            return "SAELens knows no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
+        return None
 
     def write(self, sae: Shared, folder: Path) -> list[str]:
         with fill_folder(folder, last=CONFIG) as temporary:
@@ -49,22 +66,23 @@ class SaeLens(Format):
         wanted(
             config,
             place,
-            architecture=(None, *PER_LATENT),
+            architecture=(None, *_ARCHITECTURES),
             normalize_activations=("none", None),
             reshape_activations=("none",),
         )
         # Before version 6 it was the only one where nothing is said.
         architecture = config.get("architecture") or "standard"
-        names = {name: name for name in ("W_enc", "W_dec", "b_dec", *PER_LATENT[architecture])}
-        weights = taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS)
         metadata, k = config.get("metadata"), config.get("k")
         sae = Shared(
-            {"architecture": architecture} | ({"k": k} if architecture.startswith("topk") else {}),
-            weights,
+            {"architecture": architecture} | ({"k": k} if architecture == "topk" else {}),
+            {},
             metadata if isinstance(metadata, dict) else {},
             k=k,
             is_transcoder=architecture.endswith("transcoder"),
         )
+        skip = ("W_skip",) if architecture.endswith("skip_transcoder") else ()
+        names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
+        sae = sae._replace(weights=taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS))
         checked(sae, folder / WEIGHTS)
         return _computed_as_here(sae, config)
 
@@ -95,11 +113,13 @@ def _with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write an SAE in SAELens' format.
+    """Write an SAE as a run leaves it: in SAELens' format, or in sparsify's where SAELens knows no such architecture.
 
     Write each file whole or not at all and leave others there alone; raise `UserError` where that fails.
     """
-    SaeLens().write(shared_form(sae, metadata), folder)
+    shared = shared_form(sae, metadata)
+    form = Sparsify() if SaeLens().refusal(shared) else SaeLens()
+    form.write(shared, folder)
 
 
 def exported_tokens(folder: Path) -> int | None:

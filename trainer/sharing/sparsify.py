@@ -1,4 +1,4 @@
-"""EleutherAI's sparsify: `cfg.json` and `sae.safetensors`, for TopK of one width; there is no place for metadata."""
+"""EleutherAI's sparsify: `cfg.json` and `sae.safetensors`, for TopK of one width; what it does not know it skips."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sparsify(Format):
     files = (CONFIG, WEIGHTS)
 
     def refusal(self, sae: Shared) -> str | None:
-        if sae.architecture != "topk":
+        if sae.form != "topk":
             return f"sparsify knows TopK only, and this SAE is exported as {sae.architecture}"
         if sae.d_out != sae.d_in:
             return f"sparsify knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
@@ -32,28 +32,34 @@ class Sparsify(Format):
             "encoder.bias": sae.weights["b_enc"],
             "W_dec": sae.weights["W_dec"],
             "b_dec": sae.weights["b_dec"],
+            **({"W_skip": sae.weights["W_skip"]} if sae.has_skip else {}),
         }
         with fill_folder(folder, last=CONFIG) as temporary:
             write_tensors(temporary / WEIGHTS, renamed)
             write_json(temporary / CONFIG, _config(sae))
         forget_card(folder)
-        return ["sparsify has no place for metadata: model, hook and measurements are left out"]
+        return []
 
     def recognises(self, folder: Path) -> bool:
         return holds(folder, CONFIG, WEIGHTS)
 
     def read(self, folder: Path) -> Shared:
         config, file = read_config(folder / CONFIG), folder / WEIGHTS
-        one, no = ("topk",), (False,)
-        wanted(config, folder / CONFIG, activation=one, skip_connection=no, transcode=no)
+        is_transcoder = config.get("transcode") is True
+        # The input of an SAE, from which b_dec is taken, goes around it as it is: no architecture here does that.
+        skips = (False, True) if is_transcoder else (False,)
+        wanted(config, folder / CONFIG, activation=("topk",), transcode=(False, True), skip_connection=skips)
         names = {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "W_dec", "b_dec": "b_dec"}
+        names |= {"W_skip": "W_skip"} if config.get("skip_connection") else {}
         weights = taken(read_safetensors(file), names, file)
         if weights["W_enc"].dim() != 2:
             raise UserError(f"{file}: encoder.weight is no matrix of weights")
         weights["W_enc"] = weights["W_enc"].T
-        k = config.get("k")
-        own = {"architecture": "topk", "k": k}
-        return checked(Shared(own, weights, {"training_architecture": "topk"}, k=k), file)
+        k, metadata = config.get("k"), config.get("metadata")
+        kind = ("_skip" if "W_skip" in weights else "") + "_transcoder" if is_transcoder else ""
+        own, facts = {"architecture": f"topk{kind}", "k": k}, metadata if isinstance(metadata, dict) else {}
+        sae = Shared(own, weights, {"training_architecture": "topk", **facts}, k=k, is_transcoder=is_transcoder)
+        return checked(sae, file)
 
 
 def _config(sae: Shared) -> dict[str, Any]:
@@ -65,7 +71,9 @@ def _config(sae: Shared) -> dict[str, Any]:
         "num_latents": sae.d_sae,
         "k": sae.config["k"],
         "multi_topk": False,
-        "skip_connection": False,
+        "skip_connection": sae.has_skip,
         "transcode": sae.is_transcoder,
         "d_in": sae.d_in,
+        # It reads the settings that it knows, and drops the rest.
+        "metadata": sae.metadata,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,16 @@ from trainer.training.learner import Learner
 
 @torch.no_grad()
 def evaluate(
-    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int, outliers: Outliers
+    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int, outliers: Sequence[Outliers]
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label, outliers left out.
+    """Return the held-out metrics of every learner by its label, the outliers of its hook left out.
 
     Each rank measures its share of the rows.
     """
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        of_sae = _measure(learner, data.held_out(batch_size), parallel, outliers)
+        batches = data.of_hook(learner.hook).held_out(batch_size)
+        of_sae = _measure(learner, batches, parallel, outliers[learner.hook])
         parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
     totals = parallel.sum_parts(parts, parallel.data)
     return {

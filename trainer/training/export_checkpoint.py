@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import MODEL_CARD, Format, Shared, shared_form
+from trainer.sharing.base import MODEL_CARD, Firings, Format, Shared, shared_form
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
@@ -42,11 +43,23 @@ from trainer.training.sharded_state import under
 CPU = torch.device("cpu")
 
 
-def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
+FiringsOf = Callable[[Learner], Firings] | None
+
+
+def export_checkpoint(
+    path: Path,
+    out: Path,
+    *,
+    form: str,
+    best: bool,
+    force: bool,
+    firings: Callable[[JobConfig], FiringsOf] = lambda job: None,
+) -> dict[str, Any]:
     """Write every SAE of a checkpoint, or of a run's newest or best one; return the step and where each SAE went.
 
-    `path` is a checkpoint or a run folder, `form` the name of a format. Nothing is written where it cannot hold one of
-    the SAEs. Raise `UserError`, or `JobFileError` where a flag is wrong.
+    `path` is a checkpoint or a run folder, `form` the name of a format; `firings` returns for a job what finds out
+    where the latents of an SAE fire in its data. Nothing is written where the format cannot hold one of the SAEs. Raise
+    `UserError`, or `JobFileError` where a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
@@ -54,15 +67,16 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}
-    _refuse_to_overwrite(out, folders, force)
+    refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     notes: dict[str, None] = {}
+    firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
-        for _, sae in _shared_saes(run_dir, job, tensors, state):
+        for _, sae in shared_saes(run_dir, job, tensors, state, firings_of):
             if reason := chosen.refusal(sae):
                 raise UsageError(f"--format: {reason}")
-        for label, sae in _shared_saes(run_dir, job, tensors, state):
+        for label, sae in shared_saes(run_dir, job, tensors, state, firings_of):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
     return {
@@ -74,8 +88,8 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     }
 
 
-def _shared_saes(
-    run_dir: Path, job: JobConfig, tensors: dict[str, Tensor], state: State
+def shared_saes(
+    run_dir: Path, job: JobConfig, tensors: dict[str, Tensor], state: State, firings_of: FiringsOf = None
 ) -> Iterator[tuple[str, Shared]]:
     """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
     position, output = state.position, output_of(run_dir)
@@ -84,7 +98,8 @@ def _shared_saes(
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
-        yield label, shared_form(learner.sae, state.origin | training | measured, learner.k, features)
+        sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
+        yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
@@ -129,7 +144,7 @@ def _best(checkpoints: list[Path]) -> Path:
     )
 
 
-def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
+def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
     """Raise an error where a folder to write to holds something; `force` allows SAEs there, but nothing else."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +175,7 @@ def learners_of(
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
-        learner = Learner(member, d_in, state.d_out, Parallel(device))
+        learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member))
         learner.state.load(own)
         with learner.evaluating():
             yield label, learner

@@ -19,10 +19,10 @@ MOST_L0_OFF = 1.25
 
 
 class Exporter:
-    """Writes below `output`; `source` is what is known of the data, for the SAE's `cfg.json`."""
+    """Writes below `output`; `origins` is what is known of the data of each SAE, by label, for its `cfg.json`."""
 
-    def __init__(self, output: Path, source: Mapping[str, Any], report: Report) -> None:
-        self._output, self._source, self._report = output, dict(source), report
+    def __init__(self, output: Path, origins: Mapping[str, Mapping[str, Any]], report: Report) -> None:
+        self._output, self._origins, self._report = output, origins, report
 
     def export(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Write every SAE to a folder of its label; all ranks that share its latents have to call this."""
@@ -37,7 +37,7 @@ class Exporter:
         values = self._report.values[label]
         measured = {name: values[name] for name in measured_names() if name in values}
         training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-        export_sae(sae, folder, self._source | training | measured)
+        export_sae(sae, folder, {**self._origins[label], **training, **measured})
         rank_log.say(f"SAE exported: {folder}")
 
     def _tell_missed_l0(self, label: str, learner: Learner) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from trainer.activations.base import Source
+from trainer.activations.open_source import open_source
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UsageError
@@ -29,15 +29,6 @@ from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 
 CPU = torch.device("cpu")
-# By SAELens' architecture: ours that computes the same.
-_ARCHITECTURES = {
-    "standard": "standard",
-    "topk": "topk",
-    "jumprelu": "jumprelu",
-    "gated": "gated",
-    "transcoder": "standard",
-    "jumprelu_transcoder": "jumprelu",
-}
 # Rows of W_dec whose length differs by more are no unit rows.
 _UNIT = 1e-3
 # What describes where the activations are from; the rest of an SAE's metadata is of its training.
@@ -101,6 +92,8 @@ def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> J
     sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
     if shared.k is not None:
         sae["k"] = shared.k
+    if shared.has_skip:
+        sae["skip"] = True
     name = "".join(one if one.isprintable() else "?" for one in folder.resolve().name)[:60]
     raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
     job = with_data_path(job_of(raw, overrides), [working_folder()])
@@ -116,16 +109,16 @@ def _setting(job: JobConfig, name: str) -> object:
 
 def _architecture(shared: Shared) -> str:
     """Return ours that computes the same: what it was trained as, where one threshold and k of it are known."""
-    if shared.trained_as == "batch_topk" and shared.architecture == "jumprelu" and shared.k is not None:
+    if shared.trained_as == "batch_topk" and shared.form == "jumprelu" and shared.k is not None:
         threshold = shared.weights["threshold"]
         if (threshold == threshold[0]).all():
             return "batch_topk"
-    return _ARCHITECTURES[shared.architecture]
+    # Those without a k of their own have one name here and in SAELens.
+    return shared.form
 
 
 def _open(job: JobConfig, shared: Shared) -> Source:
-    entry = catalog.entry(catalog.SOURCES, job.data.source, "data.source")
-    source: Source = entry.load()(**msgspec.structs.asdict(job.data.knobs))
+    source = open_source(job)
     if source.d_in != shared.d_in:
         raise UsageError(f"--data: has rows of {source.d_in} dimensions, and the SAE takes {shared.d_in}")
     if shared.is_transcoder and source.d_out is None:
@@ -138,7 +131,7 @@ def _open(job: JobConfig, shared: Shared) -> Source:
 
 
 def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
-    sampler = Sampler(open_data(source, job, Parallel(CPU)), CPU)
+    sampler = Sampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
     sampler.find_outliers(job.train.seed, job.data.max_norm)
     return sampler.sample(job.train.seed)
 
@@ -152,6 +145,9 @@ def _set_weights(learner: Learner, shared: Shared) -> None:
     shift = sae.x_mean @ encoder if sae.is_transcoder else 0
     own = {"W_enc": encoder, "W_dec": shared.weights["W_dec"], "b_dec": shared.weights["b_dec"] * scale}
     own["b_enc"] = shared.weights["b_gate" if "b_gate" in shared.weights else "b_enc"] * scale + shift
+    if shared.has_skip:
+        own["W_skip"] = shared.weights["W_skip"].T * (scale / sae.x_scale)
+        own["b_dec"] = own["b_dec"] + sae.x_mean @ own["W_skip"]
     own |= {name: shared.weights[name] * scale for name in ("threshold", "b_mag") if name in shared.weights}
     own |= {name: shared.weights[name] for name in ("r_mag",) if name in shared.weights}
     for name, value in own.items():

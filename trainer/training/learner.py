@@ -32,9 +32,13 @@ from trainer.training.zero_shards import Stepped, SteppedShare
 
 
 class Learner:
-    """An SAE with its optimizer and its metrics; `state` is what a checkpoint of it has to hold."""
+    """An SAE with its optimizer and its metrics; `state` is what a checkpoint of it has to hold.
 
-    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
+    Of the hooks that a batch has rows of, it learns those of number `hook`.
+    """
+
+    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel, hook: int = 0) -> None:
+        self.hook = hook
         self._job, self._train, self._device = job, job.train, parallel.device
         self._shape, device, world_size = (d_in, d_out), parallel.device, parallel.world_size
         layout = Layout(job, world_size)

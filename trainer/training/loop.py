@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from trainer.activations.base import Source, StreamSource
@@ -57,8 +60,13 @@ class Trainer:
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
+        origins = self._origins()
         self._checkpoints = Checkpoints(
-            checkpoints, job.train.keep_checkpoints, d_out=source.d_out, origin=origin(source.meta)
+            checkpoints,
+            job.train.keep_checkpoints,
+            d_out=source.d_out,
+            origin=origin(source.meta),
+            origins=origins if source.n_hooks > 1 else UNSET,
         )
         self._device, self.output = parallel.device, output
         self.total_steps = self._layout.total_steps
@@ -71,8 +79,8 @@ class Trainer:
         if isinstance(source, StreamSource) and parallel.is_main:
             progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
         self.data = open_data(source, job, parallel, resumed)
-        self._sampler = Sampler(self.data, self._device)
-        self.outliers = self._sampler.find_outliers(self._train.seed, job.data.max_norm)
+        self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
+        self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
@@ -87,7 +95,7 @@ class Trainer:
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
-        self._exporter = Exporter(output, origin(source.meta), self.report)
+        self._exporter = Exporter(output, origins, self.report)
         self._skips = Skips(self.data, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._first_step = self.position.step
@@ -138,20 +146,21 @@ class Trainer:
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             rank_log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
-            x, y = self._sampler.sample(self._train.seed)
-            for learner in self.learners.values():
-                learner.initialise(x, y)
+            for sampler, learners in self._of_hooks(self.learners):
+                x, y = sampler.sample(self._train.seed)
+                for learner in learners.values():
+                    learner.initialise(x, y)
         for learner in self.learners.values():
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
         """Halve the micro-batches until all ranks have the memory for a pass; a step keeps its number of tokens."""
-        sample, learners = self._sampler.sample(self._train.seed), list(self.learners.values())
+        sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
         for learner in learners:
             learner.begin_step(self.position.step)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
-            if fits_everywhere(learners, self._parallel, sample, self._cut.longest):
+            if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
@@ -165,7 +174,21 @@ class Trainer:
     def _new_learners(self) -> dict[str, Learner]:
         own = self._layout.members_by_rank[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
-        return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
+        return {
+            label: Learner(member, *shape, self._parallel, self._job.hook_number(member))
+            for label, member in own.items()
+        }
+
+    def _origins(self) -> dict[str, dict[str, Any]]:
+        """Return what is known of the data of each SAE of the run, by label."""
+        hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
+        return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
+
+    def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[Sampler, dict[str, Learner]]]:
+        """Yield what draws a hook's rows with those of the SAEs that learn them, where there are any."""
+        for hook, sampler in enumerate(self._samplers):
+            if own := {label: one for label, one in learners.items() if one.hook == hook}:
+                yield sampler, own
 
     def _open_batches(self) -> Batches:
         return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self.outliers)
@@ -191,7 +214,8 @@ class Trainer:
         due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
         if due:
             self._beat("resampling")
-            self._sampler.revive(due, self.position.step, self._train.seed, self.report)
+            for sampler, learners in self._of_hooks(due):
+                sampler.revive(learners, self.position.step, self._train.seed, self.report)
 
     # between steps
 
@@ -217,7 +241,7 @@ class Trainer:
             for label, learner in self.learners.items()
             for name, sums in learner.interval.sums(learner.latents).items()
         }
-        parts[_OUTLIERS] = self.outliers.counts
+        parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self.outliers])
         totals = self._parallel.sum_parts(parts, self._parallel.data)
         paces = self._parallel.sum_parts(pace, self._parallel.world)
         values: dict[str, dict[str, float]] = {}
@@ -227,14 +251,20 @@ class Trainer:
         self.report.learnt(self._parallel.everybodys(values))
         self._share_news()
         self.report.pace(self.position.step, self._pace.values(paces), paces)
-        n_found, n_seen = map(int, totals[_OUTLIERS].tolist())
-        self.report.left_out(self.position.step, n_found, n_seen, self.outliers.times)
+        self._report_outliers(totals[_OUTLIERS])
         self.report.interval(self.position.step, self.total_steps)
         # In the first interval things are still warming up.
         if self._logged.step > self._first_step:
             self.report.compare(self.position.step, float(paces["step_ms"].mean()))
         self._logged = self.position
         self._balance(paces)
+
+    def _report_outliers(self, totals: Tensor) -> None:
+        """Report the share of outliers at each hook, by `totals`: of one after the other how many, of how many rows."""
+        times, of_hooks = self._job.data.max_norm, totals.long().view(-1, 2).tolist()
+        for (name, knobs), (n_found, n_seen) in zip(self._job.hooks.items(), of_hooks, strict=True):
+            labels = [label for label, one in self._layout.members.items() if one.data.knobs == knobs] if name else [""]
+            self.report.left_out(self.position.step, n_found, n_seen, times, name, labels)
 
     def _share_news(self) -> None:
         """Exchange what happened to each rank's SAEs; raise `UserError` on all ranks where no SAE learns any more."""

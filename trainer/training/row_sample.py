@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import TrainingData, are_finite
+from trainer.activations.training_data import HookRows, are_finite
 from trainer.contract.errors import UserError
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner
@@ -18,9 +18,9 @@ MOST_BAD_ROWS = 0.01
 
 
 class Sampler:
-    """Draws training rows by a seed, the same on all ranks; of a stream always the same ones."""
+    """Draws training rows of a hook by a seed, the same on all ranks; of a stream always the same ones."""
 
-    def __init__(self, data: TrainingData, device: torch.device) -> None:
+    def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
 

@@ -32,9 +32,9 @@ def take_step(
     """
     for learner in learners:
         learner.begin_step(number)
-    for x, y, of_all in batches:
+    for hooks, of_all in batches:
         for learner in learners:
-            learner.accumulate(x, y, of_all)
+            learner.accumulate(*hooks[learner.hook], of_all)
     with phase(EXCHANGE):
         agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), wishes())
     with phase(UPDATE):

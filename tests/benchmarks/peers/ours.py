@@ -37,7 +37,7 @@ class Ours(Recipe):
         from trainer.activations.batches import Batch
         from trainer.training.step import take_step
 
-        take_step([self._learner], self._parallel, self._n_done, [Batch(x, x, len(x))])
+        take_step([self._learner], self._parallel, self._n_done, [Batch([(x, x)], len(x))])
         self._n_done += 1
 
     def reconstruct(self, x: Tensor) -> Seen:

@@ -242,10 +242,12 @@ def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_tha
     data = {"target_path": str(targets)}
     (problem,) = checked(train=SMALL, data=data)
     assert (problem.path, problem.severity) == ("sae.architecture", "error")
-    assert problem.message.startswith('there is no format for a transcoder of "topk"; use "batch_topk"')
+    assert problem.message.startswith('the format for a transcoder of "topk" knows one width')
     assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
     (problem,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
     assert problem.path == "sae.architecture"
+    (problem,) = checked(train=SMALL, sae={"skip": [False, True]})
+    assert (problem.path, problem.severity) == ("sae.skip", "error")
 
 
 def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:

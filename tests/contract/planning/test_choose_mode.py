@@ -157,3 +157,18 @@ def test_the_saes_of_a_sweep_are_parsed_once_however_many_ways_are_tried(
     job = make_job(sae={"d_sae": 65536, "k": [16, 32, 64]}, train={"batch_size": "auto"})
     settle(Workload(job, 8, GPT2_XL), Place(STAGED, free_bytes=20 * 10**9))
     assert parsed == [job]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+def test_a_skip_connection_costs_its_two_products_and_the_sum_of_its_gradient(make_job: MakeJob, mode: str) -> None:
+    train, parallel = {"batch_size": 4096}, {"mode": mode}
+    works = [
+        workload(make_job(sae={"d_sae": 4096, "skip": skip}, train=train, parallel=parallel), 512, 2, d_out=256)
+        for skip in (False, True)
+    ]
+    # Memory so fast that only products take time.
+    without, with_skip = (step_time(work, Speeds(1e12, 1e30, 1e9, 0)).passes_s for work in works)
+    tokens = 4096 if mode == "ddp" else 2048
+    assert with_skip - without == pytest.approx(2 * 2 * tokens * 512 * 256 / 1e12)
+    sent = [wire_of(work).n_bytes for work in works]
+    assert sent[1] - sent[0] == pytest.approx(4 * 512 * 256)

@@ -91,6 +91,16 @@ def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
     assert estimate(workload(job, 8, 1, d_out=8)).total > estimate(workload(job, 8, 1)).total
 
 
+@pytest.mark.parametrize("parallel", [{"mode": "tensor"}, {"mode": "ddp", "zero": True}], ids=str)
+def test_every_rank_has_the_whole_skip_connection(make_job: MakeJob, parallel: dict[str, Any]) -> None:
+    without, with_skip = (
+        estimate(workload(make_job(sae={"d_sae": 64, "skip": skip}, parallel=parallel), 8, 4, d_out=24))
+        for skip in (False, True)
+    )
+    assert with_skip.weights - without.weights == with_skip.gradients - without.gradients == 4 * 8 * 24
+    assert with_skip.optimizer - without.optimizer == 8 * 8 * 24
+
+
 @given(widths=st.lists(st.integers(32, 4096), min_size=1, max_size=5, unique=True), d_in=st.integers(1, 512))
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(

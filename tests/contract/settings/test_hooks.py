@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.settings.hooks import SITES, WANTED, Hook, parse_hook
+from trainer.contract.settings.hooks import (
+    SITES,
+    WANTED,
+    Hook,
+    each_named,
+    names_of_hook,
+    parse_hook,
+    problems_of_hooks,
+    short_names,
+)
 
 
 @given(st.sampled_from(list(SITES)), st.integers(0, 9999))
@@ -39,3 +48,39 @@ def test_a_hook_of_transformer_lens_that_we_have_not_is_refused_with_those_we_ha
     with pytest.raises(ValueError, match=r"^has no site attn.hook_z; known are blocks.3.hook_resid_pre, ") as error:
         parse_hook("blocks.3.attn.hook_z")
     assert str(error.value).endswith("blocks.3.hook_attn_out")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("resid_post.4-6", ["resid_post.4", "resid_post.5", "resid_post.6"]),
+        ("blocks.9-10.hook_mlp_out", ["blocks.9.hook_mlp_out", "blocks.10.hook_mlp_out"]),
+        ("h.0-1.mlp.act, resid_pre.3", ["h.0.mlp.act", "h.1.mlp.act", "resid_pre.3"]),
+        ("resid_post.7-7", ["resid_post.7"]),
+        ("resid_post.6-4", ["resid_post.6-4"]),
+        ("resid_post.12", ["resid_post.12"]),
+        (None, [None]),
+    ],
+)
+def test_a_range_of_layers_and_commas_stand_for_several_names(text: str | None, names: list[str]) -> None:
+    assert each_named(text) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["resid_post.4", "blocks.12.hook_resid_post"], ["L4", "L12"]),
+        (["resid_post.4", "blocks.4.hook_mlp_out"], ["resid_post.4", "mlp_out.4"]),
+        (["h.0.mlp", "h.1.mlp"], ["h.0.mlp", "h.1.mlp"]),
+        (["h.0.mlp", "resid_post.0"], ["h.0.mlp", "resid_post.0"]),
+    ],
+)
+def test_the_short_names_of_hooks_are_as_short_as_tells_them_apart(names: list[str], short: list[str]) -> None:
+    assert list(short_names(names).values()) == short
+
+
+def test_a_place_that_two_names_name_is_reported() -> None:
+    (twice,) = problems_of_hooks(["resid_post.4", "blocks.4.hook_resid_post", "mlp_out.4"], "data.hook")
+    assert str(twice) == 'data.hook: "blocks.4.hook_resid_post" is given twice'
+    assert names_of_hook("blocks.4.hook_resid_post") == ["blocks.4.hook_resid_post", "resid_post.4"]
+    assert names_of_hook("h.4.mlp") == ["h.4.mlp"]

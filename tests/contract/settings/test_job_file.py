@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.printable import CONTROL
-from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.catalog import ARCHITECTURES, MIRRORS
 from trainer.contract.settings.job import SECTIONS, Axis, JobConfig
 from trainer.contract.settings.job_file import (
     apply_override,
@@ -68,10 +68,18 @@ GPUS = st.one_of(
     st.lists(st.integers(0, 15), min_size=1, unique=True),
 )
 
+MIRROR_NAMES = st.sampled_from(sorted(MIRRORS))
+MIRROR_CHOICES = st.one_of(st.none(), MIRROR_NAMES, st.lists(MIRROR_NAMES, unique=True))
+
+
+# Of other texts some are several hooks, which are an axis of a sweep.
+HOOKS = st.sampled_from(["resid_post.12", "blocks.0.hook_mlp_out", "model.layers.3.mlp"])
+OF_THEIR_OWN = {"launch.gpus": GPUS, "train.mirror": MIRROR_CHOICES, "data.hook": HOOKS}
+
 
 def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
-    if path == "launch.gpus":
-        return GPUS
+    if path in OF_THEIR_OWN:
+        return OF_THEIR_OWN[path]
     choices = choices_of(path, knob)
     return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(knob.annotation))
 

@@ -129,6 +129,20 @@ def test_optimizers_differ_in_what_they_know() -> None:
     assert configs["optimizer=signum"] == swept(train={"optimizer": "signum", "momentum": 0.8})
 
 
+@pytest.mark.parametrize(
+    "hook", ["resid_post.4, blocks.12.hook_resid_post", ["resid_post.4", "blocks.12.hook_resid_post"]]
+)
+def test_hooks_are_the_one_setting_of_the_data_in_which_saes_differ(hook: str | list[str]) -> None:
+    job = swept(data={"path": "acts", "hook": hook}, sae={"k": [4, 8]})
+    configs = members(job)
+    assert list(configs) == ["hook=L4,k=4", "hook=L4,k=8", "hook=L12,k=4", "hook=L12,k=8"]
+    assert list(job.hooks) == ["resid_post.4", "blocks.12.hook_resid_post"]
+    assert [job.hook_number(member) for member in configs.values()] == [0, 0, 1, 1]
+    assert configs["hook=L12,k=4"] == swept(data={"path": "acts", "hook": "blocks.12.hook_resid_post"}, sae={"k": 4})
+    assert parse_job(tomllib.loads(dump_job(job))) == (job, [])
+    assert list(swept(data={"path": "acts", "hook": ["resid_post.4"]}).hooks) == [""]
+
+
 values = st.lists(st.integers(1, 99), min_size=1, max_size=3, unique=True)
 rates = st.lists(st.one_of(st.floats(1e-6, 1, exclude_min=True), st.just("auto")), min_size=1, max_size=2, unique=True)
 
@@ -189,6 +203,13 @@ def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any])
         ({"train": {"batch_size": [64, 128]}}, "train.batch_size", "not [64, 128]; the SAEs of a sweep share it"),
         ({"train": {"precision": ["fp32", "bf16"]}}, "train.precision", "the SAEs of a sweep share it"),
         ({"data": {"path": "a", "max_norm": [5, 10]}}, "data.max_norm", "the SAEs of a sweep share it"),
+        (
+            {"data": {"path": "a", "hook": ["mlp_in.1", "blocks.1.mlp.hook_in"]}},
+            "data.hook",
+            '"blocks.1.mlp.hook_in" is given twice',
+        ),
+        ({"data": {"path": "a", "hook": ["mlp_in.1", "a/b"]}}, "data.hook", '"a/b" must be "SITE.LAYER" with SITE one'),
+        ({"data": {"path": "a", "hook": "mlp_in.0-99"}}, "data.hook", "makes a sweep of more than 64 SAEs"),
         ({"parallel": {"mode": ["ddp", "single"]}}, "parallel.mode", "the SAEs of a sweep share it"),
         (
             {"train": {"seed": list(range(65))}},

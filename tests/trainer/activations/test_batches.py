@@ -41,7 +41,7 @@ def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float,
     ):
         for _ in range(50):  # beyond the end of the second epoch
             parts = first.next(), second.next()
-            assert rows_of(whole.next().x) == rows_of(parts[0].x) | rows_of(parts[1].x)
+            assert rows_of(whole.next().hooks[0][0]) == rows_of(parts[0].hooks[0][0]) | rows_of(parts[1].hooks[0][0])
             assert [part.of_all for part in parts] == [128, 128]
 
 
@@ -51,7 +51,7 @@ def test_reading_goes_on_exactly_at_a_position(activations: Path) -> None:
         drawn = [batches.next() for _ in range(60)]
     with open_batches(source, start=57 * 64) as batches:
         for expected in drawn[57:59]:
-            assert torch.equal(batches.next().x, expected.x)
+            assert torch.equal(batches.next().hooks[0][0], expected.hooks[0][0])
 
 
 def test_the_next_batch_is_read_while_this_one_is_used(activations: Path, eventually) -> None:
@@ -71,7 +71,7 @@ def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
 
 def test_an_sae_is_to_give_back_what_it_gets(activations: Path) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
-        x, y, _ = batches.next()
+        (x, y), *_ = batches.next().hooks
     assert y is x
     assert (x.dtype, x.shape) == (torch.float32, (64, 16))
 
@@ -83,7 +83,7 @@ def test_a_transcoder_gets_the_target_of_every_row(activations: Path, tmp_path: 
     save_file({"activations": targets.contiguous()}, tmp_path / "targets" / "one.safetensors")
     with open_batches(Shards(path=path, target_path=str(tmp_path / "targets"))) as batches:
         for _ in range(50):
-            x, y, _ = batches.next()
+            (x, y), *_ = batches.next().hooks
             assert torch.equal(y, 2 * x[:, :5])
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,3 +50,27 @@ def test_seed_and_epoch_each_give_another_order() -> None:
     first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
     assert first.stretch(0, 1000).tolist() != other_seed.stretch(0, 1000).tolist()
     assert first.stretch(0, 1000).tolist() != first.stretch(1000, 1000).tolist()
+
+
+@given(
+    n_held_out=st.integers(0, 300), world_size=st.integers(1, 3), batch_size=st.integers(1, 300), seed=st.integers(0, 9)
+)
+def test_in_runs_too_every_row_that_is_not_held_out_comes_once_however_batches_are_shared(
+    n_held_out: int, world_size: int, batch_size: int, seed: int
+) -> None:
+    split = Split(2400, n_held_out, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.activations.permutation._FEWEST_RUNS", 2)
+        order, n = Order(split, seed, run=64), split.n_train
+        whole = order.stretch(0, 2 * n).tolist()
+        step = world_size * batch_size
+        shared = [
+            row
+            for start in range(0, 2 * n, step)
+            for rank in range(world_size)
+            for row in order.stretch(start + rank * batch_size, batch_size).tolist()
+        ]
+    assert shared[: 2 * n] == whole
+    training = sorted({*range(2400)} - {*split.held_out.tolist()})
+    assert sorted(whole[:n]) == sorted(whole[n:]) == training
+    assert whole[:n] != whole[n:]

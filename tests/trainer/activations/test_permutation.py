@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.activations.permutation import Permutation
+from trainer.activations.permutation import Permutation, RunPermutation, permutation
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**40))
@@ -54,3 +54,24 @@ def test_neighbours_are_torn_apart() -> None:
     # Two of three neighbours in a shuffled list are in a peak or a valley with the third.
     turns = np.diff(np.sign(np.diff(permuted))) != 0
     assert turns.mean() == pytest.approx(2 / 3, abs=0.01)
+
+
+@given(n=st.integers(1, 3000), run=st.integers(1, 70), seed=st.integers(0, 2**40))
+def test_runs_stay_together_and_every_position_has_a_row_of_its_own(n: int, run: int, seed: int) -> None:
+    run = min(run, n)
+    rows = RunPermutation(n, run, seed)(np.arange(n))
+    assert sorted(rows.tolist()) == list(range(n))
+    places = np.arange(n)
+    inside = (places[1:] % run > 0) & (places[1:] < n // run * run)
+    assert ((np.diff(rows) % n)[inside] == 1).all()
+
+
+def test_runs_begin_elsewhere_for_each_seed_so_that_other_rows_are_together() -> None:
+    begins = {int(RunPermutation(1000, 10, seed)(np.arange(1))[0]) % 10 for seed in range(100)}
+    assert begins == set(range(10))
+
+
+def test_few_rows_are_permuted_one_by_one_and_many_in_runs() -> None:
+    assert isinstance(permutation(65_535, 64, 0), Permutation)
+    assert isinstance(permutation(65_536, 64, 0), RunPermutation)
+    assert isinstance(permutation(65_536, 1, 0), Permutation)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +34,56 @@ def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
         save_file({"activations": x[first:last].clone()}, tmp_path / f"{number}.safetensors")
     rows = Shards(path=str(tmp_path)).rows(np.array([29, 4, 3, 5, 0]))
     assert rows[:, 0].tolist() == [0, 3, 4, 5, 29]
+
+
+def test_shards_of_two_types_are_read_as_one_that_holds_both(tmp_path: Path) -> None:
+    x = torch.randn(30, 4)
+    save_file({"activations": x[:10].to(torch.bfloat16)}, tmp_path / "0.safetensors")
+    save_file({"activations": x[10:].half()}, tmp_path / "1.safetensors")
+    rows = Shards(path=str(tmp_path)).rows(np.arange(30))
+    assert rows.dtype == torch.float32
+    assert torch.equal(rows, torch.cat([x[:10].to(torch.bfloat16).float(), x[10:].half().float()]))
+
+
+def test_rows_that_were_shuffled_as_they_were_stored_may_stay_together(tmp_path: Path) -> None:
+    save_file({"activations": torch.randn(30, 4)}, tmp_path / "0.safetensors")
+    assert Shards(path=str(tmp_path)).run == 1
+    (tmp_path / "meta.json").write_text('{"shuffled": true}')
+    assert Shards(path=str(tmp_path)).run > 1
+    (tmp_path / "meta.json").write_text('{"shuffled": "no"}')
+    assert Shards(path=str(tmp_path)).run == 1
+
+
+def test_a_set_larger_than_memory_is_read_in_little_of_it(tmp_path: Path) -> None:
+    n_rows, d_in = 20_000_000, 1024
+    header = {"activations": {"dtype": "F32", "shape": [n_rows, d_in], "data_offsets": [0, 4 * n_rows * d_in]}}
+    text = json.dumps(header).encode().ljust(512)
+    with (tmp_path / "x.safetensors").open("wb") as file:
+        # 76 GiB of which the disk stores nothing but the end.
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + 4 * n_rows * d_in)
+        file.seek(-4, os.SEEK_END)
+        file.write(struct.pack("<f", 2.0))
+    reading = f"""
+import resource
+from trainer.activations.shards import Shards
+from trainer.activations.training_data import IndexedData
+from trainer.parallel.group import Group
+resource.setrlimit(resource.RLIMIT_DATA, (2**30, 2**30))
+source = Shards(path={str(tmp_path)!r})
+data = IndexedData(source, 5000, 0, Group())
+assert data.of_hook(0).sample(0)[0].shape == (32_768, {d_in})
+for step in range(20):
+    assert data.read(step * 4096, 4096).x.shape == (4096, {d_in})
+import numpy as np
+assert source.rows(np.array([{n_rows - 1}]))[0, -1] == 2
+try:
+    bytearray(2**30)
+except MemoryError:
+    print("the limit holds")
+"""
+    done = subprocess.run([sys.executable, "-c", reading], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("the limit holds\n", "")
 
 
 def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:

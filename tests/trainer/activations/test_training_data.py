@@ -55,7 +55,7 @@ def rows_of(x: torch.Tensor) -> list[tuple[float, ...]]:
 
 
 def held_out(data: StreamData) -> list[tuple[float, ...]]:
-    return [row for x, _ in data.held_out(8) for row in rows_of(x)]
+    return [row for x, _ in data.of_hook(0).held_out(8) for row in rows_of(x)]
 
 
 def test_the_parts_of_a_stream_and_what_they_hold_out_share_no_row() -> None:
@@ -72,8 +72,8 @@ def test_rows_held_out_and_the_sample_are_the_same_at_a_later_place() -> None:
     go(first, 333)
     later = stream_data(places=first.stream_places())
     assert held_out(first) == held_out(later)
-    assert torch.equal(first.sample(0)[0], later.sample(1)[0])
-    assert len(first.sample(0)[0]) == SAMPLE
+    assert torch.equal(first.of_hook(0).sample(0)[0], later.of_hook(0).sample(1)[0])
+    assert len(first.of_hook(0).sample(0)[0]) == SAMPLE
     assert go(first, 70) == go(later, 70)
 
 
@@ -113,4 +113,4 @@ def test_stored_rows_are_read_at_any_position_and_a_checkpoint_keeps_nothing_of_
     data.read(10_000, 64)
     assert torch.equal(data.read(64, 64).x, first.x)
     assert data.stream_places() is msgspec.UNSET
-    assert sum(len(x) for x, _ in data.held_out(7)) == data.n_held_out == 100
+    assert sum(len(x) for x, _ in data.of_hook(0).held_out(7)) == data.n_held_out == 100

@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
+from trainer.activations.open_source import open_source
 from trainer.cli import main
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
-from trainer.contract.settings.catalog import SOURCES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
@@ -28,7 +27,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def cards_of(trainer: Trainer, job: JobConfig, kept, stop: threading.Event | None = None) -> Cards:
-    source = SOURCES[job.data.source].load()(**msgspec.structs.asdict(job.data.knobs))
+    source = open_source(job)
     return Cards(trainer, job, source, Parallel(torch.device("cpu")), kept, stop or threading.Event())
 
 

@@ -28,7 +28,7 @@ def test_an_sae_from_its_files_reconstructs_as_the_one_that_was_trained(
     trainer = make_trainer(make_job(sae={"architecture": architecture}))
     assert trainer.run()
     (learner,) = trainer.learners.values()
-    x, _ = trainer.data.sample(0)
+    x, _ = trainer.data.of_hook(0).sample(0)
     x = x.float()
     read = read_exported(tmp_path / "sae", CPU)
     assert (read.architecture, read.tokens) == (architecture, trainer.position.tokens)
@@ -49,7 +49,7 @@ def test_a_transcoder_from_its_files_maps_as_the_one_that_was_trained(
     trainer = make_trainer(make_job(data={"target_path": str(targets)}, sae={"architecture": "batch_topk"}))
     assert trainer.run()
     (learner,) = trainer.learners.values()
-    x, y = (rows.float() for rows in trainer.data.sample(0))
+    x, y = (rows.float() for rows in trainer.data.of_hook(0).sample(0))
     with torch.no_grad(), learner.evaluating():
         own = learner.forward(x * learner.sae.x_scale, y * learner.sae.y_scale).x_hat / learner.sae.y_scale
     _, x_hat = read_exported(tmp_path / "sae", CPU).reconstruct(x)

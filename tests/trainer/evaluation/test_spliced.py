@@ -109,6 +109,36 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
     assert told.ce_score == pytest.approx((told.ce_with_zeros - told.ce_with_sae) / (told.ce_with_zeros - told.ce))
 
 
+def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Path, job: ExtractJob) -> None:
+    spied = Spied(gpt2)
+    mlp = spied.model.transformer.h[1].mlp
+    read: list[Tensor] = []
+
+    def first(_: object, arguments: tuple[Tensor, ...]) -> None:
+        read.append(arguments[0])
+
+    def after(_: object, __: object, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :1], half(read.pop()[:, 1:])], 1)
+
+    ce: dict[str, list[float]] = {"clean": [], "sae": []}
+    for piece in pieces_of(spied, length=64):
+        ids = torch.tensor([piece])
+        of_each = {"clean": spied.logits(ids).log_softmax(-1)[0]}
+        handles = [mlp.register_forward_pre_hook(first), mlp.register_forward_hook(after)]
+        of_each["sae"] = spied.logits(ids).log_softmax(-1)[0]
+        for handle in handles:
+            handle.remove()
+        for at in range(1, ids.shape[1] - 1):
+            for name, values in of_each.items():
+                ce[name].append(-values[at, ids[0, at + 1]].item())
+    whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
+    told = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(half, None, n_tokens=10**6)
+    assert told.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
+    assert told.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
+    with pytest.raises(UserError, match="is not run before"):
+        SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(half, None, n_tokens=10)
+
+
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
     """Lay the documents end to end, cut them after every `length` tokens, and return what is left of each in a row."""
     stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
@@ -219,6 +249,32 @@ def test_data_of_somebody_else_cannot_have_a_models_code_run(job: ExtractJob) ->
     state["job"]["model.remote_code"] = True
     file.write_text(json.dumps(state))
     assert not job_of_data(job.folder(HOOK)).model.remote_code
+
+
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
+def test_a_transcoder_with_a_skip_is_spliced_in_for_its_mlp(
+    architecture: str,
+    job: ExtractJob,
+    make_job: Callable[..., JobConfig],
+    make_trainer: Callable[..., Trainer],
+    tmp_path: Path,
+    capsys,
+) -> None:
+    hooks = ["mlp_in.0", "mlp_out.0"]
+    both = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks))
+    run(both)
+    read, written = (str(both.folder(hook)) for hook in hooks)
+    data, sae = {"path": read, "target_path": written}, {"architecture": architecture, "skip": True}
+    training = make_job(data=data, sae=sae, train={"batch_size": 64, "n_steps": 60})
+    folder = tmp_path / "run"
+    assert make_trainer(training, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(training))
+    assert main(["eval", str(folder), "--device", "cpu", "--model", "auto", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    spliced = card["spliced"]
+    assert spliced["kl_with_sae"] < spliced["kl_with_zeros"]
+    assert spliced["ce_with_mean"] is not None
+    assert Features(folder / "sae" / FEATURES).n_latents == 64
 
 
 def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(

@@ -54,13 +54,18 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
         return [point.value for point in reader.points(name)]
 
 
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the weights of an SAE as a run leaves it; those of a TopK transcoder are for sparsify."""
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
 def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
     """Require the same curves of all metrics, and the same weights in the end."""
     at = f"@{label}" if label else ""
     for name in NAMES:
         assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
-    files = (folder / label / "sae_weights.safetensors" for folder in (run_dir / "sae", expected))
-    exported, wanted = map(load_file, files)
+    exported, wanted = (weights_in(folder / label) for folder in (run_dir / "sae", expected))
     assert exported.keys() == wanted.keys()
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-3, msg=name + at)
@@ -80,6 +85,49 @@ def test_all_ranks_together_learn_what_one_learns_with_every_architecture(
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
     # Candidates of dead latents were exchanged too.
     assert max(kept.curve("auxk@architecture=topk")) > 0
+
+
+@pytest.mark.parametrize("mode", ["ddp-2-not-dealt", "ddp-2-uneven", "tensor-3-uneven", "hybrid-4", "dp-2", "sweep-3"])
+def test_all_ranks_together_learn_the_skip_connection_that_one_learns(
+    mode: str,
+    make_job: MakeJob,
+    make_trainer: Callable,
+    start_ranks: Callable,
+    kept: Any,
+    activations: Path,
+    tmp_path: Path,
+) -> None:
+    n_ranks, parallel, n_data = (MODES | {"sweep-3": (3, {"mode": "sweep"}, 1)})[mode]
+    transcoders = [name for name, entry in ARCHITECTURES.items() if entry.transcodes != "no"]
+    sae = SAE | {"architecture": transcoders, "skip": True, "resample_every_tokens": 960}
+    data = {"target_path": str(activations)}
+    alone = make_trainer(make_job(data=data, sae=sae, train={"batch_size": BATCH}), kept)
+    alone.run()
+    job = make_job(data=data, sae=sae, train={"batch_size": BATCH // n_data}, parallel=parallel)
+    ranks = start_ranks(job, n_ranks)
+    assert set(ranks.wait()) == {EXIT_FINISHED}
+    for label in alone.learners:
+        same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
+
+
+def test_a_skip_connection_goes_with_a_checkpoint_from_one_mode_to_another(
+    make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, activations: Path, tmp_path: Path
+) -> None:
+    sae = SAE | {"architecture": "batch_topk", "skip": True}
+    train, data = {"batch_size": BATCH, "checkpoint_every": 10}, {"target_path": str(activations)}
+    make_trainer(make_job(data=data, sae=sae, train=train)).run()
+    expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
+    # From one process into a grid of four, and from there into three that share the latents.
+    start = tmp_path / "checkpoints" / "step-00000010"
+    for mode, n_ranks, batch_size in (("hybrid", 4, BATCH // 2), ("tensor", 3, BATCH), ("ddp", 2, BATCH // 2)):
+        own = train | {"batch_size": batch_size}
+        job = make_job(data=data, sae=sae, train=own, parallel={"mode": mode})
+        ranks = start_ranks(job, n_ranks, run_dir=tmp_path / mode, resume_from=start)
+        assert ranks.wait() == [EXIT_FINISHED] * n_ranks
+        alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
+        whole = start_ranks(job, n_ranks, run_dir=tmp_path / f"{mode}-whole")
+        assert whole.wait() == [EXIT_FINISHED] * n_ranks
+        start = whole.spec.run_dir / "checkpoints" / "step-00000010"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.contract.errors import UserError
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.penalised import Penalised, Penalty, Steering
@@ -218,11 +217,6 @@ def test_thresholds_stay_where_something_jumps() -> None:
     sae.constrain()
     assert not sae.threshold[:3].any()
     assert torch.equal(sae.threshold[3:], thresholds)
-
-
-def test_a_gated_transcoder_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(UserError, match=r'^sae\.architecture: .*; use "jumprelu"$'):
-        made("gated", 12, 40, 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)

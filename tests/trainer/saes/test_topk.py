@@ -170,11 +170,6 @@ def test_annealing_starts_where_it_is_told_to_and_never_above_the_number_of_late
     assert run(sae, batch(2)).acts.values.numel() == 2 * 5
 
 
-def test_a_transcoder_is_refused_with_what_to_use_instead() -> None:
-    with pytest.raises(UserError, match=r'^sae\.architecture: .*; use "batch_topk"$'):
-        TopK(12, 40, 7, k=5, k_aux=None, auxk_alpha=0.0)
-
-
 def test_more_active_latents_than_there_are_is_refused() -> None:
     with pytest.raises(UserError, match=r"^sae\.k: must be at most the number of latents, 40, not 41$"):
         random_topk(k=41)

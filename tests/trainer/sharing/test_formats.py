@@ -46,9 +46,11 @@ def form_of(name: str) -> Format:
 
 
 @torch.no_grad()
-def written(name: str, kind: str, folder: Path, d_out: int | None = None) -> tuple[Sae, Computed, list[str]]:
+def written(
+    name: str, kind: str, folder: Path, d_out: int | None = None, *, skip: bool = False
+) -> tuple[Sae, Computed, list[str]]:
     """Write an SAE of this kind in a format; return it, what it computes in the trainer, and what was left out."""
-    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE)
+    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     x = torch.randn(300, 32) * 3
     put_bar_into_a_gap(sae, x * SCALE)
     output = sae(x * SCALE, x * SCALE)
@@ -87,24 +89,31 @@ def test_dictionary_learning_computes_what_the_trainer_does(
     assert_computes(acts, dictionary.decode(acts), expected)
 
 
+@pytest.mark.parametrize(("d_out", "skip"), [(None, False), (32, False), (32, True)], ids=["sae", "plain", "skip"])
 @torch.no_grad()
-def test_sparsify_computes_what_the_trainer_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparsify_computes_what_the_trainer_does(
+    d_out: int | None, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sparsify = peer(monkeypatch, "sparsify.sparse_coder")
-    _, expected, _ = written("sparsify", "topk", tmp_path / "sae")
+    _, expected, _ = written("sparsify", "topk", tmp_path / "sae", d_out, skip=skip)
     coder = sparsify.SparseCoder.load_from_disk(tmp_path / "sae")
+    assert (coder.cfg.transcode, coder.cfg.skip_connection) == (d_out is not None, skip)
     top = coder.encode(expected.x)
     acts = torch.zeros_like(expected.acts).scatter(1, top.top_indices, top.top_acts)
-    assert_computes(acts, acts @ coder.W_dec + coder.b_dec, expected)
+    # Its decoder has a kernel for GPUs only where Triton is installed.
+    monkeypatch.setattr(sparsify, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
+    assert_computes(acts, coder(expected.x).sae_out, expected)
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
 @torch.no_grad()
 def test_circuit_tracer_computes_what_the_transcoder_does(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
     yaml = pytest.importorskip("yaml")
-    _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32)
+    _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32, skip=skip)
     assert notes == []
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert config == {
@@ -117,6 +126,7 @@ def test_circuit_tracer_computes_what_the_transcoder_does(
         cpu = torch.device("cpu")
         (loaded,) = tracer.load_transcoder_set(files, device=cpu, lazy_encoder=lazy, lazy_decoder=lazy, **hooks)
         acts = loaded.encode(expected.x)
+        assert (loaded.W_skip is not None) == skip
         assert_computes(acts, loaded.decode(acts, expected.x), expected)
 
 
@@ -124,20 +134,27 @@ def test_circuit_tracer_computes_what_the_transcoder_does(
     ("name", "kind", "d_out", "reason"),
     [
         ("sparsify", "jumprelu", None, "sparsify knows TopK only, and this SAE is exported as jumprelu"),
+        ("sparsify", "topk", 20, "sparsify knows one width only, and this maps 32 dimensions to 20"),
+        ("saelens", "topk", 32, "SAELens knows no transcoder with k latents per token; give --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning knows no transcoders"),
+        ("circuit-tracer", "topk", 32, "circuit-tracer knows a ReLU or a threshold, and this is exported as topk_"),
         ("circuit-tracer", "topk", None, "circuit-tracer takes transcoders"),
         ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
     ],
 )
 def test_what_would_compute_something_else_is_refused(name: str, kind: str, d_out: int | None, reason: str) -> None:
-    refusal = form_of(name).refusal(shared_form(made(kind, d_out), {}))
-    assert refusal is not None
-    assert refusal.startswith(reason)
+    for skip in (False, True) if d_out else (False,):
+        refusal = form_of(name).refusal(shared_form(made(kind, d_out, skip=skip), {}))
+        assert refusal is not None
+        assert refusal.startswith(reason)
 
 
-def test_metadata_for_which_there_is_no_place_is_told(tmp_path: Path) -> None:
+def test_metadata_that_sparsify_does_not_know_is_kept_beside_its_settings(tmp_path: Path) -> None:
     _, _, notes = written("sparsify", "topk", tmp_path / "sae")
-    assert notes == ["sparsify has no place for metadata: model, hook and measurements are left out"]
+    assert notes == []
+    assert form_of("sparsify").read(tmp_path / "sae").metadata == ORIGIN | {
+        "training_architecture": "topk", "training_tokens": 5,
+    }  # fmt: skip
 
 
 def test_a_layer_is_never_a_path(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from trainer.sharing.saelens import export_sae, origin
 
 def test_every_architecture_is_exported_here() -> None:
     assert KINDS.keys() == ARCHITECTURES.keys()
-    assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes}
+    assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes == "yes"}
 
 
 def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
@@ -46,14 +46,17 @@ def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: flo
     torch.testing.assert_close(acts, expected, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
 @torch.no_grad()
-def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, tmp_path: Path) -> None:
-    sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5)
+def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, skip: bool, tmp_path: Path) -> None:
+    sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5, skip=skip)
     x = torch.randn(500, 32) * 3
     put_bar_into_a_gap(sae, x * 0.4)
     loaded = round_trip(sae, tmp_path / "sae")
-    assert loaded.cfg.architecture() == TRANSCODERS[kind]
+    assert loaded.cfg.architecture() == TRANSCODERS[kind].replace(
+        "transcoder", "skip_transcoder" if skip else "transcoder"
+    )
     assert (loaded.cfg.d_in, loaded.cfg.d_out) == (32, 20)
     output = sae(x * 0.4, torch.zeros(500, 20))
     torch.testing.assert_close(loaded(x), output.x_hat / 2.5, rtol=1e-6, atol=1e-5)

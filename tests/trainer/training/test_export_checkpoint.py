@@ -22,6 +22,7 @@ from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, T
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.exported import read_exported
 from trainer.training.export_checkpoint import export_checkpoint
 from trainer.training.loop import Trainer
 
@@ -90,6 +91,7 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     assert config == {
         "activation": "topk", "expansion_factor": 4, "normalize_decoder": True, "num_latents": 64, "k": 4,
         "multi_topk": False, "skip_connection": False, "transcode": False, "d_in": 16,
+        "metadata": {"training_architecture": "topk", "training_tokens": 2560},
     }  # fmt: skip
     x = 3 * torch.randn(200, 16) + torch.arange(16)
     sae = learner.sae.eval()
@@ -265,6 +267,49 @@ def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
         "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is no checkpoint", line
     ), line
     assert not (tmp_path / "out").exists()
+
+
+def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
+    make_job: Callable, make_trainer: Callable, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for layer in (0, 1, 2):
+        (activations / "meta.json").write_text(json.dumps({"hook_name": f"blocks.{layer}.mlp.hook_in"}))
+        job = make_job(
+            data={"target_path": str(activations)},
+            sae={"architecture": "jumprelu", "skip": True, "d_sae": 64 if layer < 2 else 32},
+        )
+        runs.append(tmp_path / f"layer{layer}")
+        trainer = make_trainer(job, checkpoints=runs[-1] / "checkpoints", output=runs[-1] / "sae")
+        assert trainer.run()
+        (runs[-1] / "job.toml").write_text(dump_job(job))
+    command = ["export", "--out", str(tmp_path / "set"), "--format"]
+    for chosen, form, reason in (
+        (runs[:2], "saelens", "several runs make a set for circuit-tracer only"),
+        ([runs[0], runs[0]], "circuit-tracer", "several transcoders are of layer 0"),
+        (
+            [runs[0], runs[2]],
+            "circuit-tracer",
+            "circuit-tracer takes transcoders of one kind as a set, and d_sae is 32",
+        ),
+    ):
+        assert main([*command, form, *map(str, chosen)]) == EXIT_USAGE
+        assert f"--format: {reason}" in capsys.readouterr().err
+        assert not (tmp_path / "set").exists()
+    assert main([*command, "circuit-tracer", str(runs[1]), str(runs[0])]) == EXIT_FINISHED
+    assert {file.name for file in (tmp_path / "set").iterdir()} == {
+        "config.yaml", "layer_0.safetensors", "layer_1.safetensors",
+    }  # fmt: skip
+    tracer = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    files = {layer: str(tmp_path / "set" / f"layer_{layer}.safetensors") for layer in (0, 1)}
+    loaded = tracer.load_transcoder_set(
+        files, scan="", feature_input_hook="mlp.hook_in", feature_output_hook="mlp.hook_in", device=torch.device("cpu")
+    )
+    assert (loaded.n_layers, loaded.d_transcoder, loaded.skip_connection) == (2, 64, True)
+    x = torch.randn(50, 16)
+    for layer in (0, 1):
+        own = read_exported(runs[layer] / "sae", torch.device("cpu")).reconstruct(x)[1]
+        torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
 
 
 def test_from_an_extraction_on_every_format_is_told_where_the_activations_are_from(tmp_path: Path) -> None:

@@ -40,9 +40,11 @@ def data(tmp_path: Path) -> Path:
 
 
 @torch.no_grad()
-def shared(name: str, kind: str, folder: Path, x: Tensor, d_out: int | None = None) -> tuple[Tensor, Tensor]:
+def shared(
+    name: str, kind: str, folder: Path, x: Tensor, d_out: int | None = None, *, skip: bool = False
+) -> tuple[Tensor, Tensor]:
     """Write an SAE in a format; return its activations and reconstructions of raw x."""
-    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE)
+    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE, skip=skip)
     put_bar_into_a_gap(sae, x * SCALE)
     FORMATS[name].load()().write(shared_form(sae, {"training_architecture": kind}, k=8), folder)
     output = sae(x * SCALE, torch.zeros(len(x), sae.d_out))
@@ -87,14 +89,47 @@ def test_an_imported_sae_computes_what_it_did(name: str, kind: str, tmp_path: Pa
     assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
 
 
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
 @pytest.mark.parametrize("kind", TRANSCODERS)
-def test_an_imported_transcoder_computes_what_it_did(kind: str, tmp_path: Path, data: Path) -> None:
+def test_an_imported_transcoder_computes_what_it_did(kind: str, skip: bool, tmp_path: Path, data: Path) -> None:
     x = torch.randn(300, 32) * 3
-    expected = shared("saelens", kind, tmp_path / "theirs", x, d_out=20)
+    expected = shared("saelens", kind, tmp_path / "theirs", x, d_out=20, skip=skip)
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
     targets = f"data.target_path={tmp_path / 'targets'}"
     assert command(tmp_path / "theirs", tmp_path / "run", data, "--set", targets) == EXIT_FINISHED
     assert_same(computed(tmp_path / "run", x), expected)
+
+
+@pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
+def test_an_imported_transcoder_of_sparsify_is_trained_on_and_exported_again(
+    skip: bool, tmp_path: Path, data: Path
+) -> None:
+    x = torch.randn(300, 32) * 3
+    expected = shared("sparsify", "topk", tmp_path / "theirs", x, d_out=32, skip=skip)
+    settings = [f"data.target_path={data}", "launch.gpus=cpu", "train.batch_size=64", "train.n_steps=3"]
+    flags = [flag for one in settings for flag in ("--set", one)]
+    assert command(tmp_path / "theirs", tmp_path / "run", data, *flags) == EXIT_FINISHED
+    assert_same(computed(tmp_path / "run", x), expected)
+    again = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "again"), "--format"]
+    assert main([*again, "saelens"]) == EXIT_USAGE
+    assert main([*again, "sparsify"]) == EXIT_FINISHED
+    before, after = (load_file(tmp_path / one / "sae.safetensors") for one in ("theirs", "again"))
+    assert ("W_skip" in before) == skip
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-5)
+    assert main(["resume", str(tmp_path / "run")]) == EXIT_FINISHED
+    assert json.loads((tmp_path / "run" / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 3 * 64
+    assert json.loads((tmp_path / "run" / "sae" / "card.json").read_text())["architecture"] == "topk"
+
+
+def test_an_sae_whose_input_goes_around_it_is_refused(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared("sparsify", "topk", tmp_path / "theirs", torch.randn(9, 32), d_out=32, skip=True)
+    config = json.loads((tmp_path / "theirs" / "cfg.json").read_text())
+    (tmp_path / "theirs" / "cfg.json").write_text(json.dumps(config | {"transcode": False}))
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
+    assert "skip_connection is 'True'; only False can be taken" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +148,8 @@ SAELENS: dict[str, dict[str, Any]] = {
     "topk": {"k": 5, "rescale_acts_by_decoder_norm": True},
     "jumprelu": {"apply_b_dec_to_input": True},
     "gated": {"apply_b_dec_to_input": False},
+    "skip_transcoder": {"apply_b_dec_to_input": False, "d_out": 20},
+    "jumprelu_skip_transcoder": {"apply_b_dec_to_input": False, "d_out": 20},
 }
 
 
@@ -128,7 +165,8 @@ def test_an_sae_that_saelens_has_saved_computes_what_it_does_there(
     for name, parameter in theirs.named_parameters():
         torch.nn.init.uniform_(parameter, 0 if name == "threshold" else -1, 1)
     theirs.save_model(tmp_path / "theirs")
-    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    targets = ["--set", f"data.target_path={tmp_path / 'targets'}"] if "d_out" in SAELENS[architecture] else []
+    assert command(tmp_path / "theirs", tmp_path / "run", data, *targets) == EXIT_FINISHED
     x = torch.randn(100, 32) * 3
     assert_same(computed(tmp_path / "run", x), (theirs.encode(x), theirs(x)))
     metadata = json.loads((tmp_path / "run" / "sae" / "cfg.json").read_text())["metadata"]

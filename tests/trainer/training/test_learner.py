@@ -35,7 +35,7 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
-    take_step([parts], ALONE, 0, [Batch(part, part, len(part)) for part in x.split(list(sizes))])
+    take_step([parts], ALONE, 0, [Batch([(part, part)], len(part)) for part in x.split(list(sizes))])
     take_alone(whole, 0, x)
     assert float(parts.grad_norm) == pytest.approx(float(whole.grad_norm), rel=1e-5)
     for name, tensor in whole.sae.state_dict().items():
@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_sae_is_refused_with_the_reason(make_job: MakeJo
         learner(make_job(sae={"d_sae": 64})).state.load(tensors)
 
 
-@pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if entry.transcodes])
+@pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if entry.transcodes != "no"])
 def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: str, make_job: MakeJob) -> None:
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, 16, generator=generator)

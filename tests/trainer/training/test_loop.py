@@ -53,6 +53,19 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
     goes_on_from(10, job, whole, make_trainer, tmp_path)
 
 
+@pytest.mark.parametrize("train", [{}, {"optimizer": "signum"}, {"optimizer": "muon"}, {"state": "int8"}], ids=str)
+def test_a_skip_connection_resumes_bit_for_bit(
+    train: dict, activations: Path, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    sae = {"architecture": "jumprelu", "skip": True}
+    train = {"batch_size": 200, "checkpoint_every": 10} | train
+    job = make_job(data={"target_path": str(activations)}, train=train, sae=sae)
+    whole = make_trainer(job)
+    assert whole.run()
+    assert weights(whole)["/sae.W_skip"].any()
+    goes_on_from(10, job, whole, make_trainer, tmp_path)
+
+
 def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     """Resume from a checkpoint of `whole`, and require the same weights, states and files at the end."""
     start = tmp_path / "checkpoints" / f"step-{step:08d}"
@@ -182,7 +195,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert level == "warning"
     assert "data.max_norm" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
-    rows = torch.cat([rows for rows, _ in trainer.data.held_out(128)]).float()
+    rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
     ordinary = rows[rows.norm(dim=1) < 100 * rows.norm(dim=1).median()]
     assert 0 < len(rows) - len(ordinary) < 0.1 * len(rows)
     learner = only(trainer)

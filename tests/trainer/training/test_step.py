@@ -25,7 +25,7 @@ def test_several_saes_learn_from_batches_read_once_what_each_learns_alone(make_j
     jobs = [make_job(sae={"k": k}) for k in (2, 4)]
     together, alone = [new(job) for job in jobs], [new(job) for job in jobs]
     x = torch.randn(128, 16)
-    take_step(together, ALONE, 0, iter([Batch(x, x, 128)]))
+    take_step(together, ALONE, 0, iter([Batch([(x, x)], 128)]))
     for one, other in zip(together, alone, strict=True):
         take_alone(other, 0, x)
         assert all(map(torch.equal, one.sae.state_dict().values(), other.sae.state_dict().values()))
@@ -36,8 +36,8 @@ def test_wishes_that_arise_while_batches_are_read_count_in_the_same_step(make_jo
 
     def batches() -> Iterator[Batch]:
         x = torch.randn(64, 16)
-        yield Batch(x, x, 64)
-        yield Batch(x, x, 64)
+        yield Batch([(x, x)], 64)
+        yield Batch([(x, x)], 64)
         wished.append(True)
 
     learner = new(make_job())

@@ -46,6 +46,8 @@ class _Pass:
         # The data as read, normalised and centred; a transcoder's target as read and normalised.
         self.targets = 4 * (self.n_tokens + self.own_tokens) * (work.shape.d_out or 0)
         self.rows = 4 * self.n_tokens * self.d_in * (2 + self.product / 4) + self.targets
+        # A skip connection keeps its centred input for the backward pass.
+        self.rows += self.product * self.own_tokens * self.d_in * sae.skip
         # One fp32 weight matrix of the output's width (decoder).
         self.matrix = 4 * self.n_own * self.width
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import msgspec
@@ -16,12 +17,13 @@ from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.backends import check_backend
-from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
 AnyOutlook = Outlook | ExtractionOutlook
@@ -64,6 +66,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     if isinstance(job, ExtractJob):
         of_extraction = expected if isinstance(expected, ExtractionOutlook) else outlook_of(job, machine)
         return problems + check_extraction(job, of_extraction)
+    problems += _check_mirrors(job)
     problems += _check_mode(Layout(job, wanted_ranks(job)))
     try:
         data = job.data_shape(machine.promises)
@@ -79,6 +82,15 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         problems += [problem for problem in of_training.problems(job) if problem.path not in wrong_paths]
     problems += _check_disk(work, machine)
     return problems
+
+
+def _check_mirrors(job: JobConfig) -> list[Problem]:
+    """Report mirrors whose library is not installed where the app and its trainings run."""
+    missing = [name for name in job.train.mirrors if importlib.util.find_spec(MIRRORS[name].package) is None]
+    return [
+        Problem("train.mirror", f"{name} is not installed; pip install {MIRRORS[name].package}, or leave it out")
+        for name in missing
+    ]
 
 
 def chosen_indices(job: AnyJob) -> list[int]:
@@ -178,11 +190,7 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
     problems = []
     if k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
-    if data.d_out is not None and not ARCHITECTURES[sae.architecture].transcodes:
-        others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
-        cure = f"; use {others}, or omit data.target_path" if others else "; omit data.target_path"
-        message = f'there is no format for a transcoder of "{sae.architecture}"{cure}'
-        problems.append(Problem("sae.architecture", message))
+    problems += transcoder_problems(sae, data.d_in, data.d_out)
     if sae.normalize == "none":
         message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
         problems.append(Problem("sae.normalize", message, "warning"))

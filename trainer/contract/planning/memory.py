@@ -59,8 +59,8 @@ def estimate(work: Workload) -> Memory:
 
 
 def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
-    weights = [round(4 / work.latent_ranks * n_parameters(work, one.sae)) for one in saes]
-    stepped = [own / _sharing_steps(work, one.train) for one, own in zip(saes, weights, strict=True)]
+    weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
+    stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
     optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
@@ -70,13 +70,16 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     peak = max(*highest, sum(weights) + max(updates))
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
-    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda")
-    taken = sum(weights) + optimizer + peak + sum(source)
+    n_hooks = len(work.job.hooks)
+    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda", n_hooks=n_hooks)
+    # During the pass of an SAE at one hook, a batch has the rows of all others too.
+    beside = 4 * work.micro_batch * work.d_in * (n_hooks - 1)
+    taken = sum(weights) + optimizer + peak + beside + sum(source)
     return Memory(
         weights=sum(weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
-        activations=peak - sum(weights) - communication + source.activations,
+        activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
         slack=round(ALLOCATOR_SLACK * taken) if work.device == "cuda" else 0,
         context=context_bytes(work.device),
@@ -120,10 +123,18 @@ def on_disk(work: Workload) -> int:
     )
 
 
-def n_parameters(work: Workload, sae: Sae) -> int:
-    """Count the parameters of encoder, decoder and their biases; a few vectors of some architectures are left out."""
+def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
+    """Count the parameters of encoder, decoder, biases and skip connection, with one of `parts` of the latents.
+
+    A few vectors of some architectures are left out.
+    """
     d_sae = sae.width(work.d_in)
-    return work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out
+    return (work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out) / parts + n_skip(work, sae)
+
+
+def n_skip(work: Workload, sae: Sae) -> int:
+    """Count the parameters of a skip connection, which every rank has as a whole."""
+    return work.d_in * work.d_out if sae.skip else 0
 
 
 def state_bytes(train: Train) -> float:

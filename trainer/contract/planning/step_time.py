@@ -23,6 +23,8 @@ _FROM_MEMORY = 0.2
 # (one core: 3 ns per pre-activation, of which the product's own traffic is a third). The last number: how many of the
 # passes over the data come after the sum over latents, and so are over a rank's own tokens only.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
+# How often a skip connection reads or writes the data: centred, multiplied, added up, and read again for its gradient.
+_SKIP_PASSES = 8
 # Products as large as the encoder's in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
 # Seconds of Python for a pass and for an update of an SAE, however small it is; a GPU works at the same time.
@@ -56,7 +58,7 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks, source_s = [], _source_s(work, speeds)
     for saes in work.members_by_rank[: work.ranks if work.mode == "sweep" else 1]:
-        passes = [_passes_s(work, one.sae, speeds) for one in saes.values()]
+        passes = [_passes_s(work, one.sae, speeds) + _skip_s(work, one.sae, speeds) for one in saes.values()]
         updates = [_update_bytes(work, one) / speeds.memory_bytes_per_s for one in saes.values()]
         busy = StepTime(sum(passes) + source_s, sum(updates), exchange_s)
         host = StepTime(_HOST_PASS_S * work.micro_batches * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
@@ -66,7 +68,8 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
 
 def _source_s(work: Workload, speeds: Speeds) -> float:
     """Return the seconds in which a rank makes its tokens, where they are not read; it waits for them."""
-    flops = work.job.data.knobs.flops_per_token()
+    # A forward pass up to the last hook gives the rows of all of them.
+    flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
     return flops * work.tokens_per_step / work.data_ranks / speeds.flops_per_s
 
 
@@ -96,8 +99,11 @@ def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
         of_value = 2 if work.job.parallel.gradients == "bf16" else 4
         # Both ways: where replicas share the optimizer's work, weights come back instead, which stay fp32.
         back = 4 if has_zero else of_value
-        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(work, sae) / sharing
+        of_latents = memory.n_parameters(work, sae, sharing) - memory.n_skip(work, sae)
+        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * of_latents
         n_waits += 3 if has_zero else 1
+    # Each rank has the skip connection's gradient from its own tokens.
+    n_bytes += _ring(with_tokens * sharing) * 4 * memory.n_skip(work, sae)
     if sharing > 1:
         tokens = work.tokens_per_step / with_tokens
         n_bytes += _ring(sharing) * 4 * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
@@ -133,7 +139,14 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 
 
+def _skip_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
+    """Return the seconds of a skip connection's two products: the output's, and that of its own gradient."""
+    tokens = work.tokens_per_step / (work.data_ranks * work.latent_ranks)
+    rows = 4 * tokens * _SKIP_PASSES * (work.d_in + work.d_out) / 2 if sae.skip else 0.0
+    return 4 * tokens * memory.n_skip(work, sae) / speeds.flops_per_s + rows / speeds.memory_bytes_per_s
+
+
 def _update_bytes(work: Workload, member: JobConfig) -> float:
-    own = memory.n_parameters(work, member.sae) / work.latent_ranks
-    own /= work.data_ranks if work.uses_zero(member.train) else 1
+    replicas = work.data_ranks if work.uses_zero(member.train) else 1
+    own = memory.n_parameters(work, member.sae, work.latent_ranks * replicas)
     return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(member.train))

@@ -45,6 +45,7 @@ class State(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
+    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks.
     """
 
     position: Position
@@ -52,6 +53,11 @@ class State(msgspec.Struct, frozen=True):
     d_out: Count | None = None
     origin: dict[str, Any] = {}
     stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET
+    origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+
+    def origin_of(self, label: str) -> dict[str, Any]:
+        """Return where the data of an SAE is from."""
+        return self.origins.get(label, self.origin) if self.origins else self.origin
 
 
 def newest_first(folder: Path) -> list[Path]:

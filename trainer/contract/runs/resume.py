@@ -26,6 +26,7 @@ _CADENCE = (
     "train.checkpoint_every_tokens",
     "train.checkpoint_every_minutes",
     "train.keep_checkpoints",
+    "train.mirror",
 )
 
 

@@ -39,8 +39,8 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
     """An SAE architecture, and what the checks and estimates must know of it."""
 
     knobs: type[architectures.ArchitectureKnobs]
-    # Whether an export format for transcoders exists.
-    transcodes: bool = True
+    # Whether a format for its transcoders exists, or one for those whose target is as wide as their input.
+    transcodes: Literal["yes", "one width", "no"] = "yes"
     # Whether it chooses among the tokens of all ranks, not for each token.
     per_batch: bool = False
     # Of one that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak,
@@ -77,6 +77,12 @@ class FormatEntry(Entry, frozen=True):
     """A tool's format of an SAE; `use` says how the tool reads it."""
 
     use: str
+
+
+class MirrorEntry(Entry, frozen=True):
+    """Another tool that shows a run's metrics; `package` is what it is imported and installed as."""
+
+    package: str
 
 
 class Axis(msgspec.Struct, frozen=True):
@@ -137,7 +143,8 @@ ARCHITECTURES = {
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
         architectures.TopKKnobs,
-        transcodes=False,
+        # sparsify's; SAELens knows none with k latents per token.
+        transcodes="one width",
     ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
@@ -161,7 +168,7 @@ ARCHITECTURES = {
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
         architectures.GatedKnobs,
-        transcodes=False,
+        transcodes="no",
         dense_matrices=7.25,
     ),
     "standard": ArchitectureEntry(
@@ -278,16 +285,26 @@ LAUNCH_BACKENDS = {
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
 }
+# Where a run's metrics can be seen too.
+MIRRORS = {
+    "tensorboard": MirrorEntry(
+        "trainer.reporting.mirrors.tensorboard:TensorBoard", "Event files in the run's folder.", "tensorboard"
+    ),
+    "wandb": MirrorEntry(
+        "trainer.reporting.mirrors.wandb:WandB", "Weights & Biases; offline where you are not logged in.", "wandb"
+    ),
+    "trackio": MirrorEntry("trainer.reporting.mirrors.trackio:Trackio", "Trackio, on this machine.", "trackio"),
+}
 # Formats in which an SAE is shared: what each holds, and how it is read.
 FORMATS = {
     "saelens": FormatEntry(
         "trainer.sharing.saelens:SaeLens",
-        "every architecture; cfg.json + sae_weights.safetensors",
+        "all but TopK transcoders; cfg.json + sae_weights.safetensors",
         'SAE.load_from_disk("my-sae")',
     ),
     "sparsify": FormatEntry(
         "trainer.sharing.sparsify:Sparsify",
-        "TopK of one width, no metadata; cfg.json + sae.safetensors",
+        "TopK of one width; cfg.json + sae.safetensors",
         'SparseCoder.load_from_disk("my-sae")',
     ),
     "dictionary_learning": FormatEntry(
@@ -304,6 +321,11 @@ FORMATS = {
         "trainer.sharing.neuronpedia:Neuronpedia",
         "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
         "NeuronpediaDashboardBatch(**json.load(file))",
+    ),
+    "delphi": FormatEntry(
+        "trainer.sharing.delphi:Delphi",
+        "where latents fire in the run's texts; FIRST_LAST.safetensors + config.json",
+        'LatentDataset("folder-of-my-sae", ..., modules=["my-sae"])',
     ),
 }
 

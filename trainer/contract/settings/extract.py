@@ -14,9 +14,9 @@ import msgspec
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
-from trainer.contract.settings.hooks import Hook, parse_hook
+from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
 from trainer.contract.settings.job import MAX_NORM, Launch
-from trainer.contract.settings.knobs import about, show
+from trainer.contract.settings.knobs import about
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
 
 KIND = "extract"
@@ -93,27 +93,13 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extr
 
 def check_extract(job: ExtractJob) -> list[Problem]:
     """Return what is wrong with settings that are each valid by themselves."""
-    problems = _check_hooks(job.model.hooks)
+    problems = problems_of_hooks(job.model.hooks, "model.hooks")
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
         problems.append(Problem("text.path", which))
     if job.text.context <= job.extract.skip_first:
         most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"
         problems.append(Problem("extract.skip_first", most))
-    return problems
-
-
-def _check_hooks(names: Sequence[str]) -> list[Problem]:
-    problems, hooks = [], set()
-    for name in names:
-        try:
-            hook = parse_hook(name)
-        except ValueError as error:
-            problems.append(Problem("model.hooks", f"{show(name)} {error}"))
-            continue
-        if hook in hooks:
-            problems.append(Problem("model.hooks", f"{show(name)} is given twice"))
-        hooks.add(hook)
     return problems
 
 

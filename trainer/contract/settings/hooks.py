@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings.knobs import show
 
 # By our name of a site: what TransformerLens calls it inside a block.
 SITES = {
@@ -18,6 +23,7 @@ WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a mo
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
 
 class Hook(msgspec.Struct, frozen=True):
@@ -56,3 +62,54 @@ def parse_hook(text: str) -> Hook:
     if not _PATH.fullmatch(text):
         raise ValueError(f"must be {WANTED}")
     return Hook(path=text)
+
+
+def names_of_hook(text: str) -> list[str]:
+    """Return all names of the place that a text names, that text first."""
+    hook = Hook(path=text) if _objection(text) else parse_hook(text)
+    return [name for name in dict.fromkeys((text, hook.name, hook.transformer_lens)) if name]
+
+
+def each_named(text: Any) -> list[Any]:
+    """Return the names that a text stands for: "resid_post.4-6, mlp_out.8" for four; what is no text alone."""
+    if not isinstance(text, str):
+        return [text]
+    return [name for word in text.split(",") for name in _each_layer(word.strip())]
+
+
+def _each_layer(word: str) -> list[str]:
+    match = _RANGE.fullmatch(word)
+    if match is None or int(match[2]) > int(match[3]):
+        return [word]
+    return [f"{match[1]}{layer}{match[4] or ''}" for layer in range(int(match[2]), int(match[3]) + 1)]
+
+
+def short_names(texts: Iterable[str]) -> dict[str, str]:
+    """Return for each name of a place a short one that no other of them has: "L12" where all are of one site."""
+    hooks = {text: parse_hook(text) for text in texts if not _objection(text)}
+    sites = {hook.site for hook in hooks.values()}
+    short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
+    return {text: short.get(text, text) for text in texts}
+
+
+def problems_of_hooks(texts: Iterable[Any], setting: str) -> list[Problem]:
+    """Report names that are of no place, and those of one that another name is of."""
+    problems, hooks = [], set()
+    for text in texts:
+        objection = _objection(text) or ("is given twice" if parse_hook(text) in hooks else "")
+        if objection:
+            problems.append(Problem(setting, f"{show(text)} {objection}"))
+        else:
+            hooks.add(parse_hook(text))
+    return problems
+
+
+def _objection(text: Any) -> str:
+    """Say why a value is no name of a place; return "" for one that is."""
+    if not isinstance(text, str):
+        return f"must be {WANTED}"
+    try:
+        parse_hook(text)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -6,14 +6,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.architectures import ArchitectureKnobs
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS, NoKnobs
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoKnobs
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.optimizers import OptimizerKnobs
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
+MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 # Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
 USUAL_BATCH = 4096
@@ -75,6 +77,12 @@ class Sae(msgspec.Struct, frozen=True):
     encoder_scale: (
         Annotated[float, about("Norm of the encoder's columns at the start.", advanced=True, gt=0)] | Literal["auto"]
     ) = "auto"
+    skip: Annotated[
+        bool,
+        about(
+            "Adds a linear map of a transcoder's input to its output (arXiv 2501.18823); not for SAEs.", advanced=True
+        ),
+    ] = False
     dead_after_tokens: (
         Annotated[
             int,
@@ -156,9 +164,27 @@ class Train(msgspec.Struct, frozen=True):
     report_card: Annotated[
         bool, about("Measures what was trained on held-out rows at the end, for a card beside it.", advanced=True)
     ] = True
+    mirror: (
+        Annotated[
+            str,
+            about(
+                "Shows the metrics in other tools too: tensorboard, wandb or trackio.",
+                advanced=True,
+                commas=True,
+                wanted=MIRROR_LISTS,
+            ),
+        ]
+        | list[str]
+        | None
+    ) = None
     deterministic: Annotated[
         bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
     ] = False
+
+    @property
+    def mirrors(self) -> list[str]:
+        """The names of the tools that the metrics are mirrored to."""
+        return [self.mirror] if isinstance(self.mirror, str) else self.mirror or []
 
 
 class Parallel(msgspec.Struct, frozen=True):
@@ -238,6 +264,10 @@ class Launch(msgspec.Struct, frozen=True):
     ] = 600.0
 
 
+# The setting that names the hooks of the rows: an SAE of a sweep has those of one.
+HOOK = "data.hook"
+
+
 class Axis(msgspec.Struct, frozen=True):
     """A setting with several values; a sweep trains an SAE for each."""
 
@@ -261,9 +291,26 @@ class JobConfig(msgspec.Struct, frozen=True):
     def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
         """Read widths and row count from the data's file headers; raise `JobFileError` where something is wrong.
 
-        Folders of `promises` count as they are to be.
+        They have to be the same at all hooks. Folders of `promises` count as they are to be.
         """
-        return self.data.knobs.shape_once_written(promises)
+        shapes = {name: knobs.shape_once_written(promises) for name, knobs in self.hooks.items()}
+        (first, shape), *others = shapes.items()
+        for name, other in others:
+            if other != shape:
+                message = f"{name} has {other.words}, and {first} {shape.words}; train them in jobs of their own"
+                raise JobFileError([Problem(HOOK, message)])
+        return shape
+
+    @property
+    def hooks(self) -> dict[str, SourceKnobs]:
+        """The settings of the data for each hook by its name in the job file; those of one hook alone under ""."""
+        names = next((axis.values for axis in self.sweep if axis.path == HOOK), ())
+        knobs: Any = self.data.knobs
+        return {name: msgspec.structs.replace(knobs, hook=name) for name in names} or {"": knobs}
+
+    def hook_number(self, member: JobConfig) -> int:
+        """Return which of the hooks has the rows of an SAE of the sweep."""
+        return list(self.hooks.values()).index(member.data.knobs)
 
     @property
     def on_cpu(self) -> bool:

@@ -19,8 +19,9 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import extract, sweep
+from trainer.contract.settings.catalog import MIRRORS
 from trainer.contract.settings.extract import ExtractJob, check_extract
-from trainer.contract.settings.job import GPU_CHOICES, Data, JobConfig
+from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, Data, JobConfig
 from trainer.contract.settings.job import SECTIONS as OF_TRAINING
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
 from trainer.contract.settings.sections import CHOSEN, KINDS, SECTIONS, find_knob, open_choices, section_knobs, words_of
@@ -301,6 +302,8 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
         problems.append(Problem(path, f"must be {listed}, not {show(value)}"))
+    if path == "train.mirror" and not _are_mirrors(value):
+        problems.append(Problem(path, f"must be {MIRROR_LISTS}, each once, not {show(value)}"))
     if path == "launch.gpus" and not _is_gpu_choice(value):
         twice = sorted({index for index in value if value.count(index) > 1}) if isinstance(value, list) else []
         wrong = (
@@ -315,6 +318,11 @@ def _is_gpu_choice(value: str | list[int]) -> bool:
     if isinstance(value, str):
         return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
     return bool(value) and len(set(value)) == len(value)
+
+
+def _are_mirrors(value: str | list[str] | None) -> bool:
+    names = [value] if isinstance(value, str) else value or []
+    return len(set(names)) == len(names) and all(name in MIRRORS for name in names)
 
 
 def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:

@@ -7,7 +7,7 @@ import os
 from typing import Annotated, ClassVar
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.hooks import Hook, parse_hook
+from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
     BatchTokens,
@@ -26,13 +26,16 @@ from trainer.contract.settings.language import (
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.sources import DataShape, Held, StreamKnobs
+from trainer.contract.wording import plural
 
 
 class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     """A language model that reads a text beside the training, on the same devices."""
 
     model: ModelPath
-    hook: Annotated[str, about("Where activations are read, like resid_post.12.", min_length=1)]
+    hook: Annotated[
+        str, about("Where activations are read, like resid_post.12; at several, like .4-12, an SAE each.", min_length=1)
+    ]
     text: TextPath | None = None
     dataset: Dataset | None = None
     context: Context = 256
@@ -64,23 +67,20 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
             raise JobFileError(problems)
         return DataShape(width, None, None)
 
-    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them."""
-        mixed = super().held(d_in, on_cuda=on_cuda)
+        mixed = super().held(d_in, on_cuda=on_cuda, n_hooks=n_hooks)
         if (size := self._size) is None:
             return mixed
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
-        return Held(size.n_parameters * each, in_pass + mixed.activations)
+        # The rows of all hooks stand beside each other before they are one, and those of the first are in the pass.
+        taken = (2 * n_hooks - 2) * self.batch_tokens * d_in * each
+        return Held(size.n_parameters * each, in_pass + taken + mixed.activations)
 
     def flops_per_token(self) -> float:
         """Return the operations of a forward pass, as if it reached the speed of a training's products."""
-        return self._size.flops_per_token([self.place_in_model]) / READING_SPEED if self._size else 0.0
-
-    @property
-    def place_in_model(self) -> Hook:
-        """Where in the model activations are read."""
-        return parse_hook(self.hook)
+        return self._size.flops_per_token([parse_hook(self.hook)]) / READING_SPEED if self._size else 0.0
 
     @property
     def _size(self) -> ModelSize | None:
@@ -88,9 +88,12 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
 
     def _check_hook(self) -> list[Problem]:
         try:
-            parse_hook(self.hook)
+            hook = parse_hook(self.hook)
         except ValueError as error:
             return [Problem("data.hook", f"{show(self.hook)} {error}")]
+        if not hook.path and self._size and hook.layer >= self._size.n_layers:
+            layers = f"{plural(self._size.n_layers, 'layer')}, 0 to {self._size.n_layers - 1}"
+            return [Problem("data.hook", f"{show(self.hook)} is in no layer of {self.model}, which has {layers}")]
         return []
 
     def _check_text(self) -> list[Problem]:

@@ -34,12 +34,17 @@ class Width(msgspec.Struct, frozen=True):
     n_tokens: int
 
 
+def is_promised(path: str, promises: Promises) -> bool:
+    """Return whether somebody is to write a folder."""
+    return _place(path) in promises
+
+
 def promised(path: str, promises: Promises, field: str) -> Width | None:
     """Return what a folder is to hold; None where nobody is to write it.
 
     Raise `JobFileError` naming `field` where the width of its rows is not known, or where it is to hold only folders.
     """
-    place = os.path.realpath(os.path.expanduser(path))
+    place = _place(path)
     if promise := promises.get(place):
         if promise.d_in is None:
             message = f"{promise.by} has yet to write {path}, and only its rows tell how wide they are"
@@ -50,3 +55,7 @@ def promised(path: str, promises: Promises, field: str) -> Width | None:
         message = f"{promises[inside[0]].by} writes a folder for every hook in {path}; give one of them: {names}"
         raise JobFileError([Problem(field, message)])
     return None
+
+
+def _place(path: str) -> str:
+    return os.path.realpath(os.path.expanduser(path))

@@ -10,6 +10,8 @@ CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", curve=None, prominence="result")
 HELD_OUT = "heldout_"
+# Series with a value for every rank.
+PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.settings.hooks import names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
-from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, promised
+from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
 from trainer.contract.settings.shards import ShardSet, inspect_shards
 from trainer.contract.wording import join_words, plural
 
@@ -23,6 +25,12 @@ class DataShape(NamedTuple):
     d_in: int
     d_out: int | None
     n_tokens: int | None
+
+    @property
+    def words(self) -> str:
+        """Say `3,000 rows of 16 dimensions`."""
+        n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
+        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}"
 
 
 class Held(NamedTuple):
@@ -52,7 +60,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data where other jobs have yet to write some of it."""
         return self.shape()
 
-    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
         return Held()
 
@@ -69,9 +77,9 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
         about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
-    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return the rows that are held to mix them, in fp32: they are in the memory of the host."""
-        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * d_in)
+        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * n_hooks * d_in)
 
 
 _Path = Annotated[str, msgspec.Meta(min_length=1)]
@@ -112,17 +120,35 @@ class ShardKnobs(SourceKnobs, frozen=True):
         ]
         | None
     ) = None
+    hook: (
+        Annotated[
+            str,
+            about(
+                "A hook whose folder lies in that of an extraction; of several, an SAE each.",
+                advanced=True,
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
     paths: ClassVar[tuple[str, ...]] = ("path", "target_path")
 
     @property
     def place(self) -> str:
-        return join_words(each(self.path))
+        return join_words(each(self.folders))
+
+    @property
+    def folders(self) -> Paths:
+        """Where the rows are: at `path`, or in the folder there of the hook, whichever of its names that has."""
+        return self._folders(NO_PROMISES)
 
     def shape(self) -> DataShape:
         return self.shape_once_written(NO_PROMISES)
 
     def shape_once_written(self, promises: Promises) -> DataShape:
-        sets = _sets_once_written(self.path, "data.path", promises)
+        if problems := self._check_hook():
+            raise JobFileError(problems)
+        sets = _sets_once_written(self._folders(promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
             raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
@@ -130,6 +156,20 @@ class ShardKnobs(SourceKnobs, frozen=True):
         if self.target_path is None:
             return DataShape(sets[0].d_in, None, n_tokens)
         return DataShape(sets[0].d_in, self._d_out(self.target_path, sets, promises), n_tokens)
+
+    def _folders(self, promises: Promises) -> Paths:
+        if self.hook is None:
+            return self.path
+        folders = [_folder_of_hook(path, self.hook, promises) for path in each(self.path)]
+        return folders[0] if isinstance(self.path, str) else folders
+
+    def _check_hook(self) -> list[Problem]:
+        if self.hook is None:
+            return []
+        if self.target_path is not None:
+            message = "is for SAEs; leave it out, and name the folders of two hooks in data.path and data.target_path"
+            return [Problem("data.hook", message)]
+        return problems_of_hooks([self.hook], "data.hook")
 
     def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
@@ -143,6 +183,12 @@ class ShardKnobs(SourceKnobs, frozen=True):
                 message = f"{of_target} {counts}; every row needs its target"
                 raise JobFileError([Problem("data.target_path", message)])
         return targets[0].d_in
+
+
+def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
+    """Return the folder of a hook's rows by one of its names: the first that is there or to come, or the given."""
+    folders = [os.path.join(path, name) for name in names_of_hook(hook)]
+    return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
 
 def each(paths: Paths) -> list[str]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.contract.errors import Problem
-from trainer.contract.settings.job import Axis, Train
+from trainer.contract.settings.hooks import each_named, problems_of_hooks, short_names
+from trainer.contract.settings.job import HOOK, Axis, Train
 from trainer.contract.settings.knobs import Knob, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
 
@@ -25,9 +26,13 @@ Table = dict[str, Any]
 
 
 def may_differ(path: str) -> bool:
-    """Tell whether the SAEs of a sweep may differ in this setting: in what they are and how they learn, not in data."""
+    """Tell whether the SAEs of a sweep may differ in this setting: what they are, how they learn, and their hook.
+
+    Of all other data they share every row.
+    """
     section, _, key = path.partition(".")
-    return section == "sae" or (section == "train" and (key in _OWN or key not in Train.__struct_fields__))
+    of_learning = section == "train" and (key in _OWN or key not in Train.__struct_fields__)
+    return section == "sae" or of_learning or path == HOOK
 
 
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
@@ -47,8 +52,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
 
 def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
     """Report what is wrong with the axes as such; an invalid value is reported when the members' tables are parsed."""
-    twice = [axis for axis in axes if len({_hashable(value) for value in axis.values}) < len(axis.values)]
-    problems = [Problem(axis.path, f"has a value twice: {show(axis.values)}") for axis in twice]
+    problems = [problem for axis in axes for problem in _problems_of_axis(axis)]
     paths = [axis.path for axis in axes]
     if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
         problems.append(Problem("sae.expansion_factor", "changes nothing beside sae.d_sae; leave one of them out"))
@@ -59,18 +63,26 @@ def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
     return problems
 
 
+def _problems_of_axis(axis: Axis) -> list[Problem]:
+    if axis.path == HOOK:
+        return problems_of_hooks(axis.values, HOOK)
+    is_twice = len({_hashable(value) for value in axis.values}) < len(axis.values)
+    return [Problem(axis.path, f"has a value twice: {show(axis.values)}")] if is_twice else []
+
+
 def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Table]]:
     """List label and table of every SAE: each architecture and optimizer with all values of the settings it has."""
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
     several = {axis.path for axis in axes if len(axis.values) > 1}
+    short = short_names(next((axis.values for axis in axes if axis.path == HOOK), ()))
     for words in _combinations(choosing):
         table = _with_values(base, words)
         for axis in choosing:
             _drop_foreign(table, axis)
         for values in _combinations([axis for axis in others if _knows(table, axis.path)]):
             named = {path: value for path, value in (words | values).items() if path in several}
-            yield _label(named), _with_values(table, values)
+            yield _label(named | {HOOK: short[named[HOOK]]} if HOOK in named else named), _with_values(table, values)
 
 
 def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
@@ -97,6 +109,8 @@ def _first_of(section: str, keys: Table) -> Table:
 
 def _values(path: str, knob: Knob, value: Any) -> list[Any]:
     """Return the values of a list that is a sweep, else the value alone in a list."""
+    if path == HOOK:
+        return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
     several = isinstance(value, list) and bool(value) and may_differ(path)
     return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
 

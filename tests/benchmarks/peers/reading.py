@@ -1,0 +1,165 @@
+"""How fast a language model is read up to a hook: ours, a plain loop over transformers, and SAELens, on the same text.
+
+Every reader has the same weights in fp32 and as many tokens in a forward pass, and none computes the blocks above the
+highest hook. Loading is not timed; tokenising is, but for the plain loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Asked(NamedTuple):
+    """What is read: `layers` are those whose outputs are wanted, `model` a folder of transformers, `text` a .jsonl."""
+
+    model: Path
+    text: Path
+    layers: list[int]
+    context: int
+    batch_tokens: int
+    n_tokens: int
+
+    @property
+    def contexts_at_once(self) -> int:
+        return max(1, self.batch_tokens // self.context)
+
+    def documents(self) -> list[str]:
+        return [json.loads(line)["text"] for line in self.text.read_text().splitlines()]
+
+
+class Reader(ABC):
+    """One way to read, made anew for each measurement; `does` says what is in its seconds."""
+
+    name: str
+    does: str
+
+    @abstractmethod
+    def __init__(self, asked: Asked, folder: Path) -> None:
+        """Load the model; `folder` is an empty one for what is written."""
+
+    def tokens_per_s(self) -> float:
+        """Read the text and return the tokens in a second."""
+        began = time.perf_counter()
+        return self.read() / (time.perf_counter() - began)
+
+    def read(self) -> int:
+        """Read the text and return how many tokens."""
+        raise NotImplementedError
+
+
+class Ours(Reader):
+    name, does = "ours", "all hooks, rows chosen, shards written"
+
+    def __init__(self, asked: Asked, folder: Path) -> None:
+        from trainer.contract.settings.job_file import parse_extraction
+        from trainer.extraction.extraction import Extraction
+
+        table = {
+            "model": {"path": str(asked.model), "hooks": [f"resid_post.{layer}" for layer in asked.layers]},
+            "text": {"path": str(asked.text), "context": asked.context},
+            "extract": {"n_tokens": asked.n_tokens, "batch_tokens": asked.batch_tokens, "output": str(folder)},
+        }
+        job, problems = parse_extraction({"kind": "extract", **table})
+        assert job is not None, problems
+        self._extraction = Extraction(job, torch.device("cpu"), threading.Event())
+
+    def tokens_per_s(self) -> float:
+        # It counts those of the last batch too, of which not all rows are wanted.
+        return self._extraction.run().tokens_per_s or 0.0
+
+
+class Plain(Reader):
+    name, does = "transformers", "all hooks, nothing chosen or written, tokenised before"
+
+    def __init__(self, asked: Asked, folder: Path) -> None:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(asked.model)
+        ids = [one for text in asked.documents() for one in tokenizer(text)["input_ids"]][: asked.n_tokens]
+        n = len(ids) // asked.context
+        self._batches = torch.tensor(ids[: n * asked.context]).view(n, asked.context).split(asked.contexts_at_once)
+        self._model = transformers.AutoModel.from_pretrained(asked.model, dtype=torch.float32).eval()
+        self._model.layers = self._model.layers[: max(asked.layers) + 1]
+        self._rows: dict[int, Tensor] = {}
+        for layer in asked.layers:
+            self._model.layers[layer].register_forward_hook(lambda _, __, output, at=layer: self._keep(at, output))
+
+    def _keep(self, layer: int, output: Any) -> None:
+        self._rows[layer] = output if isinstance(output, Tensor) else output[0]
+
+    @torch.inference_mode()
+    def read(self) -> int:
+        for ids in self._batches:
+            self._model(input_ids=ids, use_cache=False)
+        return sum(ids.numel() for ids in self._batches)
+
+
+class SaeLensRunner(Reader):
+    """`CacheActivationsRunner` on one hook: it takes one at a time. Its buffer is as large as the text."""
+
+    name, does = "SAELens cache_activations_runner", "one hook, written as Arrow"
+
+    def __init__(self, asked: Asked, folder: Path) -> None:
+        from datasets import Dataset
+        from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
+        from transformers import AutoConfig
+
+        logging.getLogger("sae_lens").setLevel(logging.ERROR)
+        d_in = AutoConfig.from_pretrained(asked.model).hidden_size
+        at_once = asked.contexts_at_once * asked.context
+        self._n_tokens = asked.n_tokens // at_once * at_once
+        config = CacheActivationsRunnerConfig(
+            dataset_path="",
+            model_name=str(asked.model),
+            model_class_name="AutoModelForCausalLM",
+            model_from_pretrained_kwargs={"dtype": torch.float32},
+            hook_name=f"model.layers.{max(asked.layers)}",
+            d_in=d_in,
+            context_size=asked.context,
+            model_batch_size=asked.contexts_at_once,
+            training_tokens=self._n_tokens,
+            buffer_size_gb=(self._n_tokens + 0.5) * d_in * 4 / 1e9,
+            new_cached_activations_path=str(folder),
+            device="cpu",
+        )
+        texts = Dataset.from_dict({"text": asked.documents()})
+        self._runner = CacheActivationsRunner(config, override_dataset=texts)
+
+    def read(self) -> int:
+        self._runner.run()
+        return self._n_tokens
+
+
+class SaeLensStore(SaeLensRunner):
+    """Its `ActivationsStore`, by which its trainings read: the batches of the model as they come, not mixed."""
+
+    name, does = "SAELens ActivationsStore", "one hook, nothing written"
+
+    def read(self) -> int:
+        n_read = 0
+        while n_read < self._n_tokens:
+            acts, _ = self._runner.activations_store.get_raw_llm_batch()
+            n_read += len(acts)
+        return n_read
+
+
+READERS: tuple[type[Reader], ...] = (Ours, Plain, SaeLensStore, SaeLensRunner)
+
+
+def measure(kind: type[Reader], asked: Asked) -> float:
+    """Return the tokens in a second that one reader reads, once."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        # Of texts that are not tokenised, and few.
+        warnings.simplefilter("ignore")
+        return kind(asked, Path(folder)).tokens_per_s()

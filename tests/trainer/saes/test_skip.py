@@ -1,0 +1,120 @@
+"""A transcoder's skip connection, with every architecture that transcodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.saes import KINDS, TRANSCODERS, assert_same, batch, gradients, random_sae
+from torch import Tensor
+
+from trainer.api import train
+from trainer.contract.errors import UserError
+from trainer.saes.base import Sae
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.resample import resample
+
+D_OUT = 7
+
+
+def random_transcoder(kind: str, *, skip: bool = True, **changes: Any) -> Sae:
+    """Make a transcoder whose data has a mean; a latent of it is dead, where that means something."""
+    kind_class, knobs, _ = KINDS[kind]
+    own = {"auxk_alpha": 1 / 32, "k_aux": 4} if "auxk_alpha" in knobs else {}
+    sae: Sae = random_sae(kind_class, 12, 40, D_OUT, **(knobs | own | changes))
+    sae.x_mean.copy_(batch(1, seed=9)[0])
+    if skip:
+        sae.add_skip()
+        assert sae.W_skip is not None
+        sae.W_skip = torch.nn.Parameter(batch(12, D_OUT, seed=4))
+    return sae
+
+
+def of_skip(sae: Sae, x: Tensor) -> Tensor:
+    """Return a skip connection's part of the output, entry by entry."""
+    assert sae.W_skip is not None
+    part = torch.zeros(len(x), D_OUT, dtype=torch.float64)
+    for i in range(12):
+        for j in range(D_OUT):
+            part[:, j] += (x[:, i] - sae.x_mean[i]) * sae.W_skip[i, j].detach()
+    return part
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+def test_all_else_learns_as_if_the_target_were_what_the_skip_leaves_of_it(kind: str) -> None:
+    sae, plain, x, y = random_transcoder(kind), random_transcoder(kind, skip=False), batch(), batch(33, D_OUT, seed=5)
+    for one in (sae, plain):
+        one.n_tokens_since_fired[3:9] = 1000
+    output, expected = sae(x, y), plain(x, y - of_skip(sae, x))
+    torch.testing.assert_close(output.x_hat, expected.x_hat + of_skip(sae, x))
+    assert_same(output.losses, expected.losses)
+    if "auxk" in expected.losses:
+        assert expected.losses["auxk"] > 0
+    grads = gradients(sae, sae.objective(output.losses))
+    del grads["W_skip"]
+    assert_same(grads, gradients(plain, plain.objective(expected.losses)))
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+def test_its_gradient_is_that_of_small_differences(kind: str) -> None:
+    sae, x, y = random_transcoder(kind), batch(), batch(33, D_OUT, seed=5)
+    assert sae.W_skip is not None
+    gradient = gradients(sae, sae.objective(sae(x, y).losses))["W_skip"]
+    differences = torch.zeros_like(gradient)
+    # The loss is a quadratic function of it, of which these are exact.
+    for i in range(12):
+        for j in range(D_OUT):
+            ends = []
+            for step in (0.5, -1.0):
+                sae.W_skip.data[i, j] += step
+                ends.append(sae.objective(sae(x, y).losses).item())
+            sae.W_skip.data[i, j] += 0.5
+            differences[i, j] = ends[0] - ends[1]
+    torch.testing.assert_close(gradient, differences)
+
+
+def test_its_norm_is_free_and_no_latent_owns_a_part_of_it() -> None:
+    sae, x, y = random_transcoder("batch_topk"), batch(), batch(33, D_OUT, seed=5)
+    assert sae.W_skip is not None
+    before = sae.W_skip.detach().clone()
+    sae.objective(sae(x, y).losses).backward()
+    assert sae.W_skip.grad is not None
+    gradient = sae.W_skip.grad.clone()
+    sae.project_gradient()
+    sae.constrain()
+    assert torch.equal(sae.W_skip, before)
+    assert torch.equal(sae.W_skip.grad, gradient)
+    assert "W_skip" not in sae.latent_dims()
+
+
+def test_a_revived_latent_writes_what_the_skip_leaves_unexplained() -> None:
+    sae, x, y = random_transcoder("batch_topk"), batch(1), batch(1, D_OUT, seed=5)
+    sae.n_tokens_since_fired[3] = 1000
+    resample(sae, x, y, torch.Generator().manual_seed(0))
+    left = torch.nn.functional.normalize(y - of_skip(sae, x) - sae.b_dec, dim=1)[0]
+    torch.testing.assert_close(torch.nn.functional.normalize(sae.W_dec[3], dim=0), left)
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+def test_what_is_linear_is_left_to_it(kind: str) -> None:
+    torch.manual_seed(0)
+    # With a mean that is far from 0, and a scale of its own.
+    x, map_ = torch.randn(4000, 12) * 5 + 20, torch.randn(12, D_OUT)
+    data = [(rows, rows @ map_ + 3) for rows in x.split(500)]
+    knobs = {"architecture": kind, "d_sae": 48, "k": 2, "lr": 1e-2, "log_every": 20, "device": "cpu"}
+    assert train(data, n_steps=200, skip=True, **knobs).values["fvu"] < 0.01
+
+
+def test_it_starts_from_0_and_so_from_the_same_loss() -> None:
+    sae = BatchTopK(12, 40, D_OUT, k=3, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
+    sae.add_skip()
+    assert sae.W_skip is not None
+    assert sae.W_skip.shape == (12, D_OUT)
+    assert not sae.W_skip.any()
+
+
+def test_an_sae_has_none_and_says_what_to_do() -> None:
+    rows = torch.randn(200, 12)
+    with pytest.raises(UserError, match=r"^sae\.skip: only a transcoder has a skip .*; give data.target_path, or set"):
+        train([rows], n_steps=1, skip=True, device="cpu")

@@ -1,0 +1,126 @@
+"""A cache is read by delphi itself where it is installed: `pip install --no-deps eai-delphi` and jaxtyping,
+asyncer, simple-parsing and orjson."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.saes import made, peer
+from torch import Tensor
+
+from trainer.contract.errors import UsageError
+from trainer.sharing.base import Firings, shared_form
+from trainer.sharing.delphi import MOST_SPLITS, Delphi
+
+D_SAE = 128
+ORIGIN = {"model_name": "gpt2", "dataset_path": "a-text"}
+
+
+def firings(d_sae: int = D_SAE, largest: float = 3.0) -> Firings:
+    """Make activations of the latents below `d_sae` in 5 contexts of 64 tokens."""
+    generator = torch.Generator().manual_seed(0)
+    acts = torch.rand(5, 64, d_sae, generator=generator) * largest
+    acts[acts < 0.9 * largest] = 0
+    places = acts.nonzero()
+    return Firings(torch.randint(50_000, (5, 64), generator=generator), places, acts[tuple(places.T)])
+
+
+def write(of: Firings, folder: Path) -> list[str]:
+    shared = shared_form(made(), ORIGIN)._replace(firings=lambda: of)
+    assert Delphi().refusal(shared) is None
+    return Delphi().write(shared, folder)
+
+
+def dense(folder: Path) -> Tensor:
+    """Read a cache as delphi's loader does: latents of a file count from the first one in its name."""
+    acts = torch.zeros(5, 64, D_SAE)
+    for file in folder.glob("*.safetensors"):
+        split = load_file(file)
+        first = int(file.name.split("_")[0])
+        context, position, latent = split["locations"].long().unbind(1)
+        acts[context, position, latent + first] = split["activations"].float()
+    return acts
+
+
+def test_every_activation_is_in_the_file_of_its_latent_and_every_file_has_the_tokens(tmp_path: Path) -> None:
+    of = firings()
+    notes = write(of, tmp_path / "sae")
+    expected = torch.zeros(5, 64, D_SAE)
+    expected[tuple(of.places.T)] = of.activations
+    torch.testing.assert_close(dense(tmp_path / "sae"), expected, rtol=1e-3, atol=0)
+    files = sorted((tmp_path / "sae").glob("*.safetensors"), key=lambda file: int(file.stem.split("_")[0]))
+    ranges = [tuple(map(int, file.stem.split("_"))) for file in files]
+    assert len(ranges) == MOST_SPLITS
+    assert [latent for first, last in ranges for latent in range(first, last + 1)] == list(range(D_SAE))
+    for file in files:
+        assert torch.equal(load_file(file)["tokens"], of.tokens)
+        assert load_file(file)["locations"].dtype == torch.uint16
+    config = json.loads((tmp_path / "sae" / "config.json").read_text())
+    assert config.items() >= {"model_name": "gpt2", "cache_ctx_len": 64, "n_tokens": 320, "n_splits": 5}.items()
+    assert "the SAE itself is left out" in notes[0]
+
+
+def test_no_file_is_without_an_activation_where_most_latents_are_dead(tmp_path: Path) -> None:
+    write(firings(d_sae=40), tmp_path)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert all(len(load_file(file)["activations"]) for file in files)
+    assert {int(file.stem.split("_")[1]) for file in files} >= {D_SAE - 1}
+
+
+def test_a_second_cache_leaves_no_file_of_the_first(tmp_path: Path) -> None:
+    write(firings(), tmp_path)
+    write(firings(d_sae=10), tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {f"0_{D_SAE - 1}.safetensors", "config.json"}
+
+
+def test_activations_beyond_half_precision_stay_finite(tmp_path: Path) -> None:
+    of = firings(largest=1e6)
+    write(of, tmp_path)
+    assert float(dense(tmp_path).max()) == float(of.activations.max())
+
+
+def test_what_it_cannot_tell_is_refused(tmp_path: Path) -> None:
+    shared = shared_form(made(), ORIGIN)
+    assert "does not tell its tokens; that of `python -m trainer extract` does" in str(Delphi().refusal(shared))
+    none = Firings(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(0, 3, dtype=torch.int64), torch.zeros(0))
+    with pytest.raises(UsageError, match="none fires in the run's data"):
+        write(none, tmp_path / "sae")
+    assert not (tmp_path / "sae").exists()
+
+
+def test_delphi_reads_what_every_latent_fires_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What it loads and reading a cache does not need.
+    peer(monkeypatch, "json", "faiss", "blobfile", "sentence_transformers")
+    monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
+    loader = peer(monkeypatch, "delphi.latents.loader")
+    config = peer(monkeypatch, "delphi.config")
+    of = firings()
+    write(of, tmp_path / "my-sae")
+
+    class Tokens:
+        def batch_decode(self, ids: Tensor) -> list[str]:
+            return [str(int(one)) for one in ids]
+
+    sampled = config.SamplerConfig(n_examples_train=5, n_examples_test=5, n_quantiles=5)
+    constructed = config.ConstructorConfig(min_examples=5, n_non_activating=0)
+    dataset = loader.LatentDataset(str(tmp_path), sampled, constructed, tokenizer=Tokens(), modules=["my-sae"])
+    assert torch.equal(dataset.tokens, of.tokens)
+    read = {}
+    for buffer in dataset.buffers:
+        for data in buffer:
+            read[data.latent.latent_index] = data.activation_data
+    assert sorted(read) == of.places[:, 2].unique().tolist()
+    for latent, data in read.items():
+        mine = of.places[:, 2] == latent
+        assert torch.equal(data.locations, of.places[mine])
+        torch.testing.assert_close(data.activations.float(), of.activations[mine], rtol=1e-3, atol=0)
+    records = list(dataset)
+    assert len(records) > D_SAE // 2
+    for record in records:
+        n_fired = int((of.places[:, 2] == record.latent.latent_index).sum())
+        assert record.per_token_frequency == pytest.approx(n_fired / of.tokens.numel())

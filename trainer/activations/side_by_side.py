@@ -1,0 +1,33 @@
+"""Stored activations of several hooks, their rows side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.activations.base import IndexedSource, Indices
+from trainer.contract.wording import join_words
+
+
+class SideBySide(IndexedSource):
+    """Sources of as many rows of one width, of which row i is row i of each: of one token, as an extraction writes it.
+
+    Where they were written otherwise, each has an order of its own, which is as good to train on.
+    """
+
+    def __init__(self, sources: Sequence[IndexedSource]) -> None:
+        self._sources, first = sources, sources[0]
+        self.n_hooks, self.d_in, self.n_tokens = len(sources), first.d_in, first.n_tokens
+        self.sizes, self.weights, self.meta = first.sizes, first.weights, first.meta
+        self.place = join_words([one.place for one in sources])
+
+    def of_hook(self, hook: int) -> IndexedSource:
+        return self._sources[hook]
+
+    def rows(self, indices: Indices) -> Tensor:
+        return torch.cat([one.rows(indices) for one in self._sources], dim=1)
+
+    def name_of(self, index: int) -> str:
+        return f"{self._sources[0].name_of(index)}, or of the same row of another hook"

@@ -1,0 +1,24 @@
+"""What a job's SAE and data must have for each other where a transcoder is trained, or is not."""
+
+from __future__ import annotations
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import Sae
+
+
+def transcoder_problems(sae: Sae, d_in: int, d_out: int | None) -> list[Problem]:
+    """Return what is wrong with an SAE for inputs of `d_in` dimensions; `d_out` are its target's, None without one."""
+    entry, name = ARCHITECTURES[sae.architecture], sae.architecture
+    if d_out is None:
+        # It would copy its input, and leave nothing to the latents.
+        message = "only a transcoder has a skip connection; give data.target_path, or set it to false"
+        return [Problem("sae.skip", message)] if sae.skip else []
+    if entry.transcodes == "no":
+        message = f'there is no format for a transcoder of "{name}"'
+    elif entry.transcodes == "one width" and d_out != d_in:
+        message = f'the format for a transcoder of "{name}" knows one width, and this maps {d_in} dimensions to {d_out}'
+    else:
+        return []
+    others = " or ".join(f'"{one}"' for one, entry in ARCHITECTURES.items() if entry.transcodes == "yes")
+    return [Problem("sae.architecture", f"{message}; use {others}, or omit data.target_path")]

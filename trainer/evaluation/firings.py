@@ -1,0 +1,60 @@
+"""Where the latents of an SAE fire in the texts of its data, for tools that look at all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from trainer.activations.open_source import open_source
+from trainer.activations.outliers import Outliers
+from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.contexts import acts_of, entries_of, folder_of, texts_of
+from trainer.evaluation.rows import Rows
+from trainer.sharing.base import Firings
+from trainer.training.learner import Learner
+
+# Tokens of a context: a multiple of the 32 and 64 that tools show at once.
+CONTEXT = 256
+
+
+def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
+    """Return what finds where the latents of a job's SAE fire; None where the data does not tell its tokens."""
+    folders = [folder_of(knobs) for knobs in job.hooks.values()]
+    if not all(map(_tells_tokens, folders)):
+        return None
+    rows = Rows.of_hooks(open_source(job), job, torch.device("cpu"))
+
+    def firings(learner: Learner) -> Firings:
+        folder = folders[learner.hook]
+        assert folder is not None
+        return _firings(folder, rows[learner.hook].outliers, learner)
+
+    return firings
+
+
+def _tells_tokens(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir() and next(texts_of(folder), None) is not None
+
+
+def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
+    """Return where latents fire in the first texts of a folder, which is cut into contexts.
+
+    What is left at the end is dropped, and a row that is an outlier fires nothing. Activations are those for raw data.
+    """
+    tokens, rows, latents, activations, n_rows = [], [], [], [], 0
+    for text in texts_of(path):
+        entries = entries_of(partial(acts_of, learner), text.x, outliers)
+        tokens.append(text.origin.token_ids)
+        rows.append(entries.rows + n_rows)
+        latents.append(entries.latents)
+        activations.append(entries.values / learner.sae.y_scale)
+        n_rows += len(text.x)
+    length = min(CONTEXT, n_rows)
+    n_kept = n_rows // length * length
+    place = torch.cat(rows)
+    places = torch.stack([place // length, place % length, torch.cat(latents)], 1)
+    is_kept = place < n_kept
+    return Firings(torch.cat(tokens)[:n_kept].reshape(-1, length), places[is_kept], torch.cat(activations)[is_kept])

@@ -1,0 +1,151 @@
+"""Hands a run's metrics also to other tools, each by a thread of its own: what fails there is told once, and left."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.series import PER_RANK
+from trainer.contract.store.metrics_store import Row
+from trainer.reporting.backlog import Backlog
+from trainer.reporting.mirrors.base import Mirror, MirroredRun, mirrored_run
+from trainer.reporting.progress import MOST_ROWS, Progress
+
+HAND_OVER_S = 2.0
+# What the end of a run may be delayed by a tool that still uploads.
+CLOSE_S = 20.0
+# Takes a message and its level.
+Tell = Callable[[str, str], None]
+
+
+class MirroredProgress(Progress):
+    """Hands over all that is reported to `stored`, and the metrics to mirrors too."""
+
+    def __init__(self, stored: Progress, mirrors: Sequence[MirrorThread]) -> None:
+        super().__init__()
+        self._stored, self._mirrors = stored, mirrors
+
+    def rows(self, rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        self._stored.rows(rows)
+        for mirror in self._mirrors:
+            mirror.add(rows)
+
+    def beat(self, phase: str, step: int, tokens: int) -> None:
+        super().beat(phase, step, tokens)
+        self._stored.beat(phase, step, tokens)
+
+    def event(self, kind: str, message: str, level: str = "info") -> None:
+        self._stored.event(kind, message, level)
+
+    def settle(self) -> None:
+        self._stored.settle()
+
+    def close(self) -> None:
+        """Write what is left; take `CLOSE_S` longer at most than the store."""
+        until = time.monotonic() + CLOSE_S
+        for mirror in self._mirrors:
+            mirror.end()
+        for mirror in self._mirrors:
+            mirror.wait(until)
+        self._stored.close()
+
+
+def with_mirrors(progress: Progress, job: JobConfig, folder: Path, first_step: int) -> Progress:
+    """Return a progress that feeds the mirrors that the job asks for too; the same where it asks for none."""
+
+    def tell(message: str, level: str) -> None:
+        progress.event("mirror", message, level)
+
+    if not job.train.mirrors:
+        return progress
+    try:
+        run = mirrored_run(job, folder, first_step)
+    except (OSError, UserError) as error:
+        tell(f"the metrics are in no other tool: {error}", "warning")
+        return progress
+    return MirroredProgress(progress, [MirrorThread(name, run, tell) for name in job.train.mirrors])
+
+
+class MirrorThread:
+    """A thread that begins a mirror of a run with the first rows, and hands it all rows.
+
+    With the first rows, since before them the main thread imports what the mirror's library imports too.
+    """
+
+    def __init__(self, name: str, run: MirroredRun, tell: Tell) -> None:
+        self._name, self._run, self._tell = name, run, tell
+        self._dealer = Dealer(list(run.settings))
+        self._rows: Backlog[Row] = Backlog(MOST_ROWS)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._live, name=f"mirror {name}", daemon=True)
+        self._thread.start()
+
+    def add(self, rows: Iterable[Row]) -> None:
+        if self._thread.is_alive():
+            self._rows.add(rows)
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    def wait(self, until: float) -> None:
+        """Wait until everything is handed over and the mirror has ended, up to a time of the monotonic clock."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            self._tell(
+                f"{self._name} may lack some metrics: it has not taken all {CLOSE_S:g} s after the end", "warning"
+            )
+
+    def _live(self) -> None:
+        try:
+            self._follow()
+        except Exception as error:
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            self._tell(f"{self._name} is left out from here on: {reason}", "warning")
+
+    def _follow(self) -> None:
+        while not self._rows:
+            if self._is_over.wait(HAND_OVER_S / 4) and not self._rows:
+                return
+        chosen: type[Mirror] = catalog.entry(catalog.MIRRORS, self._name, "train.mirror").load()
+        mirror = chosen(self._run)
+        self._tell(f"the metrics are also in {self._name}: {mirror.place}", "info")
+        with contextlib.closing(mirror):
+            while not self._is_over.wait(HAND_OVER_S):
+                self._hand_over(mirror)
+            self._hand_over(mirror)
+
+    def _hand_over(self, mirror: Mirror) -> None:
+        for (label, step), values in self._dealer.out(self._rows.take(MOST_ROWS)).items():
+            mirror.log(label, step, values)
+        mirror.flush()
+
+
+class Dealer:
+    """Deals rows out to the SAEs of a run, whose `labels` are "" alone without a sweep."""
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._labels = labels
+        self._of_saes: set[str] = set()
+
+    def out(self, rows: Iterable[Row]) -> dict[tuple[str, int], dict[str, float]]:
+        """Return the values of each SAE at each step, by its label and the step; those of the whole run go to each."""
+        values: dict[tuple[str, int], dict[str, float]] = {}
+        for row in rows:
+            name, _, label = row.name.partition("@")
+            for owner in self._owners(name, label):
+                values.setdefault((owner, row.step), {})[f"{name}/{row.rank}" if name in PER_RANK else name] = row.value
+        return values
+
+    def _owners(self, name: str, label: str) -> Sequence[str]:
+        if label:
+            self._of_saes.add(name)
+            return [label]
+        # The first SAE's values are there once more, without its label.
+        return [] if name in self._of_saes else self._labels

@@ -1,0 +1,1 @@
+"""Other tools that a run's metrics are mirrored to: a file for each."""

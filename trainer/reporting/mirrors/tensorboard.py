@@ -1,0 +1,46 @@
+"""TensorBoard: event files in the run's folder, a folder for each SAE of a sweep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from trainer.contract.paths import private_folder, refuse_link
+from trainer.reporting.mirrors.base import Mirror, MirroredRun
+
+
+class TensorBoard(Mirror):
+    """Writes event files, which `tensorboard --logdir` reads while they grow."""
+
+    def __init__(self, run: MirroredRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = run.folder / "tensorboard"
+        refuse_link(self._folder)
+        private_folder(self._folder)
+        # What an earlier attempt wrote of steps that are trained again is dropped.
+        purge = run.first_step + 1 if run.first_step else None
+        self._writers = {
+            label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings
+        }
+
+    @property
+    def place(self) -> str:
+        return f"tensorboard --logdir {self._folder}"
+
+    def log(self, label: str, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writers[label].add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _as_folder(label: str) -> str:
+    """Return the name of an SAE's folder; "." without a sweep, whose run is that of the whole folder."""
+    return re.sub(r"[^\w.,=+-]", "_", label) or "."

@@ -1,0 +1,92 @@
+"""EleutherAI's delphi: where latents fire in a text, `FIRST_LAST.safetensors` by latents and `config.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.checkpoints.atomic_folder import fill_folder, write_json
+from trainer.contract.errors import UsageError
+from trainer.sharing.base import Firings, Format, Shared
+
+CONFIG = "config.json"
+# As delphi's own settings have it.
+MOST_SPLITS = 5
+# Larger activations are infinite in the fp16 in which delphi stores them.
+_LARGEST_HALF = 65504
+
+
+class Delphi(Format):
+    """Holds where latents fire and on which tokens, not the SAE itself."""
+
+    files = ("[0-9]*_[0-9]*.safetensors", CONFIG)
+    needs_firings = True
+
+    def refusal(self, sae: Shared) -> str | None:
+        if sae.firings is None:
+            reason = "delphi holds on which tokens latents fire, and the data of this run does not tell its tokens"
+            return f"{reason}; that of `python -m trainer extract` does"
+        return None
+
+    def write(self, sae: Shared, folder: Path) -> list[str]:
+        assert sae.firings is not None
+        firings = sae.firings()
+        if not len(firings.activations):
+            raise UsageError("--format: delphi holds on which tokens latents fire, and none fires in the run's data")
+        splits = _splits(firings, sae.d_sae)
+        names = {f"{first}_{last}.safetensors": (first, last) for first, last in splits}
+        with fill_folder(folder, last=CONFIG) as temporary:
+            for name, (first, last) in names.items():
+                save_file(_split(firings, first, last), temporary / name)
+            write_json(temporary / CONFIG, _config(sae, firings, len(names)))
+        for stale in set(folder.glob(self.files[0])) - {folder / name for name in names}:
+            stale.unlink(missing_ok=True)
+        return [
+            "the SAE itself is left out: delphi explains latents by where they fire",
+            "texts follow each other without a token between them, and tokens whose rows the data lacks are missing",
+        ]
+
+
+def _splits(firings: Firings, d_sae: int) -> list[tuple[int, int]]:
+    """Return the first and the last latent of each file, which together have all latents.
+
+    Each has one that fires, since delphi cannot read a file without any.
+    """
+    latents = firings.places[:, 2].contiguous()
+    for n_splits in range(min(MOST_SPLITS, d_sae), 1, -1):
+        bounds = torch.linspace(0, d_sae, n_splits + 1).long()
+        if torch.bucketize(latents, bounds[1:-1], right=True).unique().numel() == n_splits:
+            return list(zip(bounds[:-1].tolist(), (bounds[1:] - 1).tolist(), strict=True))
+    return [(0, d_sae - 1)]
+
+
+def _split(firings: Firings, first: int, last: int) -> dict[str, Tensor]:
+    """Return the tensors of a file; latents count from its first one."""
+    latents = firings.places[:, 2]
+    is_in = (latents >= first) & (latents <= last)
+    places, activations = firings.places[is_in] - torch.tensor([0, 0, first]), firings.activations[is_in]
+    fits = int(places.max()) < 2**16
+    return {
+        "locations": places.to(torch.uint16 if fits else torch.uint32).contiguous(),
+        "activations": activations.half() if float(activations.max()) <= _LARGEST_HALF else activations.float(),
+        "tokens": firings.tokens.long().contiguous(),
+    }
+
+
+def _config(sae: Shared, firings: Firings, n_splits: int) -> dict[str, object]:
+    """Return what delphi's CacheConfig has, and the name of the model, whose tokenizer delphi loads."""
+    n_contexts, n_tokens = firings.tokens.shape
+    return {
+        "dataset_repo": str(sae.metadata.get("dataset_path") or ""),
+        "dataset_split": "",
+        "dataset_name": "",
+        "dataset_column": "",
+        "batch_size": 1,
+        "cache_ctx_len": n_tokens,
+        "n_tokens": n_contexts * n_tokens,
+        "n_splits": n_splits,
+        "model_name": str(sae.metadata.get("model_name", "")),
+    }

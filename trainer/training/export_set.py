@@ -1,0 +1,57 @@
+"""Writes the transcoders of several runs, one for each layer of a model, as the set that circuit-tracer reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints.checkpoint import load, usable
+from trainer.contract.errors import UsageError
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_plain_text
+from trainer.sharing.base import Shared
+from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, refusal_of_set
+from trainer.training.export_checkpoint import checkpoint_of, refuse_to_overwrite, shared_saes
+
+
+def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
+    """Write every transcoder of several runs or checkpoints into one folder; return the step of each layer's.
+
+    Nothing is written where they cannot be one set. Raise `UserError`.
+    """
+    chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
+    if not isinstance(chosen, CircuitTracer):
+        raise UsageError("--format: several runs make a set for circuit-tracer only; export each of them alone")
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    refuse_to_overwrite(out, {"": out}, force)
+    checkpoints = [checkpoint_of(path.absolute(), best) for path in paths]
+    members, steps = [], {}
+    for step, sae in _transcoders(checkpoints):
+        if reason := chosen.refusal(sae):
+            raise UsageError(f"--format: {reason}")
+        members.append(member_of(sae))
+        steps[layer_of(sae)] = step
+    if reason := refusal_of_set(members):
+        raise UsageError(f"--format: {reason}")
+    chosen.write_set((sae for _, sae in _transcoders(checkpoints)), out)
+    return {"output_path": str(out), "layers": steps, "notes": _gaps([one.layer or 0 for one in members])}
+
+
+def _transcoders(checkpoints: Sequence[tuple[Path, Path]]) -> Iterator[tuple[int, Shared]]:
+    """Yield the step and the SAEs of each checkpoint, one after the other, since all may not fit into memory."""
+    for run_dir, checkpoint in checkpoints:
+        job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
+        tensors, position = load(checkpoint)
+        with usable(checkpoint):
+            for _, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint)):
+                yield position.step, sae
+
+
+def _gaps(layers: Sequence[int]) -> list[str]:
+    missing = sorted(set(range(max(layers))) - set(layers))
+    listed = ", ".join(map(str, missing))
+    return [f"circuit-tracer loads a set from layer 0 on without a gap, and has none of {listed}"] if missing else []
