@@ -175,18 +175,18 @@ def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:
         one.start()
 
 
-@pytest.fixture
-def extraction(tmp_path: Path) -> ExtractJob:
-    """Return an extraction of some seconds on two nodes."""
-    (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(1500)))
+def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
+    """Return an extraction on two nodes, with text enough."""
+    (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(n_tokens // 8)))
     model = make_model(tmp_path / "gpt2", "gpt2")
-    job = extraction_job(model, text, tmp_path / "rows", n_tokens=N_ROWS, shard_rows=512)
+    job = extraction_job(model, text, tmp_path / "rows", n_tokens=n_tokens, shard_rows=512)
     return msgspec.structs.replace(
         job, launch=msgspec.structs.replace(job.launch, backend="slurm", nodes=2, gpus="cpu:1")
     )
 
 
-def test_two_nodes_extract_what_two_processes_here_do(submission, extraction: ExtractJob, tmp_path: Path) -> None:
+def test_two_nodes_extract_what_two_processes_here_do(submission, tmp_path: Path) -> None:
+    extraction = extraction_on_nodes(tmp_path, N_ROWS)
     one = submission(extraction=extraction)
     one.start()
     assert one.until_ended() == [EXIT_FINISHED] * 2
@@ -203,7 +203,9 @@ def test_two_nodes_extract_what_two_processes_here_do(submission, extraction: Ex
     assert shards(tmp_path / "rows") == shards(tmp_path / "here")
 
 
-def test_an_extraction_on_nodes_stops_on_request_at_its_last_shards(submission, extraction: ExtractJob) -> None:
+def test_an_extraction_on_nodes_stops_on_request_at_its_last_shards(submission, tmp_path: Path) -> None:
+    # Minutes of it, of which it is given a few seconds.
+    extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
     one = submission(extraction=extraction)
     one.start()
     one.until(lambda: len(shards(Path(extraction.extract.output))) >= 4)
@@ -211,7 +213,7 @@ def test_an_extraction_on_nodes_stops_on_request_at_its_last_shards(submission, 
     assert one.until_ended() == [EXIT_STOPPED] * 2
     n_stored = len([name for name in shards(Path(extraction.extract.output)) if name.startswith("mlp_out.0")]) * 512
     with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
-        assert 0 < reader.heartbeat().step <= n_stored < N_ROWS
+        assert 0 < reader.heartbeat().step <= n_stored < extraction.extract.n_tokens
 
 
 def shards(folder: Path) -> dict[str, str]:
