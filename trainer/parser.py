@@ -102,6 +102,11 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
+    command.add_argument(
+        "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
+    )
+    command.add_argument("--public", action="store_true", help="of --push: for all to see; private without it")
+    command.add_argument("--yes", action="store_true", help="of --push: send without a question")
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 

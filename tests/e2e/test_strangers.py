@@ -322,7 +322,10 @@ TRAINER_WORDS = {
     "inspect": [["shards"], ["{hostile}"]],
     "join": [["{path}", "--out", "{hostile}"]],
     "resume": [["{hostile}"], ["data/runs/1"]],
-    "export": [["data/runs/1", "--out", "x", "--format", "{hostile}"]],
+    "export": [
+        ["data/runs/1", "--out", "x", "--format", "{hostile}"],
+        ["data/runs/1", "--out", "x", "--push", "{hostile}", "--yes"],
+    ],
     "import": [["{hostile}", "--out", "x", "--data", "shards"], ["shards", "--out", "x", "--data", "{hostile}"]],
     "eval": [["{hostile}"], ["data/runs/1"]],
     "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
