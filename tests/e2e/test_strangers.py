@@ -298,6 +298,7 @@ WORDS = {
     "jobs": [[], ["{hostile}"]],
     "compare": [["1", "2"], ["1", "--metric", "{hostile}"], ["1", "--svg", "{hostile}.svg"]],
     "eval": [["{hostile}"], ["1"], ["1", "--model", "{hostile}"]],
+    "import": [["{hostile}", "--data", "shards"], ["shards", "--data", "{hostile}"]],
     "features": [["1"], [str(FAILED)], [str(FAILED), "0"], ["{hostile}"], [str(FAILED), "--search", "{hostile}"]],
     "job": [["1"], ["2"], ["3"], ["4"], ["5"]],
     "stop": [["3"]],
