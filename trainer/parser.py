@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
     )
     judge.add_argument(
-        "--contexts", type=_count, default=20, metavar="N", help="texts to keep of each latent; 0: none; default 20"
+        "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
     )
     judge.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
