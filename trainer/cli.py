@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -39,6 +39,9 @@ from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
+
+if TYPE_CHECKING:
+    from trainer.training.push import Push
 
 # The default folder of runs.
 RUNS = Path("runs")
@@ -198,26 +201,47 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
+    push = _push_of(flags)
+    done, lines = _exported(flags)
+    if not flags.json:
+        _say("\n".join(lines))
+    if push:
+        checkpoints = [Path(path) for path in done.get("checkpoints", [done.get("checkpoint")])]
+        out = Path(done["output_path"])
+        done["pushed"] = push.send(out, checkpoints, flags.format, _warn if flags.json else _say)
+    if flags.json:
+        _say(json.dumps(done))
+    return EXIT_FINISHED
+
+
+def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Write the SAEs of one checkpoint, or a set of several runs; return what was done, and the same in lines."""
     from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set
 
     if len(flags.paths) > 1:
         of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force)
-        lines = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
-        _say(json.dumps(of_set) if flags.json else "\n".join([*lines, *of_set["notes"], f"-> {of_set['output_path']}"]))
-        return EXIT_FINISHED
+        layers = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
+        return of_set, [*layers, *of_set["notes"], f"-> {of_set['output_path']}"]
     done = export_checkpoint(
         flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
     )
-    if flags.json:
-        _say(json.dumps(done))
-        return EXIT_FINISHED
-    for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
-        _say(f"{label} of step {done['step']} -> {folder}")
-    for note in done.get("notes", ()):
-        _say(f"note: {note}")
-    return EXIT_FINISHED
+    folders = done.get("saes", {"SAE": done["output_path"]})
+    lines = [f"{label} of step {done['step']} -> {folder}" for label, folder in folders.items()]
+    return done, [*lines, *(f"note: {note}" for note in done.get("notes", ()))]
+
+
+def _push_of(flags: argparse.Namespace) -> Push | None:
+    """Return what sends the export to the hub; None where that is not asked for: then the hub is not contacted."""
+    if flags.push is None:
+        for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
+            if is_given:
+                raise UsageError(f"{flag}: goes with --push REPO")
+        return None
+    from trainer.training.push import Push
+
+    return Push(flags.push, flags.out, public=flags.public, confirmed=flags.yes)
 
 
 def _import(flags: argparse.Namespace) -> int:
