@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from cli.conftest import Shell
 
+from sae_tui.jobs.launch.importing import import_sae
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
 SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5", "--set", "train.batch_size=256"]
 
@@ -57,6 +61,27 @@ def test_what_cannot_be_imported_leaves_no_job_and_no_file(shell: Shell, foreign
         assert line.startswith(f"sae-tui: error: {sentence}")
     assert [job["id"] for job in shell.json("jobs")] == [1]
     assert [folder.name for folder in (shell.data.root / "runs").iterdir()] == ["1"]
+
+
+def test_a_folder_that_is_in_the_way_stays_and_there_is_no_job(
+    shell: Shell, foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another process has made it since the number of the job was chosen.
+    monkeypatch.setattr(DataDir, "last_id", lambda self: 1)
+    (shell.data.sae(2) / "precious").mkdir(parents=True)
+    with pytest.raises(UserError, match="the SAE could not be put into"):
+        import_sae(shell.data, foreign, SAMPLE, (), gpu_source="none", tags=())
+    assert (shell.data.sae(2) / "precious").is_dir()
+    assert not shell.data.run(2).root.exists()
+    assert [job["id"] for job in shell.json("jobs")] == [1]
+
+
+def test_the_name_of_a_folder_does_not_steer_the_terminal(shell: Shell, foreign: Path) -> None:
+    hostile = foreign.rename(shell.folder / "a\x1b[2Jb")
+    shell.run("import", hostile, "--data", SAMPLE)
+    text = shell.run("job", 2).stdout + shell.run("jobs").stdout
+    assert "\x1b" not in text
+    assert "imported from" in text
 
 
 def test_an_imported_job_is_in_the_list_again_after_its_store_was_lost(shell: Shell, foreign: Path) -> None:

@@ -49,7 +49,8 @@ def local_paths(checkpoints: Sequence[Path]) -> list[str]:
 
 def is_on_the_hub(model: str) -> bool:
     """Tell whether a model is called as one on the hub is, and is no folder or file here."""
-    return _ON_THE_HUB.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
+    is_name = len(model) <= 96 and _ON_THE_HUB.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_name and not Path(model).exists()
 
 
 def _job_of(checkpoint: Path) -> JobConfig:

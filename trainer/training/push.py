@@ -23,7 +23,7 @@ class Push:
     """
 
     def __init__(self, name: str, out: Path, *, public: bool, confirmed: bool) -> None:
-        if not confirmed and not sys.stdin.isatty():
+        if not confirmed and not (sys.stdin and sys.stdin.isatty()):
             raise UsageError("--push: asks before it sends; in a script add --yes")
         self._repository, self._confirmed = Repository(name, public=public), confirmed
         # An export makes the file that replaces another while that is still there: its number differs.

@@ -23,6 +23,7 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.gpu_vendors import hide_all
+from trainer.contract.printable import printable
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.toml import read_plain_text
@@ -56,7 +57,9 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         imported = _run([*COMMAND, str(folder), *paths, *arguments, "--json"])
         with open_control(data) as control:
-            job = _row(RunPaths(staged), f"imported from {folder} ({imported.form})", gpu_source, tags)
+            job = _row(
+                RunPaths(staged), printable(f"imported from {folder.absolute()} ({imported.form})"), gpu_source, tags
+            )
             job_id = control.create_job(job, above=data.last_id())
             output = str(data.sae(job_id))
             try:
@@ -98,15 +101,11 @@ def _place(data: DataDir, staged: Path, job: Job) -> None:
     """Move what was imported to where a job's files are; leave nothing of it there where that fails."""
     run, output = data.run(job.id), data.sae(job.id)
     data.refuse_links(job.id)
-    try:
-        (staged / "sae").rename(output)
-        staged.rename(run.root)
+    with contextlib.ExitStack() as undo:
+        for source, target in ((staged / "sae", output), (staged, run.root)):
+            source.rename(target)
+            undo.callback(shutil.rmtree, target, ignore_errors=True)
         write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
-        ending = Ending(JobState.FINISHED, job.ended or job.created, output_path=job.output_path)
-        write_ending(run.exit_file, ending)
+        write_ending(run.exit_file, Ending(JobState.FINISHED, job.ended or job.created, output_path=job.output_path))
         write_record(run, job)
-    except BaseException:
-        for folder in (run.root, output):
-            with contextlib.suppress(OSError):
-                shutil.rmtree(folder)
-        raise
+        undo.pop_all()

@@ -12,7 +12,7 @@ import torch
 from datasets import Array3D, Dataset, Features, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
-from support.columns import BEGINS, lists, problem, rows
+from support.shard_files import BEGINS, lists, problem, rows
 
 from trainer.activations.shards import Shards
 from trainer.contract.settings.arrow_file import read_arrow_file

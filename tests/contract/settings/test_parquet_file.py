@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.columns import BEGINS, lists, problem, rows
+from support.shard_files import BEGINS, lists, problem, rows
 
 from trainer.activations.shards import Shards
 from trainer.contract.settings.parquet_file import read_parquet_file

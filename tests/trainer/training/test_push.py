@@ -113,7 +113,7 @@ def test_the_card_of_the_hub_has_the_figures_and_what_the_hub_lists_an_sae_by(
 def test_a_model_counts_as_one_of_the_hub_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    names = ["google/gemma-2-2b", "gpt2", "models/mine", "/models/x", "a/b.gguf", "a/b/c", ""]
+    names = ["google/gemma-2-2b", "gpt2", "models/mine", "/models/x", "a/b.gguf", "a/b/c", "", f"a/{'x' * 300}"]
     assert [name for name in names if is_on_the_hub(name)] == ["google/gemma-2-2b"]
 
 

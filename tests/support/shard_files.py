@@ -1,4 +1,4 @@
-"""Tables with a column of rows, as Arrow and Parquet files have them, and how a folder of shards is refused."""
+"""Rows for shards of every kind, tables with a column of them, and how a folder of shards is refused."""
 
 from __future__ import annotations
 
