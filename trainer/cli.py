@@ -25,6 +25,7 @@ from trainer.contract.runs.rank_spec import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     EXIT_USAGE,
+    ONE_PROCESS,
     RankSpec,
     read_own_spec,
     read_spec,
@@ -104,7 +105,7 @@ def _run(flags: argparse.Namespace) -> int:
         device="cuda" if uuids else "cpu",
         gpu_uuids=uuids,
         gpu_vendor=torch_vendor() if uuids else "",
-        as_threads=job.parallel.mode == "dp",
+        as_one_process=job.parallel.mode in ONE_PROCESS,
     )
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
@@ -148,7 +149,7 @@ def _resume(flags: argparse.Namespace) -> int:
         if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
             return _already_finished(job, run, flags)
         spec = run.next_attempt(*devices_again(job, run.last, flags.overrides))
-        spec = msgspec.structs.replace(spec, as_threads=job.parallel.mode == "dp")
+        spec = msgspec.structs.replace(spec, as_one_process=job.parallel.mode in ONE_PROCESS)
         job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
         for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
             _warn(f"warning: {note}")

@@ -150,4 +150,4 @@ def _identity(job: ExtractJob) -> dict[str, Any]:
     """Return the settings that decide what is stored, by their paths."""
     sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
     table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {path: value for path, value in table.items() if path != "extract.output"}
+    return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}

@@ -42,7 +42,7 @@ def run(job: ExtractJob, *, as_json: bool) -> int:
     job = here(job)
     gpus = _gpus(job)
     size = len(gpus) or wanted_ranks(job)
-    result = _run_alone(job, gpus) if size == 1 else _run_ranks(job, gpus, size)
+    result = _run_alone(job, gpus) if size == 1 or job.model.spread else _run_ranks(job, gpus, size)
     _print(job, result, as_json=as_json)
     return EXIT_FINISHED if result.state == "finished" else EXIT_STOPPED
 
@@ -55,7 +55,7 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0].uuid
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
     with tqdm(
         total=job.extract.n_tokens, unit="row", unit_scale=True, disable=not sys.stderr.isatty(), dynamic_ncols=True
     ) as bar:

@@ -159,7 +159,7 @@ def _run(
         if rank == 0:
             write_environment(attempt / "environment.json")
         device, folder = rank_device(spec, _local_rank()), attempt / _once_each_start(spec, PEERS)
-        return extract_rows(job, rank, spec.world_size, device, folder, progress, stop)
+        return extract_rows(job, rank, spec.n_processes, device, folder, progress, stop)
     load_trainer()
     import torch
 
@@ -169,7 +169,7 @@ def _run(
     torch.manual_seed(job.train.seed)
     if rank == 0:
         write_environment(attempt / "environment.json")
-    if not spec.as_threads:
+    if not spec.as_one_process:
         device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
         if meeting_place:
             refuse_link(meeting_place)

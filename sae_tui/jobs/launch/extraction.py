@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sae_tui.jobs.launch.memory_need import Need, Room
-from trainer.contract.planning.extraction import ExtractionOutlook, batch_that_fits
+from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import duration, gibibytes, plural
 
@@ -23,6 +23,7 @@ def needs(look: ExtractionOutlook) -> str:
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
     """Return a line like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
     where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
+    where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
     wide = "" if look.d_in is None else f", {look.d_in:,} wide"
     rows = f"{job.extract.n_tokens:,} rows of {plural(len(job.model.hooks), 'hook')}{wide}"
     return " · ".join([where, rows, needs(look)])
@@ -36,6 +37,6 @@ def need(job: ExtractJob, look: ExtractionOutlook, room: Room, *, cuda: bool) ->
     takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
     if not takes.lacks(room):
         return takes
-    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda)
+    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda, n_cards=look.ranks)
     remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
     return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)

@@ -22,7 +22,7 @@ from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
-from trainer.contract.planning.extraction import ExtractionOutlook
+from trainer.contract.planning.extraction import ExtractionOutlook, mode_of
 from trainer.contract.planning.forecast import Room, settle_on
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
@@ -147,7 +147,7 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 
 def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
-    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens}
+    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
     # One that goes on where it was keeps what was estimated then.
     if isinstance(look := placement.look, ExtractionOutlook):
         fields |= {

@@ -23,7 +23,7 @@ from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.toml import read_own_text
@@ -90,7 +90,7 @@ class OneAttempt:
             job_id=self._job.id,
             resume_from=_checkpoint(self._paths),
             box_file=self._data.box_file,
-            as_threads=self._job.mode == "dp",
+            as_one_process=self._job.mode in ONE_PROCESS,
             may_take_bytes=_memory_limit(self._job),
         )
         self._launch = config.launch

@@ -26,6 +26,7 @@ from trainer.contract.wording import distinct_sizes
 
 # token_ids, positions and document of a row.
 _ORIGIN_BYTES = 12
+SPREAD = "spread"
 
 
 class ExtractionOutlook(msgspec.Struct, frozen=True):
@@ -40,8 +41,8 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     lack: str = ""
     excess: str = ""
     ranks: int = 1
-
-    mode = "single"
+    # How its devices share the work, by the name that a job's row has for it.
+    mode: str = "single"
 
     @property
     def needs_bytes(self) -> int | None:
@@ -49,7 +50,8 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
     def problems(self) -> list[Problem]:
         """Return the memory problems: an error if it can never run, a warning if not now."""
-        cure = "lower extract.batch_tokens, or choose a smaller model"
+        spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread and give it several GPUs"
+        cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
             return [Problem("model.path", f"{self.excess}; {cure}")]
         return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")] if self.lack else []
@@ -66,7 +68,7 @@ def outlook_of_extraction(
 ) -> ExtractionOutlook:
     """Return the outlook on the cards that launch.gpus names, or on the first; on simulated ones it runs on the CPU.
 
-    Each rank has a model of its own. Of a cluster's nodes nothing is known.
+    Each rank has a model of its own, unless one is spread over the cards. Of a cluster's nodes nothing is known.
     """
     cards, host = ((), NO_ROOM) if job.cluster else (cards, host)
     size = model_size(job.model.path, job.model.revision)
@@ -74,9 +76,9 @@ def outlook_of_extraction(
     chosen = ChosenCards(job.launch, cards, ranks)
     room = chosen.room if on_gpus else host
     if size is None:
-        return ExtractionOutlook(on_gpus, room=room, ranks=ranks)
+        return ExtractionOutlook(on_gpus, room=room, ranks=ranks, mode=mode_of(job))
     is_cuda = on_gpus and cuda
-    memory = _memory(job, size, is_cuda)
+    memory = _memory(job, size, is_cuda, ranks)
     needs_bytes = memory.total
     lack, excess = (
         (chosen.lack(needs_bytes), chosen.excess(needs_bytes))
@@ -87,15 +89,21 @@ def outlook_of_extraction(
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        # Processes on the CPU share its cores.
-        seconds=_seconds(job, size, speeds, name) / (ranks if on_gpus and is_cuda else 1),
+        # Processes on the CPU share its cores, and the cards of one model work one after the other.
+        seconds=_seconds(job, size, speeds, name) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
         room=room,
         lack=lack,
         excess=excess,
         ranks=ranks,
+        mode=mode_of(job),
     )
+
+
+def mode_of(job: ExtractJob) -> str:
+    """Return how the devices of an extraction share its work."""
+    return SPREAD if job.model.spread else "single"
 
 
 def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
@@ -119,12 +127,12 @@ def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
     return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
 
 
-def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool) -> int:
+def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_cards: int = 1) -> int:
     """Return the largest half, quarter, ... of `extract.batch_tokens` with which it fits; 0 where none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
-        if _memory(smaller, size, cuda).total <= free_bytes:
+        if _memory(smaller, size, cuda, n_cards).total <= free_bytes:
             return tokens
         tokens //= 2
     return 0
@@ -140,13 +148,15 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     return [Problem("extract.n_tokens", message)]
 
 
-def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool) -> Memory:
+def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_cards: int = 1) -> Memory:
+    """Return what each device holds; a spread model is cut between blocks, so that a card may have one more."""
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
+    share = min(1.0, 1 / n_cards + 1 / size.n_layers) if is_cuda and job.model.spread and n_cards > 1 else 1.0
     # Rows that wait for their shard.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
-        weights=size.n_parameters * each,
+        weights=round(size.n_parameters * each * share),
         gradients=0,
         optimizer=0,
         activations=size.pass_bytes(tokens, job.text.context, each) + waiting,

@@ -100,6 +100,9 @@ def check_extract(job: ExtractJob) -> list[Problem]:
     if job.text.context <= job.extract.skip_first:
         most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"
         problems.append(Problem("extract.skip_first", most))
+    if job.model.spread and (job.on_cpu or (job.cluster and job.launch.nodes > 1)):
+        where = "GPUs, not the processes of launch.gpus" if job.on_cpu else "the GPUs of one node; set launch.nodes = 1"
+        problems.append(Problem("model.spread", f"is for {where}"))
     return problems
 
 
