@@ -19,6 +19,7 @@ from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.output import extracts
+from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobView
@@ -91,7 +92,9 @@ class JobActions:
         monitor = self._known.monitor
         source = name_elsewhere(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
-        return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent)
+        # The SAEs of a sweep, which are launched together, read the same rows.
+        after = writers_of(jobs[0], self._known.jobs)
+        return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent, after=after)
 
     def tell_launched(self, job_ids: Sequence[int], is_over: Callable[[], bool]) -> str:
         """Wait until it is known what became of just launched jobs, or until `is_over`; return it as a sentence."""
@@ -105,6 +108,7 @@ class JobActions:
             job, session.choices(), source_cuda=session.monitor.cuda,
             multi_gpu_enabled=session.settings.multi_gpu_enabled,
             speeds=read_box(session.data.box_file), past=session.jobs,
+            promises=promised_by_active(session.jobs),
         )  # fmt: skip
 
     # stopping, pausing, resuming

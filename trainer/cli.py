@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -25,13 +25,14 @@ from trainer.contract.runs.rank_spec import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     EXIT_USAGE,
+    ONE_PROCESS,
     RankSpec,
     read_own_spec,
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_extraction, load_job
+from trainer.contract.settings.job_file import load_any, load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
@@ -39,6 +40,9 @@ from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
+
+if TYPE_CHECKING:
+    from trainer.training.push import Push
 
 # The default folder of runs.
 RUNS = Path("runs")
@@ -101,7 +105,7 @@ def _run(flags: argparse.Namespace) -> int:
         device="cuda" if uuids else "cpu",
         gpu_uuids=uuids,
         gpu_vendor=torch_vendor() if uuids else "",
-        as_threads=job.parallel.mode == "dp",
+        as_one_process=job.parallel.mode in ONE_PROCESS,
     )
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
@@ -145,7 +149,7 @@ def _resume(flags: argparse.Namespace) -> int:
         if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
             return _already_finished(job, run, flags)
         spec = run.next_attempt(*devices_again(job, run.last, flags.overrides))
-        spec = msgspec.structs.replace(spec, as_threads=job.parallel.mode == "dp")
+        spec = msgspec.structs.replace(spec, as_one_process=job.parallel.mode in ONE_PROCESS)
         job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
         for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
             _warn(f"warning: {note}")
@@ -198,26 +202,47 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
+    push = _push_of(flags)
+    done, lines = _exported(flags)
+    if not flags.json:
+        _say("\n".join(lines))
+    if push:
+        checkpoints = [Path(path) for path in done.get("checkpoints", [done.get("checkpoint")])]
+        out = Path(done["output_path"])
+        done["pushed"] = push.send(out, checkpoints, flags.format, _warn if flags.json else _say)
+    if flags.json:
+        _say(json.dumps(done))
+    return EXIT_FINISHED
+
+
+def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    """Write the SAEs of one checkpoint, or a set of several runs; return what was done, and the same in lines."""
     from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
     from trainer.training.export_set import export_set
 
     if len(flags.paths) > 1:
         of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force)
-        lines = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
-        _say(json.dumps(of_set) if flags.json else "\n".join([*lines, *of_set["notes"], f"-> {of_set['output_path']}"]))
-        return EXIT_FINISHED
+        layers = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
+        return of_set, [*layers, *of_set["notes"], f"-> {of_set['output_path']}"]
     done = export_checkpoint(
         flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
     )
-    if flags.json:
-        _say(json.dumps(done))
-        return EXIT_FINISHED
-    for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
-        _say(f"{label} of step {done['step']} -> {folder}")
-    for note in done.get("notes", ()):
-        _say(f"note: {note}")
-    return EXIT_FINISHED
+    folders = done.get("saes", {"SAE": done["output_path"]})
+    lines = [f"{label} of step {done['step']} -> {folder}" for label, folder in folders.items()]
+    return done, [*lines, *(f"note: {note}" for note in done.get("notes", ()))]
+
+
+def _push_of(flags: argparse.Namespace) -> Push | None:
+    """Return what sends the export to the hub; None where that is not asked for: then the hub is not contacted."""
+    if flags.push is None:
+        for flag, is_given in (("--public", flags.public), ("--yes", flags.yes)):
+            if is_given:
+                raise UsageError(f"{flag}: goes with --push REPO")
+        return None
+    from trainer.training.push import Push
+
+    return Push(flags.push, flags.out, public=flags.public, confirmed=flags.yes)
 
 
 def _import(flags: argparse.Namespace) -> int:
@@ -302,7 +327,7 @@ def _rank(flags: argparse.Namespace) -> int:
         return join_launched(spec)
     from trainer.ranks.rank import main as run_rank
 
-    job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
+    job = load_any(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
     return run_rank(spec, job)
 
 

@@ -95,11 +95,15 @@ examples:
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
   python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
   python -m trainer export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
+  python -m trainer export runs/sae-20250101-120000 --out my-sae --push my-sae    sent to the Hugging Face hub, private
 
 {_FORMATS}
 
 a format that cannot hold an SAE without changing what it computes is refused; what else is left out is told.
 raw activations go in and come out: scales are folded into the weights. Of a sweep each SAE gets a folder of its own.
+--push sends the files that this export wrote, and a model card where neither DIR nor the hub has a README.md: it tells
+which and where, and asks. Their metadata names model, hook and text as your job did. It needs `pip install
+'sae-tui[hf]'` and a login by `hf auth login`. Without --push nothing is contacted.
 {_EXITS}
 """
 

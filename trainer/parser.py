@@ -58,7 +58,7 @@ def make_parser() -> Parser:
         "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
     )
     judge.add_argument(
-        "--contexts", type=_count, default=20, metavar="N", help="texts to keep of each latent; 0: none; default 20"
+        "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
     )
     judge.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
@@ -102,6 +102,11 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
+    command.add_argument(
+        "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
+    )
+    command.add_argument("--public", action="store_true", help="of --push: for all to see; private without it")
+    command.add_argument("--yes", action="store_true", help="of --push: send without a question")
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 

@@ -17,6 +17,7 @@ from sae_tui.jobs.launch.memory_need import Measured, outlook_here
 from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
+from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
@@ -24,6 +25,7 @@ from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.wording import gibibytes, join_words, plural
 
 
@@ -73,7 +75,8 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
     """Launch all jobs, or none where one of them cannot run; return the exit code."""
     if message := store_warning(context.data):
         warn(f"warning: {message}")
-    places = [_check_or_raise(context, job) for job in jobs]
+    promises = promised_by(context.data, flags.after)
+    places = [_check_or_raise(context, job, promises) for job in jobs]
     logout = guarantee(context.data)
     if logout.level == "warning":
         warn(f"warning: {logout.sentence}; {logout.remedy}")
@@ -115,9 +118,9 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJo
     return f"waits: {join_words(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
-def _check_or_raise(context: Context, job: AnyJob) -> Placement:
+def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placement:
     """Return where the job will run and print warnings; raise `JobFileError` with all that keeps it from running."""
-    where, problems = _check(context, job)
+    where, problems = _check(context, job, promises)
     for problem in problems:
         if problem.severity == "warning":
             warn(f"warning: {problem}")
@@ -126,24 +129,24 @@ def _check_or_raise(context: Context, job: AnyJob) -> Placement:
     return where
 
 
-def _check(context: Context, job: AnyJob) -> tuple[Placement | None, list[Problem]]:
+def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> tuple[Placement | None, list[Problem]]:
     """Return where the job would run, or None, and every problem with the job and with that place."""
-    here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
+    here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
     problems = check(job, here, _look(context, job, here))
     try:
-        return resolve_placement(context, job), problems
+        return resolve_placement(context, job, promises), problems
     except JobFileError as error:
         # The checks name the same setting in their own words.
         paths = {problem.path for problem in problems if problem.severity == "error"}
         return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
-def resolve_placement(context: Context, job: AnyJob) -> Placement:
+def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
     """Return where the job would run; raise `JobFileError` where it never can."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     return placement.place(
         job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
-        speeds=read_box(context.data.box_file), past=context.past(),
+        speeds=read_box(context.data.box_file), past=context.past(), promises=promises,
     )  # fmt: skip
 
 

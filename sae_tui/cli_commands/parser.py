@@ -16,6 +16,7 @@ from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 from trainer.contract.runs.features import Order
+from trainer.contract.settings.catalog import FORMATS
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
@@ -34,6 +35,7 @@ examples:
   sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
   sae-tui jobs '#base' state:finished --sort fvu
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
+  sae-tui import their-sae --data activations   a job of another tool's SAE, to evaluate, compare and train on
   sae-tui eval 7 --wait                         its report card, and what its latents fire on
   sae-tui features 7 --search king              latents of job 7 that fire on kings, once it is evaluated
   sae-tui logs 7 -f                             follow the log of job 7
@@ -57,6 +59,11 @@ COMMAND_EXAMPLES = {
         "launch job.toml --gpus auto:2",
         "launch job.toml --gpus 0 --after 7 --tag baseline",
         "launch job.toml --grid sae.k=16,32,64 --gpus auto      three jobs, in line for their GPUs",
+    ],
+    "import": [
+        "import their-sae --data activations/resid_post.12",
+        "eval 8 --wait && sae-tui compare 7 8      beside job 7, by their report cards",
+        "resume 8 --gpus auto                      train it further",
     ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": ["job 7", "job 7 --json | jq .fvu"],
@@ -187,10 +194,21 @@ def _add_job_file_commands(add: Add) -> None:
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
+    _add_importing(add)
     for command in (recommend, validate, launch, look):
         _add_overrides(command)
     for command in (validate, launch, look):
         _add_gpus(command)
+
+
+def _add_importing(add: Add) -> None:
+    take = add("import", "importing.take_in", "Make a job of an SAE that another tool has trained")
+    take.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
+    data = "stored activations to evaluate it on and train it further"
+    take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
+    take.add_argument("--format", choices=tuple(FORMATS), help="default: recognised by its files")
+    take.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
+    _add_overrides(take)
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -33,7 +34,10 @@ class Sample(NamedTuple):
 
 
 class Sae(msgspec.Struct, frozen=True):
-    """An SAE to compare, the one of a run or one of a sweep; `latest` are its newest values by metric."""
+    """An SAE to compare, the one of a run or one of a sweep.
+
+    `latest` are its newest values by metric, and the figures of its report card, where it has one, by `card_` names.
+    """
 
     label: str
     job: Job
@@ -57,6 +61,8 @@ class Run:
         self.job_id = job_id
         self.saes: tuple[Sae, ...] = ()
         self._live = LiveRun(data.run(job_id))
+        self._output = data.sae(job_id)
+        self._cards: dict[str, ReportCard] = {}
         self._job: Job | None = None
         self._began: float | None = None
         self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
@@ -76,6 +82,8 @@ class Run:
         if self._live.poll():
             self._curves.clear()
             self._job = None
+        if (cards := {card.label: card for card in read_cards(self._output)}) != self._cards:
+            self._cards, self._job = cards, None
         if job != self._job:
             self._job = job
             shown = job if job.state.is_final else msgspec.structs.replace(job, **self._live.fields())
@@ -115,12 +123,15 @@ class Run:
         for member, settings in settings_of(job.config).items():
             label = f"{job.id} {member}" if member else str(job.id)
             # It may have been renamed since its job file was written.
-            yield Sae(label, job, member, {**settings, "name": job.name}, self._latest(member))
+            yield Sae(label, job, member, {**settings, "name": job.name}, self._latest(member) | self._card(member))
 
     def _latest(self, member: str) -> dict[str, float]:
         """Return the newest values by metric: the SAE's own, and the run's where its SAEs share them."""
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
+
+    def _card(self, member: str) -> dict[str, float]:
+        return self._cards[member].values() if member in self._cards else {}
 
     def _name(self, metric: str, member: str) -> str | None:
         """Return the name of an SAE's metric in the run's store; None if it has none."""

@@ -49,6 +49,20 @@ class Result(msgspec.Struct, frozen=True):
     word: Callable[[Any], str]
 
 
+def word_of(metric: str) -> Callable[[float], str]:
+    """Return the function that formats values of a metric."""
+    return functools.partial(measure, series=series_named(metric))
+
+
+# What an SAE that was trained elsewhere has too, once it is evaluated.
+_OF_CARD = (
+    Result("card_fvu", "report card FVU", "lower", word_of("fvu")),
+    Result("card_l0", "report card L0", None, word_of("l0")),
+    # The more rows there are, the fewer latents never fire on them.
+    Result("card_dead", "report card dead", None, word_of("dead_fraction")),
+    Result("card_ce_score", "report card CE score", "higher", number),
+    Result("card_rows", "report card rows", None, count),
+)
 _OF_RUN = (
     Result("loss", LOSS.title, LOSS.better, number),
     Result("tokens", "tokens", None, count),
@@ -59,9 +73,10 @@ _OF_RUN = (
 
 
 def all_results() -> list[Result]:
-    """Return the figures by which runs are compared: their metrics, each on held-out data too, loss, speed and cost."""
+    """Return the figures by which runs are compared: metrics, also on held-out data, report card, loss, speed, cost."""
     return [
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
+        *_OF_CARD,
         *_OF_RUN,
     ]
 
@@ -69,11 +84,6 @@ def all_results() -> list[Result]:
 def _of_metric(name: str, series: Series) -> Result:
     title = series.title if name in result_metrics() else f"held-out {series.title}"
     return Result(name, title, series.better, word_of(name))
-
-
-def word_of(metric: str) -> Callable[[float], str]:
-    """Return the function that formats values of a metric."""
-    return functools.partial(measure, series=series_named(metric))
 
 
 def differences(saes: Sequence[Sae]) -> list[Line]:

@@ -72,16 +72,6 @@ class GpuPicker(KeyedTable):
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
-    def allow_several(self, several: bool) -> None:
-        """Let several devices be chosen, or only one: the first stays where there are more."""
-        self.several = several
-        if several:
-            return
-        self.choose_cpu(min(1, self.cpu_processes))
-        self.choose_any(min(1, self.any_gpus))
-        if len(self.chosen) > 1:
-            self.choose(self.chosen)
-
     @property
     def gpus(self) -> list[int] | str:
         """The choice as `launch.gpus` has it; an empty list where nothing is chosen."""

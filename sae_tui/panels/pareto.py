@@ -18,7 +18,7 @@ Point = tuple[float, float]
 
 
 class ParetoPanel(Chart):
-    """A point for each SAE, by held-out values where all have them; the front is a line, and marked in the legend."""
+    """A point for each SAE, by held-out values or report cards where all have them; the front is a line."""
 
     def on_mount(self) -> None:
         self._comparison = Comparison()
@@ -56,9 +56,10 @@ class ParetoPanel(Chart):
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
     """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both."""
-    held_out = _points(comparison, "heldout_l0", "heldout_fvu")
-    if held_out and None not in held_out:
-        return ("held-out L0", "held-out FVU"), held_out
+    for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
+        measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
+        if measured and None not in measured:
+            return (f"{title} L0", f"{title} FVU"), measured
     return ("L0", "FVU"), _points(comparison, "l0", "fvu")
 
 

@@ -61,7 +61,7 @@ class Dashboard(Screen[None]):
     ]  # fmt: skip
     HELP = (
         "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
-        "never touches it. A finished job leaves sae_weights.safetensors and cfg.json, which SAELens loads."
+        "never touches it. A finished job leaves its SAE in files that SAELens loads, or sparsify a TopK transcoder."
     )
 
     AUTO_FOCUS = "JobsPanel"

@@ -187,8 +187,6 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.query_one(KnobForm).set_values(values)
         self.query_one("#about", Label).update(_heading(self._kind))
         picker = self.query_one(GpuPicker)
-        is_training = job_form.kind_of(values) == JobConfig.kind
-        picker.allow_several(is_training and self.session.settings.multi_gpu_enabled)
         picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
         if not picker.choices:
             self.show_gpus()
@@ -261,7 +259,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         cuda: bool,
     ) -> None:
         review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
-        overridden = job_form.overridden(candidate.values, review.job)
+        overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))

@@ -12,7 +12,7 @@ import pytest
 import tomli_w
 from cli.conftest import Shell
 from jobs.conftest import wait_for
-from support.extractions import extraction_job, run
+from support.extractions import extraction_job, run, run_ranks
 from support.tiny_models import make_model, sentences
 
 from trainer.contract.settings.extract import ExtractJob
@@ -44,17 +44,20 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(("gpus", "size"), [("auto", 1), ("auto:2", 2)])
 def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an_undisturbed_one_does(
-    shell: Shell, job: ExtractJob, tmp_path: Path
+    shell: Shell, job: ExtractJob, tmp_path: Path, gpus: str, size: int
 ) -> None:
+    write(job, shell, launch={"gpus": gpus, "max_restarts": 1})
     valid = shell.json("validate", shell.job_file)
     assert (valid["valid"], valid["errors"], valid["mode"]) == (True, [], "single")
     launched = shell.json("launch", shell.job_file)
     rows = Path(job.extract.output)
     wait_for(lambda: len(digests(rows)) >= 4, "two shards of each hook", 120)
     with contextlib.closing(Control(shell.data.control_db, readonly=True)) as control:
-        (rank,) = control.ranks(launched["id"])
-        rank.process.send(signal.SIGKILL)
+        *_, last = control.ranks(launched["id"])
+        assert last.rank == size - 1
+        last.process.send(signal.SIGKILL)
         wait_for(lambda: control.job(1).attempt == 2, "a restart", 60)
     stored = len(digests(rows))
     wait_for(lambda: len(digests(rows)) > stored, "another shard", 120)
@@ -72,7 +75,7 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
         Path(job.model.path), Path(job.text.path or ""), tmp_path / "alone", n_tokens=N_ROWS, shard_rows=1024,
         batch_tokens=32,
     )  # fmt: skip
-    run(undisturbed)
+    run(undisturbed) if size == 1 else run_ranks(undisturbed, size, tmp_path / "meet")
     assert digests(rows) == digests(tmp_path / "alone")
     assert "has finished; clone it" in shell.errors("resume", 1, code=1)[0]
 
@@ -87,3 +90,44 @@ def test_what_keeps_an_extraction_from_running_is_told_before_it_is_launched(she
     write(job, shell, model={"path": str(shell.folder / "no-model"), "hooks": ["resid_post.0"]})
     assert "model.path: there is nothing at" in shell.errors("launch", shell.job_file, code=1)[0]
     assert shell.json("jobs") == []
+
+
+TRAINING = """
+[data]
+path = "{path}"
+[sae]
+d_sae = 64
+k = 4
+[train]
+batch_size = 64
+n_steps = 4
+"""
+
+
+@pytest.mark.timeout(300)
+def test_a_training_waits_for_the_rows_of_an_extraction_and_tells_where_they_are_too_few(
+    shell: Shell, job: ExtractJob
+) -> None:
+    rows = Path(job.extract.output)
+    (training := shell.folder / "training.toml").write_text(TRAINING.format(path=rows / "mlp_out.0"))
+    wanted = shell.json("launch", shell.job_file, "--hold", "--set", "extract.n_tokens=100_000_000")["id"]
+    assert "data.path: there is nothing at" in shell.errors("launch", training, code=1)[0]
+    shell.json("launch", training, "--after", wanted)
+    wider = ["--set", "train.batch_size=200_000_000"]
+    assert "but" in (told := shell.errors("launch", training, "--after", wanted, *wider, code=1)[0])
+    assert "holds 100,000,000" in told
+    whole = shell.errors("launch", training, "--after", wanted, "--set", f"data.path={rows}", code=1)[0]
+    assert f"job 1 writes a folder for every hook in {rows}; give one of them: mlp_out.0 and resid_post.1" in whole
+    waiting = shell.json("job", 2)
+    assert (waiting["state"], waiting["after"]) == ("queued", [wanted])
+    Path(job.text.path or "").write_text("\n\n".join(sentences(60)))
+    shell.run("release", wanted)
+    wait_for(lambda: shell.json("job", 2)["state"] == "failed", "the end of the training", 120)
+    n_rows = shell.json("job", wanted)["step"]
+    assert 100 < n_rows < 10_000
+    failed = shell.json("job", 2)["error"]
+    assert f"mlp_out.0 holds {n_rows:,} rows, and job 1 was to write 100,000,000; give it more text, or " in failed
+    shell.run("resume", 2, "--wait")
+    assert shell.json("job", 2)["step"] == 4
+    # What is there now counts, not what was to be.
+    assert f"holds {n_rows:,}" in shell.errors("launch", training, "--after", wanted, *wider, code=1)[0]

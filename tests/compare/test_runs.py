@@ -1,13 +1,19 @@
 from __future__ import annotations
 
+import json
 from contextlib import closing
 
-from compare.conftest import write
+from compare.conftest import job_file, write
+from support.tui import record_job
 
 from sae_tui.compare.run import settings_of
 from sae_tui.compare.runs import Runs
+from sae_tui.compare.tables import results
+from sae_tui.panels.pareto import points_of
+from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.states import JobState
 
 
 def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:
@@ -63,3 +69,22 @@ def test_a_run_that_has_measured_nothing_has_no_curve(data, pair) -> None:
 def test_a_job_file_of_another_version_is_compared_by_what_it_says() -> None:
     assert settings_of("[sae]\nwings = 2\n[sae.more]\nx = false\n") == {"": {"sae.wings": 2, "sae.more.x": False}}
     assert settings_of("not toml") == {"": {}}
+
+
+def test_an_sae_without_curves_is_compared_by_its_report_card(data: DataDir, pair: tuple[int, int]) -> None:
+    imported = record_job(data, "theirs", JobState.FINISHED, config=job_file(k=16))
+    with closing(Runs(data, [pair[0], imported])) as runs:
+        assert points_of(runs.read("fvu")) == (("L0", "FVU"), [(16.0, 0.2), None])
+        for job_id, fvu in ((pair[0], 0.25), (imported, 0.24)):
+            figures = {"n_tokens": 900, "fvu": fvu, "fvu_error": 0.01, "l0": 16.5, "dead": 0.1}
+            data.sae(job_id).mkdir(parents=True)
+            (data.sae(job_id) / "card.json").write_text(
+                json.dumps({"figures": figures, "data": {"is_held_out": True}, "label": "", "spliced": None})
+            )
+        comparison = runs.read("fvu")
+    assert points_of(comparison) == (("report card L0", "report card FVU"), [(16.5, 0.25), (16.5, 0.24)])
+    lines = {line.title: line.words() for line in results(comparison.saes)}
+    # Closer than twice their combined standard error.
+    assert lines["report card FVU"] == ["0.25 same", "0.24 same"]
+    assert lines["report card rows"] == ["900", "900"]
+    assert [curve.sae for curve in comparison.curves] == [0]

@@ -18,8 +18,8 @@ from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import AnyJob, dump_job, parse_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 
@@ -43,7 +43,7 @@ def cluster() -> Iterator[Cluster]:
 class Submission:
     """What a supervisor does with an attempt, and what a test wants to know of it."""
 
-    def __init__(self, data: DataDir, job: JobConfig, control: Control) -> None:
+    def __init__(self, data: DataDir, job: AnyJob, control: Control) -> None:
         self.data, self.job, self.control = data, job, control
         row = Job(name=job.name, config="", user="ada", host="box", device="cpu", gpu_source="none")
         self.job_id = control.create_job(row)
@@ -116,7 +116,11 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     data.create()
     control = Control(data.control_db)
 
-    def make(name: str = "job", n_steps: int = 1_000_000, **launch: object) -> Submission:
+    def make(
+        name: str = "job", n_steps: int = 1_000_000, extraction: ExtractJob | None = None, **launch: object
+    ) -> Submission:
+        if extraction:
+            return Submission(data, extraction, control)
         raw = {"data": {"source": "synthetic", "d_in": 8}, "sae": {"d_sae": 16, "k": 4}, "name": name}
         train = {"batch_size": 64, "n_steps": n_steps, "log_every": 1, "eval_every": 0}
         where = {"backend": "slurm", "nodes": 2, "gpus": "cpu:1"}

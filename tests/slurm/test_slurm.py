@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import signal
 import sys
+from pathlib import Path
 
+import msgspec
 import pytest
+from support.extractions import extraction_job, run_ranks
+from support.tiny_models import make_model, sentences
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
+N_ROWS = 12_000
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
 
 
@@ -166,3 +173,50 @@ def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:
     one = submission(partition="nowhere")
     with pytest.raises(OSError, match=r"SLURM refused it: .*Invalid partition"):
         one.start()
+
+
+def extraction_on_nodes(tmp_path: Path, n_tokens: int) -> ExtractJob:
+    """Return an extraction on two nodes, with text enough."""
+    (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(n_tokens // 8)))
+    model = make_model(tmp_path / "gpt2", "gpt2")
+    job = extraction_job(model, text, tmp_path / "rows", n_tokens=n_tokens, shard_rows=512)
+    return msgspec.structs.replace(
+        job, launch=msgspec.structs.replace(job.launch, backend="slurm", nodes=2, gpus="cpu:1")
+    )
+
+
+def test_two_nodes_extract_what_two_processes_here_do(submission, tmp_path: Path) -> None:
+    extraction = extraction_on_nodes(tmp_path, N_ROWS)
+    one = submission(extraction=extraction)
+    one.start()
+    assert one.until_ended() == [EXIT_FINISHED] * 2
+    with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
+        assert (reader.heartbeat().phase, reader.heartbeat().step) == ("finished", N_ROWS)
+    here = extraction_job(
+        Path(extraction.model.path),
+        Path(extraction.text.path or ""),
+        tmp_path / "here",
+        n_tokens=N_ROWS,
+        shard_rows=512,
+    )
+    run_ranks(here, 2, tmp_path / "meet")
+    assert shards(tmp_path / "rows") == shards(tmp_path / "here")
+
+
+def test_an_extraction_on_nodes_stops_on_request_at_its_last_shards(submission, tmp_path: Path) -> None:
+    # Minutes of it, of which it is given a few seconds.
+    extraction = extraction_on_nodes(tmp_path, 40 * N_ROWS)
+    one = submission(extraction=extraction)
+    one.start()
+    one.until(lambda: len(shards(Path(extraction.extract.output))) >= 4)
+    one.attempt.ask_to_stop()
+    assert one.until_ended() == [EXIT_STOPPED] * 2
+    n_stored = len([name for name in shards(Path(extraction.extract.output)) if name.startswith("mlp_out.0")]) * 512
+    with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
+        assert 0 < reader.heartbeat().step <= n_stored < extraction.extract.n_tokens
+
+
+def shards(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each shard."""
+    files = folder.glob("*/*.safetensors")
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import parse_extraction
 from trainer.extraction.extraction import Extraction, Result
+from trainer.extraction.peers import Alone, Peers
 
 CPU = torch.device("cpu")
 
@@ -36,4 +38,16 @@ def run(
     job: ExtractJob, stop: threading.Event | None = None, advance: Callable[[int], object] = lambda n: None
 ) -> Result:
     """Run an extraction in this process."""
-    return Extraction(job, CPU, stop or threading.Event(), advance).run()
+    return Extraction(job, CPU, Alone(stop or threading.Event(), advance)).run()
+
+
+def run_ranks(job: ExtractJob, size: int, folder: Path, stop: threading.Event | None = None) -> list[Result]:
+    """Run an extraction by several ranks, each a thread of this process, and return what each came to.
+
+    They meet in `folder`, which must be new.
+    """
+    stop = stop or threading.Event()
+    # One after the other, since transformers changes its own classes while it loads a model.
+    parts = [Extraction(job, CPU, Peers(folder, rank, size, stop)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(Extraction.run, parts))

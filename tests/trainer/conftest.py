@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from support.forked import ForkedRank, Prepare
 
 from trainer.activations.open_source import open_source
-from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
+from trainer.contract.runs.rank_spec import ONE_PROCESS, RankSpec, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import Row
@@ -161,7 +161,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             attempt=attempt,
             world_size=world_size,
             device="cpu",
-            as_threads=job.parallel.mode == "dp",
+            as_one_process=job.parallel.mode in ONE_PROCESS,
             **options,
         )
         started.append(Ranks(spec, command, prepare))

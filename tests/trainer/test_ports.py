@@ -77,7 +77,9 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
         run_dir = tmp_path / mode
         run_dir.mkdir()
         (run_dir / "job.toml").write_text(dump_job(job))
-        spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=n_ranks, device="cpu", as_threads=mode == "dp")
+        spec = RankSpec(
+            run_dir, run_dir / "sae", attempt=1, world_size=n_ranks, device="cpu", as_one_process=mode == "dp"
+        )
         files[mode] = write_spec(spec)
     ranks = start("-m", forked_ranks.__name__, *map(str, files.values()))
     printed, _ = ranks.communicate(timeout=120)

@@ -27,6 +27,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from sae_tui.widgets.reading import Page, Reading
 from trainer.contract.errors import UserError
+from trainer.contract.process import ProcessRef
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job_file import load_extraction, load_job, members
 from trainer.contract.store.job_store import Control
@@ -431,28 +432,45 @@ async def pick_extraction(pilot, screen: LaunchScreen) -> None:
     await wait_until(pilot, lambda: screen.query("#row-model-path"))
 
 
-async def test_the_preset_of_an_extraction_shows_its_own_settings_and_takes_one_gpu(make_app, data, tmp_path) -> None:
+async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data, tmp_path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("the cat sat")
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        picker = screen.query_one(GpuPicker)
-        assert len(picker.gpus) == 3
         await pick_extraction(pilot, screen)
-        assert len(picker.gpus) == 1
-        await reviewed(pilot, screen, "1 GPU · 1,000,000 rows of 1 hook", "is not known")
+        await reviewed(pilot, screen, "3 GPUs · 1,000,000 rows of 1 hook", "is not known")
         await type_into(pilot, screen, "model.path", str(model_of(tmp_path / "model", 10**7)))
         await type_into(pilot, screen, "model.hooks", "resid_post.4, mlp_out.5")
         await type_into(pilot, screen, "text.dataset", "")
         await type_into(pilot, screen, "text.path", str(text))
         await type_into(pilot, screen, "extract.n_tokens", "10k")
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
-        await reviewed(pilot, screen, "1 GPU · 10,000 rows of 2 hooks, 512 wide · needs ")
+        await reviewed(pilot, screen, "3 GPUs · 10,000 rows of 2 hooks, 512 wide · needs ", " per GPU, and ")
         assert not screen.query(KnobRow).filter("#row-sae-k")
         assert "Weights 38Mi" in screen.query_one(MemoryBar).plain
         await type_into(pilot, screen, "model.hooks", "resid_post.4, resid_post.4")
         await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
+
+
+async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
+    make_app, data, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    written = EXTRACTION.replace('"model"', f'"{model_of(tmp_path / "model", 10**7)}"')
+    written = written.replace("n_tokens = 1000", f'n_tokens = 1_000_000\noutput = "{tmp_path / "acts"}"')
+    record_job(data, "rows", JobState.QUEUED, config=written, supervisor=ProcessRef.current())
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await wait_until(pilot, lambda: app.session.jobs)
+        await type_into(pilot, screen, "data.path", str(tmp_path / "acts" / "mlp_out.2"))
+        await reviewed(pilot, screen, "comes after job 1, whose rows it reads")
+        assert screen.query_one("#row-sae-expansion_factor").has_class("-overridden")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
+        with closing(Control(data.control_db, readonly=True)) as control:
+            assert (control.job(2).after, control.job(2).d_in) == ((1,), 512)
 
 
 async def test_an_extraction_is_launched_from_the_form_and_cloned_into_it(

@@ -94,7 +94,7 @@ class DataDir:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Return the folder of a job's finished SAE (`sae_weights.safetensors`, `cfg.json`)."""
+        """Return the folder of a job's finished SAE: `cfg.json` and weights, or of a sweep a folder for each."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:

@@ -14,7 +14,7 @@ from trainer.contract.runs.features import CARD
 from trainer.contract.wording import bars
 from trainer.evaluation.figures import BINS_PER_DECADE, LOWEST_DECADE, Figures
 from trainer.evaluation.spliced import Spliced
-from trainer.sharing.base import CARD_TITLE, MODEL_CARD
+from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD
 
 
 class Data(msgspec.Struct, frozen=True):
@@ -147,5 +147,5 @@ Measured on {card.data.rows(card.figures.n_tokens)}; rows of more than {card.dat
 |---|---|
 {rows}
 
-Densities are in {BINS_PER_DECADE} bins for each power of ten. `card.json` has all figures.
+Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 """

@@ -16,6 +16,9 @@ from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.sharing.saelens import exported_tokens
 
+# Texts to keep of each latent where nobody says how many.
+N_CONTEXTS = 20
+
 
 def evaluate(
     path: Path,
@@ -24,23 +27,26 @@ def evaluate(
     device: str,
     model: str | None = None,
     n_tokens: int | None = None,
-    n_contexts: int = 0,
+    n_contexts: int | None = None,
     data: str | None = None,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
-    Cards, and up to `n_contexts` texts on which each latent fires, are written where the run has exported the SAE.
-    Raise `UserError` where something cannot be read.
+    Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
+    SAE. Raise `UserError` where something cannot be read.
     """
+    if n_tokens is not None and model is None:
+        raise UsageError("--tokens: says how many --model reads; give that too, or leave it out")
     if is_folder_of_saes(path):
-        for flag, is_given in (("--best", best), ("--model", model is not None)):
+        of_runs = {"--best": best, "--model": model is not None, "--contexts": n_contexts is not None}
+        for flag, is_given in of_runs.items():
             if is_given:
                 raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
         return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
     if data:
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is none; a run has its own data")
-    told = []
+    told, n_contexts = [], N_CONTEXTS if n_contexts is None else n_contexts
     for folder, card, features in evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
         there = exported_tokens(folder)
         is_same = there == card.tokens

@@ -67,7 +67,7 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
 def texts_of(place: Path) -> Iterator[Text]:
     """Yield the shards of a folder of activations that tell the tokens of their rows, up to `MOST_ROWS`; else none."""
     meta, n_rows = read_json(place / META, dict[str, object]) or {}, 0
-    for number, shard in enumerate(inspect_shards(place).shards):
+    for shard in inspect_shards(place).shards:
         header, _ = read_header(shard.file) if shard.file.suffix == ".safetensors" else ({}, 0)
         if n_rows >= MOST_ROWS or not {*Origin._fields} <= header.keys():
             return
@@ -80,7 +80,7 @@ def texts_of(place: Path) -> Iterator[Text]:
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
-            order = order_of_shard(seed, number, len(x)).argsort()
+            order = order_of_shard(seed, shard.file.stem, len(x)).argsort()
             x, origin = x[order], Origin(*(one[order] for one in origin))
         yield Text(x, origin)
 

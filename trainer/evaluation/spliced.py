@@ -27,9 +27,10 @@ from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
 from trainer.evaluation.logit_lens import moved_tokens
-from trainer.extraction.extraction import State, contexts_at_once, contexts_of
+from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import PADDING, Batch, batches
+from trainer.extraction.state import State
 
 # Tokens whose logits are held at once, twice, in fp32.
 TOKENS_AT_ONCE = 1024

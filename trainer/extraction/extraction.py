@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -15,43 +15,31 @@ from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import free_bytes, not_written
 from trainer.contract.errors import UsageError, UserError
-from trainer.contract.json_file import read_json, write_json
+from trainer.contract.json_file import write_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.runs.lock import RunLock
-from trainer.contract.settings.extract import STATE, ExtractJob
-from trainer.contract.settings.knobs import show
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import META, TOKENS, meta_of
 from trainer.extraction.packing import Batch, batches, pack, separate
-from trainer.extraction.shard_writer import Blocks, Origin, ShardFile, Sums, add_sums
+from trainer.extraction.peers import Alone, Stopped
+from trainer.extraction.shard_writer import Blocks, Origin, add_sums
+from trainer.extraction.state import (
+    FIRST,
+    OUTLIERS,
+    SPECIAL,
+    State,
+    forget_parts,
+    merged,
+    part_folder,
+    part_state,
+    stored_state,
+    write_state,
+)
 from trainer.extraction.text import documents
 from trainer.runtime.out_of_memory import is_shortage
-
-SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
-
-
-class State(msgspec.Struct):
-    """How far an extraction is, written after each shard.
-
-    It goes on with the batch of number `batch`, of which `offset` rows are stored. `left_out` counts the rows before
-    that batch that were left out, by reason. `limits` are the largest norms, by hook, `dtype` is that of the rows.
-    """
-
-    job: dict[str, Any]
-    dtype: str
-    limits: list[float]
-    batch: int
-    offset: int
-    left_out: dict[str, int]
-    shards: list[list[ShardFile]]
-    sums: list[Sums | None]
-    is_finished: bool = False
-
-    @property
-    def n_stored(self) -> int:
-        return sum(shard.n_tokens for shard in self.shards[0])
 
 
 class Result(msgspec.Struct):
@@ -80,65 +68,18 @@ class Chosen(NamedTuple):
         return Chosen(rows, Origin(*(one[first:last] for one in self.origin)), self.left_out)
 
 
-def stored_state(job: ExtractJob) -> State:
-    """Return how far this job has come in its output folder; raise `UsageError` where that holds another extraction."""
-    output, asked = Path(job.extract.output), _identity(job)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"extract.output: {output} is not a folder; choose another")
-    if job.text.path and output.is_relative_to(job.text.path):
-        raise UsageError(f"extract.output: {output} is in text.path, all files of which are read; choose another")
-    state = read_json(output / STATE, State)
-    if state is None:
-        _refuse_strangers(job)
-    if state is None or not state.n_stored:
-        return _new_state(asked)
-    if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
-        was = f"of another {changed[0]}, {show(state.job.get(changed[0]))}"
-        raise UsageError(f"extract.output: {output} holds an extraction {was}; choose another folder")
-    for hook, shards in zip(job.model.hooks, state.shards, strict=True):
-        for shard in shards:
-            if not (file := job.folder(hook) / shard.name).exists():
-                raise UsageError(f"extract.output: {file} is missing; delete {output} or choose another folder")
-    return state
-
-
-def _new_state(asked: dict[str, Any]) -> State:
-    counts, n_hooks = dict.fromkeys((SPECIAL, FIRST, OUTLIERS), 0), len(asked["model.hooks"])
-    return State(asked, "", [], 0, 0, counts, [[] for _ in range(n_hooks)], [None] * n_hooks)
-
-
-def _refuse_strangers(job: ExtractJob) -> None:
-    """Raise `UsageError` where shards lie in a hook's folder of which nothing is known: rows would be mixed."""
-    for hook in job.model.hooks:
-        if any((folder := job.folder(hook)).glob("*.safetensors")):
-            message = f"{folder} holds shards of something else; choose another folder or delete them"
-            raise UsageError(f"extract.output: {message}")
-
-
-def _identity(job: ExtractJob) -> dict[str, Any]:
-    """Return the settings that decide what is stored, by their paths."""
-    sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
-    table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {path: value for path, value in table.items() if path != "extract.output"}
-
-
-def extract(
-    job: ExtractJob,
-    device: torch.device,
-    stop: threading.Event,
-    advance: Callable[[int], object],
-    tell: Callable[[str], object],
-) -> Result:
+def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> Result:
     """Run an extraction, or what is left of it, and return what it came to; `tell` gets sentences on the way.
 
-    Raise `UserError` saying what to change.
+    With several processes, each runs its part. Raise `UserError` saying what to change.
     """
-    state = stored_state(job)
+    state = stored_state(job, peers.size)
     if state.is_finished:
+        forget_parts(job)
         return result_of(job, state, "finished")
     tell(f"loading {job.model.path}")
     try:
-        extraction = Extraction(job, device, stop, advance)
+        extraction = Extraction(job, device, peers)
         if not extraction.model.packs:
             tell("one document in each context: packed, this model would let one see the other")
         return extraction.run()
@@ -161,25 +102,60 @@ def contexts_at_once(job: ExtractJob) -> int:
 
 
 class Extraction:
-    """One job on one device; `advance(n)` is told how many rows are kept so far."""
+    """One job on one device: all of it, or the part of one process of several.
 
-    def __init__(
-        self,
-        job: ExtractJob,
-        device: torch.device,
-        stop: threading.Event,
-        advance: Callable[[int], object] = lambda n: None,
-    ) -> None:
-        self._job, self._stop, self._advance = job, stop, advance
-        self._output = Path(job.extract.output)
+    Part r of n has the contexts r, r + n, r + 2n and so on, as that of a stream has, and an even share of the rows.
+    """
+
+    def __init__(self, job: ExtractJob, device: torch.device, peers: Alone) -> None:
+        self._job, self._peers = job, peers
+        self._output, self._folder = Path(job.extract.output), part_folder(job, peers.rank, peers.size)
         refuse_link(self._output)
-        self._state = stored_state(job)
+        self._state = stored_state(job, peers.size)
         self.model = LanguageModel(job, device)
         self._dtype = self.model.dtype if job.extract.dtype == "auto" else DTYPES[job.extract.dtype]
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]
-        self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed)
-        self._began, self._n_read = 0.0, 0
+        rank = peers.rank if peers.size > 1 else None
+        self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed, rank)
+        self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
+        # What others lack and this process is to give, once that is known.
+        self._extra: int | None = None
+        self._began, self._n_read, self._last_batch = 0.0, 0, 0
+
+    def run(self) -> Result:
+        """Extract until there are rows enough, the text ends, or a stop; return what it came to."""
+        with contextlib.ExitStack() as locks, contextlib.suppress(Stopped):
+            self._peers.begin(lambda: self._prepare(locks))
+            self._open(locks)
+            if self._state.is_finished:
+                self._peers.extra(self._state.lacking)
+                return self._finish()
+            if self._read():
+                self._complete()
+                return self._finish()
+        if self._peers.size > 1:
+            self._state = stored_state(self._job, self._peers.size)
+        return self._result("stopped")
+
+    def _prepare(self, locks: contextlib.ExitStack) -> None:
+        """Make the output folder this extraction's, before any process writes to it."""
+        locks.enter_context(RunLock(private_folder(self._output)))
+        state = stored_state(self._job, self._peers.size)
+        if not state.n_stored:
+            forget_parts(self._job)
+        if self._peers.size > 1:
+            # A shard without this file beside it would be a stranger's.
+            write_state(self._output, state)
+
+    def _open(self, locks: contextlib.ExitStack) -> None:
+        """Take up this process's part where it was left."""
+        if self._peers.size > 1:
+            locks.enter_context(RunLock(private_folder(self._folder)))
+        self._state = part_state(self._job, self._peers.rank, self._peers.size)
+        self._state.dtype = self._state.dtype or str(self._dtype).removeprefix("torch.")
+        write_state(self._folder, self._state)
+        self._began, self._last_batch = time.monotonic(), self._state.batch
 
     def _refuse_other_dtype(self) -> None:
         """Raise `UsageError` where an extraction is to go on with rows of another type, as that of another device."""
@@ -187,61 +163,83 @@ class Extraction:
         if self._state.n_stored and self._state.dtype != dtype:
             was = f"the shards in {self._output} hold {self._state.dtype}, and this device gives {dtype}"
             raise UsageError(f"extract.output: {was}; go on where they were made, or choose another folder")
-        self._state.dtype = dtype
 
-    def run(self) -> Result:
-        """Extract until there are rows enough, the text ends, or a stop; return what it came to."""
-        private_folder(self._output)
-        with RunLock(self._output):
-            # A shard without this file beside it would be a stranger's.
-            self._note()
-            return self._run()
-
-    def _run(self) -> Result:
-        self._began = time.monotonic()
+    def _read(self) -> bool:
+        """Read until this process has its rows or its text ends; return False where it is to stop before."""
         for number, batch in self._batches():
-            if self._stop.is_set():
-                return self._result("stopped")
-            self._take(number, self._choose(batch))
-            self._n_read += batch.ids.size
-            self._advance(self._job.extract.n_tokens - self._n_missing)
+            if self._peers.is_stopped:
+                return False
+            self._read_batch(number, batch)
             # Not before the first batch: one that is read again is not counted yet.
             if self._n_missing <= 0:
-                break
-        if not self._state.n_stored and not self._blocks.n_waiting:
-            raise UserError("text.path: the text gives no row; give more text")
-        self._finish()
-        return self._result("finished")
+                return True
+        if self._extra is None:
+            self._state.lacking = max(0, self._n_missing)
+            self._peers.extra(self._state.lacking)
+        return True
+
+    def _read_batch(self, number: int, batch: Batch) -> None:
+        """Take the rows of a batch that are needed: of its share, and once that is complete, of what others lack."""
+        chosen = self._choose(batch)
+        self._n_read += batch.ids.size
+        taken = self._take(number, chosen, self._state.offset if number == self._state.batch else 0)
+        if self._n_missing <= 0 and self._extra is None:
+            self._extra = self._peers.extra(0)
+            self._take(number, chosen, taken)
+        for reason, n in chosen.left_out.items():
+            self._state.left_out[reason] += n
+        self._last_batch = number
+        self._peers.kept(self._n_kept)
+
+    @property
+    def _n_kept(self) -> int:
+        return self._state.n_stored + self._blocks.n_waiting
 
     @property
     def _n_missing(self) -> int:
-        return self._job.extract.n_tokens - self._state.n_stored - self._blocks.n_waiting
+        return self._share + (self._extra or 0) - self._n_kept
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
-        """Yield the batches of the text, by their numbers, from where the state is; the same ones every time."""
-        contexts, n = contexts_of(self._job, self.model), contexts_at_once(self._job)
-        return itertools.islice(enumerate(batches(contexts, n, fills=not self.model.packs)), self._state.batch, None)
+        """Yield the batches of this process, by their numbers, from where the state is; the same ones every time."""
+        own = self._all_batches(self._peers.rank, self._peers.size)
+        return itertools.islice(enumerate(own), self._state.batch, None)
+
+    def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[Batch]:
+        contexts = itertools.islice(contexts_of(self._job, self.model), rank, None, size)
+        return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
     def _choose(self, batch: Batch) -> Chosen:
         """Run the model over a batch and return the rows to keep."""
         places, n_special, n_first = kept_places(batch, self.model.tokenizer.special, self._job.extract)
-        rows = [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
+        rows = self._rows(batch, places)
         fits = self._within_limits(rows)
         left_out = {SPECIAL: n_special, FIRST: n_first, OUTLIERS: int((~fits).sum())}
         places = places[fits]
         origin = Origin(*(torch.from_numpy(one).flatten()[places].int() for one in batch))
         return Chosen([of_hook[fits.to(of_hook.device)] for of_hook in rows], origin, left_out)
 
+    def _rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
+        return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
+
     def _within_limits(self, rows: list[Tensor]) -> Tensor:
         """Tell for each row, bool [n], whether no hook's norm is infinite or beyond its limit."""
         fits = torch.ones(len(rows[0]), dtype=torch.bool)
         if not len(fits):
             return fits
-        norms = [of_hook.float().norm(dim=1).cpu() for of_hook in rows]
-        self._state.limits = self._state.limits or self._limits(norms)
+        norms = _norms(rows)
+        if not self._state.limits:
+            self._state.limits = self._limits(norms if self._peers.size == 1 else self._first_norms())
         for of_hook, limit in zip(norms, self._state.limits, strict=True):
             fits &= of_hook <= limit
         return fits
+
+    def _first_norms(self) -> list[Tensor]:
+        """Return the norms of the first rows of the text, so that all processes have the limits of one alone."""
+        for batch in self._all_batches():
+            places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
+            if len(places):
+                return _norms(self._rows(batch, places))
+        raise AssertionError("some process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
         """Return the largest norm of each hook, by those of the first batch [n] each."""
@@ -255,20 +253,21 @@ class Extraction:
             limits.append(most * float(finite.median()) if most else torch.finfo(torch.float32).max)
         return limits
 
-    def _take(self, number: int, chosen: Chosen) -> None:
-        """Add what is still missing of a batch's rows to the blocks, and store those that are full."""
-        stored = self._state.offset if number == self._state.batch else 0
-        last = min(len(chosen.origin.token_ids), stored + self._n_missing)
-        if not self._state.n_stored and not self._blocks.n_waiting:
+    def _take(self, number: int, chosen: Chosen, first: int) -> int:
+        """Add what is missing of a batch's rows from `first` on to the blocks, and store those that are full.
+
+        Return where it stopped.
+        """
+        last = min(len(chosen.origin.token_ids), first + max(0, self._n_missing))
+        if not self._n_kept:
             self._refuse_full_disk(chosen.rows)
-        self._blocks.add(*chosen.cut(stored, last)[:2])
+        self._blocks.add(*chosen.cut(first, last)[:2])
         while self._blocks.is_full:
             # What waits after that is all of this batch.
             self._state.batch, self._state.offset = number, last - (self._blocks.n_waiting - self._blocks.shard_rows)
             self._store()
-            self._note()
-        for reason, n in chosen.left_out.items():
-            self._state.left_out[reason] += n
+            write_state(self._folder, self._state)
+        return last
 
     def _store(self) -> None:
         """Write a shard of each hook."""
@@ -277,26 +276,42 @@ class Extraction:
             self._state.shards[hook].append(shard)
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
-    def _note(self) -> None:
-        try:
-            write_json(self._output / STATE, self._state)
-        except OSError as error:
-            raise not_written(self._output, error.strerror or str(error), error.errno) from None
-
     def _refuse_full_disk(self, rows: list[Tensor]) -> None:
-        """Raise `UserError` where the disk has not room for all rows."""
-        needed = self._job.extract.n_tokens * self._blocks.row_bytes(rows)
+        """Raise `UserError` where the disk has not room for all rows of this process."""
+        needed = self._share * self._blocks.row_bytes(rows)
         free = free_bytes(self._output)
         if needed > free:
             raise not_written(self._output, "it takes {}, and {} are free".format(*distinct_sizes(needed, free)))
 
-    def _finish(self) -> None:
-        """Write the last shard, and what is known of the rows beside them.
+    def _complete(self) -> None:
+        """Write the last shard of this process.
 
-        That shard is noted with the end: before, going on would read its batch once more.
+        It is noted with the end: before, going on would read its batch once more.
         """
         if self._blocks.n_waiting:
             self._store()
+        self._state.batch = self._last_batch
+        if self._peers.size > 1:
+            self._state.is_finished = True
+            write_state(self._folder, self._state)
+
+    def _finish(self) -> Result:
+        """Wait for the others, and in rank 0 write what is known of the rows of all beside them."""
+        self._peers.kept(self._n_kept)
+        self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
+        if self._peers.rank:
+            return self._result("finished")
+        if self._peers.size > 1:
+            self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
+        if not self._state.n_stored:
+            raise UserError("text.path: the text gives no row; give more text")
+        self._describe()
+        self._state.is_finished = True
+        write_state(self._output, self._state)
+        forget_parts(self._job)
+        return self._result("finished")
+
+    def _describe(self) -> None:
         for number, hook in enumerate(self._job.model.hooks):
             sums = self._state.sums[number]
             assert sums is not None
@@ -304,12 +319,19 @@ class Extraction:
             of_all = {"dtype": self._state.dtype, "left_out": self._state.left_out}
             write_json(self._job.folder(hook) / TOKENS, self.model.tokenizer.texts())
             write_json(self._job.folder(hook) / META, facts | of_all)
-        self._state.is_finished = True
-        self._note()
 
-    def _result(self, state: str) -> Result:
+    def _result(self, word: str) -> Result:
         rate = self._n_read / (time.monotonic() - self._began) if self._n_read else None
-        return result_of(self._job, self._state, state, rate)
+        return result_of(self._job, self._state, word, rate)
+
+
+def share_of(n_tokens: int, rank: int, size: int) -> int:
+    """Return how many of all rows one process is to keep."""
+    return n_tokens * (rank + 1) // size - n_tokens * rank // size
+
+
+def _norms(rows: list[Tensor]) -> list[Tensor]:
+    return [of_hook.float().norm(dim=1).cpu() for of_hook in rows]
 
 
 def result_of(job: ExtractJob, state: State, word: str, rate: float | None = None) -> Result:

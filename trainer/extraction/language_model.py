@@ -28,6 +28,7 @@ from trainer.extraction.hook_points import (
     taking,
 )
 from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
+from trainer.extraction.spread import spread
 from trainer.extraction.unembedding import find_ending, folded
 from trainer.runtime.out_of_memory import is_shortage
 
@@ -58,7 +59,8 @@ class LanguageModel:
         else:
             drop_blocks_above(model, self._blocks, self.points)
         _require_weights(model, self._blocks, missing)
-        self._model = model.to(device).eval().requires_grad_(False)
+        placed = spread(model) if job.model.spread and device.type == "cuda" else model.to(device)
+        self._model = placed.eval().requires_grad_(False)
         self.dtype: torch.dtype = model.dtype
         self.config = model.config
         self._accepted = {*inspect.signature(model.forward).parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -59,8 +60,8 @@ class ShardFile(msgspec.Struct, frozen=True):
 class Blocks:
     """Rows that wait until there are enough for a shard of each hook, which are then shuffled and written."""
 
-    def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int) -> None:
-        self._folders, self.shard_rows, self._seed = folders, shard_rows, seed
+    def __init__(self, folders: Sequence[Path], shard_rows: int, seed: int, rank: int | None = None) -> None:
+        self._folders, self.shard_rows, self._seed, self._rank = folders, shard_rows, seed, rank
         self._waiting: list[tuple[list[Tensor], Origin]] = []
         self.n_waiting = 0
 
@@ -83,12 +84,13 @@ class Blocks:
         Raise `UserError` where the disk does not take one: then none of this number counts.
         """
         n = min(self.n_waiting, self.shard_rows)
-        order = order_of_shard(self._seed, number, n)
+        name = f"shard-{number:05d}" if self._rank is None else f"shard-{number:05d}-{self._rank:03d}"
+        order = order_of_shard(self._seed, name, n)
         origin = Origin(*(self._first(n, [of[field] for _, of in self._waiting])[order] for field in range(3)))
         written = []
         for hook, folder in enumerate(self._folders):
             rows = self._first(n, [parts[hook] for parts, _ in self._waiting])[order]
-            file = folder / f"shard-{number:05d}.safetensors"
+            file = folder / f"{name}.safetensors"
             written.append((_write(file, {TENSOR: rows, **origin._asdict()}), _sums(rows)))
         self._forget(n)
         return written
@@ -107,9 +109,13 @@ class Blocks:
         self.n_waiting = sum(len(origin.token_ids) for _, origin in left)
 
 
-def order_of_shard(seed: int, number: int, n: int) -> Tensor:
-    """Return the order, [n], in which a shard's rows are stored: row i is that of number `order[i]` in the text."""
-    return torch.from_numpy(np.random.default_rng([seed, number]).permutation(n))
+def order_of_shard(seed: int, name: str, n: int) -> Tensor:
+    """Return the order, [n], in which a shard's rows are stored: row i is that of number `order[i]` in the text.
+
+    The numbers in its name decide: its own, and that of the process where several write.
+    """
+    numbers = [int(one) for one in re.findall("[0-9]+", name)]
+    return torch.from_numpy(np.random.default_rng([seed, *numbers]).permutation(n))
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> ShardFile:

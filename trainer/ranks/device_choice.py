@@ -5,20 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
 from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_ranks
 from trainer.contract.printable import printable
 from trainer.contract.runs.rank_spec import RankSpec
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.store.rows import Device as DeviceType
 from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 
+J = TypeVar("J", JobConfig, ExtractJob)
 
-def here(job: JobConfig) -> JobConfig:
+
+def here(job: J) -> J:
     """Return the job for this machine, also where it asks for a cluster."""
-    return job.replace("launch", backend="local", nodes=1) if job.cluster else job
+    local = msgspec.structs.replace(job.launch, backend="local", nodes=1)
+    return msgspec.structs.replace(job, launch=local) if job.cluster else job
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
@@ -34,8 +42,8 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
         complain(f"warning: {printable(str(problem))}\n")
 
 
-def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
-    """Return the GPUs to train on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
+def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
+    """Return the GPUs to run on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
     by_index = {gpu.index: gpu for gpu in gpus}
     indices = chosen_indices(job) or list(by_index)[: wanted_ranks(job)]
     return [by_index[index] for index in indices] if gpus else []

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import torch
 
+from trainer.contract.json_file import write_json
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.store.metrics_store import Row
-from trainer.extraction.extraction import Result, extract, stored_state
+from trainer.extraction.extraction import Result, extract
+from trainer.extraction.peers import Alone, Peers
+from trainer.extraction.state import stored_state
 from trainer.metrics.pace import memory_bytes
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
 # Seconds between two values of the curve of tokens/s, and between two lines of the log.
 ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
+# What an extraction by several ranks came to.
+RESULT = "result.json"
+# The folder of an attempt in which its ranks find each other.
+PEERS = "peers"
 
 
-def extract_rows(job: ExtractJob, device: torch.device, progress: Progress, stop: threading.Event) -> bool:
-    """Extract; return True if there are rows enough or the text has ended, False if it was stopped."""
-    n_stored = stored_state(job).n_stored
+def extract_rows(
+    job: ExtractJob, rank: int, size: int, device: torch.device, folder: Path, progress: Progress, stop: threading.Event
+) -> bool:
+    """Extract this rank's part; return True if there are rows enough or the text has ended, False if it was stopped.
+
+    Ranks find each other in `folder`, which is new, and where rank 0 leaves what it came to.
+    """
+    n_stored = stored_state(job, size).n_stored
     progress.beat("preparing", n_stored, n_stored)
     reporter = Reporter(progress, device, job.extract.n_tokens, n_stored)
-    result = extract(job, device, stop, reporter.advance, rank_log.say)
+    peers = Peers(folder, rank, size, stop, reporter.advance) if size > 1 else Alone(stop, reporter.advance)
+    result = extract(job, device, peers, rank_log.say)
     reporter.end(result)
+    if size > 1 and rank == 0:
+        write_json(folder / RESULT, result)
     return result.state == "finished"
 
 

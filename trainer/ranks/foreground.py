@@ -16,12 +16,12 @@ from tqdm import tqdm
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths, open_private, refuse_link
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.workload import steps_of
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, members
+from trainer.contract.settings.job_file import AnyJob, dump_job, members
 from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
@@ -44,7 +44,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
     return lock
 
 
-def write_job(job: JobConfig, paths: RunPaths) -> None:
+def write_job(job: AnyJob, paths: RunPaths) -> None:
     """Write the job file, whole or not at all."""
     write_own(paths.job_file, dump_job(job))
 
@@ -52,9 +52,9 @@ def write_job(job: JobConfig, paths: RunPaths) -> None:
 class Foreground:
     """One attempt of a run whose ranks are children of this process; it begins at step `first_step`."""
 
-    def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
+    def __init__(self, job: AnyJob, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
-        self._first_step, self._total_steps = first_step, Layout(job, spec.world_size).total_steps
+        self._first_step, self._total_steps = first_step, steps_of(job, spec.world_size)
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()

@@ -1,63 +1,116 @@
-"""The command `extract`: chooses the device, shows how far it is, stops on a signal, and prints what it came to."""
+"""The command `extract`: chooses the devices, shows how far it is, stops on a signal, and prints what it came to."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import torch
 from tqdm import tqdm
 
 from trainer.contract.errors import UsageError
+from trainer.contract.json_file import read_json
 from trainer.contract.output import complain, show_text
+from trainer.contract.paths import RunPaths, private_folder, refuse_link
+from trainer.contract.planning.check_job import chosen_indices, wanted_ranks
 from trainer.contract.printable import printable_lines
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.knobs import show
 from trainer.contract.wording import plural
-from trainer.extraction.extraction import Result, extract
-from trainer.ranks.devices import visible_gpus
+from trainer.extraction.extraction import Result, extract, result_of
+from trainer.extraction.peers import Alone
+from trainer.extraction.state import stored_state
+from trainer.ranks.device_choice import chosen, here
+from trainer.ranks.devices import Device, torch_vendor, visible_gpus
+from trainer.ranks.extraction_rank import PEERS, RESULT
+from trainer.ranks.foreground import Foreground, write_job
+
+# In the output folder, the run folder of several processes.
+RUN = ".run"
 
 
 def run(job: ExtractJob, *, as_json: bool) -> int:
     """Run an extraction in the foreground and return its exit code; print JSON in the last line, or words."""
+    job = here(job)
+    gpus = _gpus(job)
+    size = len(gpus) or wanted_ranks(job)
+    result = _run_alone(job, gpus) if size == 1 or job.model.spread else _run_ranks(job, gpus, size)
+    _print(job, result, as_json=as_json)
+    return EXIT_FINISHED if result.state == "finished" else EXIT_STOPPED
+
+
+def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
+    """Extract in this process."""
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Under nohup SIGHUP is ignored, and stays so.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
-    device = _device(job)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
     with tqdm(
         total=job.extract.n_tokens, unit="row", unit_scale=True, disable=not sys.stderr.isatty(), dynamic_ncols=True
     ) as bar:
-        result = extract(job, torch.device(device), stop, lambda n: bar.update(n - bar.n), _tell)
-    _print(job, result, as_json=as_json)
-    return EXIT_FINISHED if result.state == "finished" else EXIT_STOPPED
+        peers = Alone(stop, lambda n: bar.update(n - bar.n))
+        return extract(job, torch.device("cuda" if gpus else "cpu"), peers, _tell)
+
+
+def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> Result:
+    """Extract in several processes, whose run folder is in the output folder until they have ended."""
+    state, output = stored_state(job, size), Path(job.extract.output)
+    if state.is_finished:
+        return result_of(job, state, "finished")
+    refuse_link(output)
+    paths = RunPaths(private_folder(output / RUN))
+    with RunLock(paths.root) as lock:
+        # What one that was killed has left.
+        for left in paths.root.glob("attempt*"):
+            shutil.rmtree(left)
+        paths.create()
+        write_job(job, paths)
+        spec = RankSpec(
+            run_dir=paths.root,
+            output_dir=output,
+            attempt=1,
+            world_size=size,
+            device="cuda" if gpus else "cpu",
+            gpu_uuids=tuple(gpu.uuid for gpu in gpus),
+            gpu_vendor=torch_vendor() if gpus else "",
+        )
+        Foreground(job, spec, lock).run()
+        result = read_json(paths.attempt(1) / PEERS / RESULT, Result)
+        shutil.rmtree(paths.root, ignore_errors=True)
+    return result or result_of(job, stored_state(job, size), "stopped")
 
 
 def _tell(sentence: str) -> None:
     complain(f"{printable_lines(sentence)}\n")
 
 
-def _device(job: ExtractJob) -> str:
-    """Return the device to run on, and hide all other GPUs from this process."""
-    asked = job.launch.gpus
-    if str(asked).startswith("cpu"):
-        return "cpu"
-    gpus = visible_gpus()
+def _gpus(job: ExtractJob) -> list[Device]:
+    """Return the GPUs to run on, none for the CPU; raise `UsageError` where one is not there."""
+    asked, count = job.launch.gpus, wanted_ranks(job)
+    gpus = [] if job.on_cpu else visible_gpus()
     if not gpus:
-        if isinstance(asked, list):
-            raise UsageError(f'launch.gpus: there is no GPU here; give "cpu" or "auto" instead of {asked}')
-        return "cpu"
-    by_index = {gpu.index: gpu for gpu in gpus}
-    index = asked[0] if isinstance(asked, list) else gpus[0].index
-    if index not in by_index:
-        raise UsageError(f"launch.gpus: there is no GPU {index} here; this machine has {', '.join(map(str, by_index))}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = by_index[index].uuid
-    return "cuda"
+        if not job.on_cpu and (isinstance(asked, list) or count > 1):
+            instead = f'"cpu:{count}"' if count > 1 else '"cpu" or "auto"'
+            raise UsageError(f"launch.gpus: there is no GPU here; give {instead} instead of {show(asked)}")
+        return []
+    indices = [gpu.index for gpu in gpus]
+    if missing := [index for index in chosen_indices(job) if index not in indices]:
+        listed = ", ".join(map(str, indices))
+        raise UsageError(f"launch.gpus: there is no GPU {missing[0]} here; this machine has {listed}")
+    if count > len(gpus):
+        raise UsageError(f"launch.gpus: asks for {count} GPUs, but this machine has {len(gpus)}")
+    return chosen(job, gpus)
 
 
 def _print(job: ExtractJob, result: Result, *, as_json: bool) -> None:

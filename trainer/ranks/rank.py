@@ -21,7 +21,7 @@ from trainer.contract.json_file import write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.plan import Plan
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.workload import steps_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
@@ -119,7 +119,7 @@ def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Even
 
     # An extraction goes on after its last shard, and its curves are of the time that it took.
     is_training = isinstance(job, JobConfig)
-    total_steps = Layout(job, spec.world_size).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
+    total_steps = steps_of(job, spec.world_size)
     at = _begins_at(spec, total_steps) if is_training and paths.metrics_db.exists() else None
     if spec.by_files:
         from trainer.reporting.jsonl_file import FileRequests, LineFile
@@ -154,10 +154,12 @@ def _run(
     """Connect to the other ranks and train; this process is one rank or, with threads, all of them."""
     attempt = paths.attempt(spec.attempt)
     if isinstance(job, ExtractJob):
-        from trainer.ranks.extraction_rank import extract_rows
+        from trainer.ranks.extraction_rank import PEERS, extract_rows
 
-        write_environment(attempt / "environment.json")
-        return extract_rows(job, rank_device(spec, 0), progress, stop)
+        if rank == 0:
+            write_environment(attempt / "environment.json")
+        device, folder = rank_device(spec, _local_rank()), attempt / _once_each_start(spec, PEERS)
+        return extract_rows(job, rank, spec.n_processes, device, folder, progress, stop)
     load_trainer()
     import torch
 
@@ -167,7 +169,7 @@ def _run(
     torch.manual_seed(job.train.seed)
     if rank == 0:
         write_environment(attempt / "environment.json")
-    if not spec.as_threads:
+    if not spec.as_one_process:
         device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
         if meeting_place:
             refuse_link(meeting_place)
@@ -231,11 +233,14 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
     """Return the file in which the ranks meet, a new one each time that they are started; None under torchrun."""
-    if spec.by_files:
-        return attempt / "-".join(
-            ["rendezvous", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")]
-        )
-    return attempt / "rendezvous" if spec.on_one_host else None
+    return attempt / _once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
+
+
+def _once_each_start(spec: RankSpec, name: str) -> str:
+    """Return a name in the attempt's folder that is another one where a cluster starts the same attempt again."""
+    if not spec.by_files:
+        return name
+    return "-".join([name, os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")])
 
 
 def _local_rank() -> int:

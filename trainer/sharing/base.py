@@ -18,6 +18,8 @@ from trainer.saes.base import Sae
 
 # What `eval` writes beside the weights, and how its model card begins.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
+# How it says what lies beside it.
+CARD_REST = " `card.json` has all figures."
 
 
 class Firings(NamedTuple):

@@ -15,6 +15,7 @@ from trainer.contract.files import write_whole
 from trainer.sharing.base import Format, Shared, forget_card
 from trainer.sharing.reading import (
     checked,
+    converted,
     holds,
     read_config,
     read_state_dict,
@@ -168,7 +169,7 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
     if kind.architecture == "jumprelu" and "threshold" not in weights:
         # Below 0 where it was never set: then all that is positive is active.
         threshold = float(extra["threshold"]) if extra.get("threshold", torch.ones(2)).numel() == 1 else 0.0
-        weights["threshold"] = torch.full((len(weights["b_enc"]),), max(0.0, threshold))
+        weights["threshold"] = torch.full((weights["W_enc"].shape[1],), max(0.0, threshold))
     k = trainer.get("k") if isinstance(trainer.get("k"), int) else None
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
     trained = {theirs: ours for ours, theirs in _TRAINED.items()}.get(name, kind.architecture)
@@ -182,7 +183,7 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
     checked(sae, file)
     if name == "AutoEncoder":
         sae = sae._replace(weights=_with_unit_rows(weights))
-    return sae if kind.subtracts else sae._replace(weights=with_input_bias(sae.weights))
+    return converted(sae if kind.subtracts else sae._replace(weights=with_input_bias(sae.weights)), file)
 
 
 @torch.no_grad()

@@ -123,8 +123,17 @@ def checked(sae: Shared, place: Path) -> Shared:
         raise UserError(f"{place}: the SAE maps {sae.d_in} dimensions to {sae.d_out}")
     if "threshold" in sae.weights and (sae.weights["threshold"] < 0).any():
         raise UserError(f"{place}: a threshold is below 0, which no architecture here has")
-    if sae.form == "topk" and not (isinstance(sae.k, int) and 1 <= sae.k <= sae.d_sae):
+    # True is an int of Python's.
+    if sae.form == "topk" and not (type(sae.k) is int and 1 <= sae.k <= sae.d_sae):
         raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {str(sae.k)[:60]}")
+    return sae
+
+
+def converted(sae: Shared, place: Path) -> Shared:
+    """Return an SAE whose weights are finite as they are computed with here; raise `UserError` for any other."""
+    for name, tensor in sae.weights.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{place}: its weights are so large that {name} is beyond fp32 as it is computed with here")
     return sae
 
 

@@ -16,6 +16,7 @@ from trainer.sharing.base import Format, Shared, forget_card, shared_form
 from trainer.sharing.reading import (
     PER_LATENT,
     checked,
+    converted,
     holds,
     read_config,
     read_safetensors,
@@ -84,7 +85,7 @@ class SaeLens(Format):
         names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
         sae = sae._replace(weights=taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS))
         checked(sae, folder / WEIGHTS)
-        return _computed_as_here(sae, config)
+        return converted(_computed_as_here(sae, config), folder / WEIGHTS)
 
 
 def _computed_as_here(sae: Shared, config: dict[str, Any]) -> Shared:

@@ -38,7 +38,12 @@ def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force
     if reason := refusal_of_set(members):
         raise UsageError(f"--format: {reason}")
     chosen.write_set((sae for _, sae in _transcoders(checkpoints)), out)
-    return {"output_path": str(out), "layers": steps, "notes": _gaps([one.layer or 0 for one in members])}
+    return {
+        "checkpoints": [str(checkpoint) for _, checkpoint in checkpoints],
+        "output_path": str(out),
+        "layers": steps,
+        "notes": _gaps([one.layer or 0 for one in members]),
+    }
 
 
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]]) -> Iterator[tuple[int, Shared]]:

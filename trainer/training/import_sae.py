@@ -14,7 +14,7 @@ from trainer.activations.base import Source
 from trainer.activations.open_source import open_source
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.contract.errors import UsageError
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths, working_folder
 from trainer.contract.runs.checkpoint_manifest import Position
@@ -153,6 +153,8 @@ def _set_weights(learner: Learner, shared: Shared) -> None:
     for name, value in own.items():
         place = getattr(sae, name)
         place.copy_(value if value.shape == place.shape else value[0])
+        if not place.isfinite().all():
+            raise UserError(f"--data: at its scale {name} of the SAE is beyond fp32; give rows like those it is for")
 
 
 def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:

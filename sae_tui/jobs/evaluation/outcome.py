@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
-from trainer.contract.json_file import read_json
+from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.log_tail import last_line
@@ -18,29 +16,12 @@ NO_TOKENS = "what its latents fire on is not known, since its data does not tell
 _NOT_WRITTEN = "not written: "
 
 
-class _Figures(msgspec.Struct):
-    n_tokens: int
-    fvu: float
-
-
-class _Data(msgspec.Struct):
-    is_held_out: bool
-
-
-class _Card(msgspec.Struct):
-    """What is told of an SAE's report card."""
-
-    figures: _Figures
-    data: _Data
-    label: str = ""
-
-
 def outcome(data: DataDir, job_id: int) -> tuple[str, str, str]:
     """Return the kind, the message and the level of the event on an evaluation that went through."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
         return FAILED, f"is evaluated, but that is {last}; the log has the figures", "warning"
-    if not (cards := _cards(data.sae(job_id))):
+    if not (cards := read_cards(data.sae(job_id))):
         return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
     return DONE, f"is evaluated: {_figures(cards)}; {_contexts(data, job_id)}", "info"
 
@@ -52,12 +33,7 @@ def failure(paths: RunPaths, code: int) -> str:
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
 
 
-def _cards(folder: Path) -> list[_Card]:
-    files = [folder / CARD, *sorted(folder.glob(f"*/{CARD}"))]
-    return [card for file in files if (card := read_json(file, _Card))]
-
-
-def _figures(cards: list[_Card]) -> str:
+def _figures(cards: list[ReportCard]) -> str:
     """Return the figures of the best SAE."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sae_tui.jobs.launch.memory_need import Need, Room
-from trainer.contract.planning.extraction import ExtractionOutlook, batch_that_fits
+from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import duration, gibibytes, plural
 
@@ -15,12 +15,15 @@ def needs(look: ExtractionOutlook) -> str:
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
         return "what it needs is not known: its model is not on this disk"
     disk, time = gibibytes(look.disk_bytes), duration(look.seconds)
-    return f"needs {gibibytes(look.needs_bytes)}, and {disk} of disk; about {time} by the model"
+    device = "GPU" if look.on_gpus else "process"
+    each = f" per {device}" if look.ranks > 1 else ""
+    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk} of disk; about {time} by the model"
 
 
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:
     """Return a line like `1 GPU · 1,000,000 rows of 2 hooks, 576 wide · needs …`."""
-    where = plural(1, "GPU" if look.on_gpus else "CPU process")
+    where = plural(look.ranks, "GPU" if look.on_gpus else "CPU process")
+    where = f"one model over {where}" if look.mode == SPREAD and look.on_gpus else where
     wide = "" if look.d_in is None else f", {look.d_in:,} wide"
     rows = f"{job.extract.n_tokens:,} rows of {plural(len(job.model.hooks), 'hook')}{wide}"
     return " · ".join([where, rows, needs(look)])
@@ -30,9 +33,10 @@ def need(job: ExtractJob, look: ExtractionOutlook, room: Room, *, cuda: bool) ->
     """Return what it takes of its device, part by part, and what would fit; None where its model is not known."""
     if look.memory is None:
         return None
-    takes = Need(look.memory, on_gpus=look.on_gpus, otherwise="a smaller model")
+    sharing = 1 if look.on_gpus else look.ranks
+    takes = Need(look.memory, sharing=sharing, on_gpus=look.on_gpus, otherwise="a smaller model")
     if not takes.lacks(room):
         return takes
-    fitting = batch_that_fits(job, room.free_bytes or 0, cuda=cuda)
+    fitting = batch_that_fits(job, (room.free_bytes or 0) // sharing, cuda=cuda, n_cards=look.ranks)
     remedies = (f"extract.batch_tokens = {fitting}",) if fitting else ()
     return msgspec.structs.replace(takes, remedies=remedies, judged_lacking=True)

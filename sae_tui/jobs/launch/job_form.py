@@ -22,6 +22,8 @@ from sae_tui.jobs.launch.memory_need import (
     room_on_gpus,
 )
 from sae_tui.jobs.launch.placement import machine, summary
+from sae_tui.jobs.queue.after import comes_after
+from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
@@ -67,6 +69,8 @@ class Review(msgspec.Struct, frozen=True):
     need: Need | None = None
     # Which memory of a GPU the job would have to wait for, in words.
     lack: str = ""
+    # The width of the rows of a training.
+    d_in: int | None = None
 
     @property
     def errors(self) -> list[Problem]:
@@ -115,11 +119,12 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     job = job_file.with_paths(job, data_bases())
     if job.cluster:
         choices, cuda = (), True
-    here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
+    host, promises = HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes), promised_by_active(past)
+    here = machine(choices, data, cuda=cuda, host=host, promises=promises)
     if isinstance(job, ExtractJob):
         return _review_extraction(job, candidate.gpus, choices, here, problems)
     try:
-        shape = job.data_shape()
+        shape = job.data_shape(promises)
     except JobFileError:
         return Review(None, (*problems, *check(job, here)))
     look = expected_outlook(job, shape, here, past)
@@ -134,8 +139,12 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
     text = summary(job, look, device=device, past=past)
+    if waits := comes_after(writers_of(job, past)):
+        text = f"{text} · {waits}, whose rows it reads"
     checked = job if not errors(problems) else None
-    return Review(checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "")
+    return Review(
+        checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "", shape.d_in
+    )
 
 
 def _review_extraction(
@@ -143,7 +152,9 @@ def _review_extraction(
 ) -> Review:
     look = outlook_of(job, here)
     problems = [*problems, *check(job, here, look)]
-    takes = extraction.need(job, look, room(gpus, choices), cuda=here.cuda and look.on_gpus)
+    takes = extraction.need(
+        job, look, room(gpus, choices, elsewhere=bool(job.cluster)), cuda=here.cuda and look.on_gpus
+    )
     on_a_card = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
     beside = look if look.on_gpus or not choices else outlook_of(on_a_card, here)
     checked = job if not errors(problems) else None
@@ -273,21 +284,22 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
     return printable_toml(tomli_w.dumps(table))
 
 
-def overridden(values: Mapping[str, Any], job: AnyJob | None) -> dict[str, str]:
+def overridden(values: Mapping[str, Any], reviewed: Review) -> dict[str, str]:
     """Return what overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
     return {
-        path: f"{_comes_to(path, job)}(from {by.rpartition('.')[2]})"
+        path: f"{_comes_to(path, reviewed)}(from {by.rpartition('.')[2]})"
         for path, by in _OVERRIDES.items()
         if values.get(by) is not None
     }
 
 
-def _comes_to(path: str, job: AnyJob | None) -> str:
+def _comes_to(path: str, reviewed: Review) -> str:
+    job = reviewed.job
     if not isinstance(job, JobConfig) or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
         return ""
     layout = Layout(job, wanted_ranks(job))
     if path == "sae.expansion_factor":
-        return f"{job.sae.width(0) / job.data_shape().d_in:.4g} "
+        return f"{job.sae.width(0) / reviewed.d_in:.4g} " if reviewed.d_in else ""
     if job.train.batch_size == "auto" and not job.train.global_batch_size:
         return ""
     if path == "train.n_tokens":

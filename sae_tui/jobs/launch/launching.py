@@ -13,6 +13,7 @@ from sae_tui.jobs import detach
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
 from sae_tui.jobs.queue.after import refuse_circle
+from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
@@ -21,7 +22,7 @@ from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
-from trainer.contract.planning.extraction import ExtractionOutlook
+from trainer.contract.planning.extraction import ExtractionOutlook, mode_of
 from trainer.contract.planning.forecast import Room, settle_on
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
@@ -30,6 +31,7 @@ from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, dump_job, with_paths
+from trainer.contract.settings.promised import Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -59,13 +61,13 @@ def launch(
     `failed` with that reason.
     """
     job = with_paths(job, [working_folder()])
-    problems = errors(check(job, _machine_of(data, placement)))
+    after = tuple(after)
+    problems = errors(check(job, _machine_of(data, placement, promised_by(data, after))))
     if problems:
         raise JobFileError(problems)
     tags = as_tags(tags)
     data.create()
     with open_control(data) as control:
-        after = tuple(after)
         refuse_circle(control, 0, after)
         row = Job(
             name=job.name,
@@ -145,7 +147,7 @@ def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[J
 
 
 def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
-    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens}
+    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens, "mode": mode_of(job)}
     # One that goes on where it was keeps what was estimated then.
     if isinstance(look := placement.look, ExtractionOutlook):
         fields |= {
@@ -158,10 +160,9 @@ def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
 
 
 def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    shape, device, ranks = job.data_shape(), placement.device, placement.world_size
-    look = placement.look
+    device, ranks, look = placement.device, placement.world_size, placement.look
     if not isinstance(look, Outlook):
-        look = _outlook_as_before(data, job, shape, placement)
+        look = _outlook_as_before(data, job, job.data_shape(), placement)
     settled = look.settled
     in_rank = settled.needs_bytes
     if look.on_gpus and device == "cpu":
@@ -172,8 +173,8 @@ def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iter
         "expected_s": expected_seconds(job, look, device, past)[0],
         "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
         "total_steps": Layout(job, ranks).total_steps,
-        "d_in": shape.d_in,
-        "d_out": shape.d_out,
+        "d_in": settled.work.shape.d_in,
+        "d_out": settled.work.shape.d_out,
     }
 
 
@@ -193,8 +194,8 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
     return Outlook(settled, on_gpus, is_measured)
 
 
-def _machine_of(data: DataDir, placement: Placement) -> Machine:
+def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:
     """Return the machine for the checks of a job: only its own GPUs, whose checks were made when it was placed."""
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
-    return Machine(gpus, os.cpu_count() or 1, data.root)
+    return Machine(gpus, os.cpu_count() or 1, data.root, promises=promises)

@@ -82,7 +82,7 @@ def outlook_here(job: AnyJob, machine: Machine, past: Iterable[Job] = ()) -> Any
     """Return the outlook of a job of any kind on this machine; raise `JobFileError` where its data cannot be read."""
     if isinstance(job, ExtractJob):
         return outlook_of(job, machine)
-    return expected_outlook(job, job.data_shape(), machine, past)
+    return expected_outlook(job, job.data_shape(machine.promises), machine, past)
 
 
 def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:

@@ -22,6 +22,7 @@ from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, members
+from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.store.rows import Device, Job
 from trainer.contract.wording import duration, gibibytes, join_words, plural
 
@@ -81,10 +82,11 @@ def place(
     multi_gpu_enabled: bool = True,
     speeds: Box = NOTHING_MEASURED,
     past: Iterable[Job] = (),
+    promises: Promises = NO_PROMISES,
 ) -> Placement:
     """Resolve `launch.gpus` on this machine; raise `JobFileError` naming what asks for more than can ever be had."""
     placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
-    look = outlook_here(job, _machine(choices, source_cuda, speeds), past)
+    look = outlook_here(job, _machine(choices, source_cuda, speeds, promises), past)
     if fatal := errors(memory_problems(look, job)):
         raise JobFileError(fatal)
     return msgspec.structs.replace(placement, look=look)
@@ -116,17 +118,24 @@ def _one_vendor(choices: Sequence[GpuChoice]) -> str:
     return next((choice.vendor for choice in choices), "")
 
 
-def machine(choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool, host: Room | None = None) -> Machine:
+def machine(
+    choices: Sequence[GpuChoice],
+    data: DataDir,
+    *,
+    cuda: bool,
+    host: Room | None = None,
+    promises: Promises = NO_PROMISES,
+) -> Machine:
     """Return this machine as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
     return msgspec.structs.replace(
-        _machine(choices, cuda, read_box(data.box_file)),
+        _machine(choices, cuda, read_box(data.box_file), promises),
         output_root=data.root,
         memory=host or memory_of_host(),
         cuda_problem=cuda_problem() if cuda and choices else "",
     )
 
 
-def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
+def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box, promises: Promises) -> Machine:
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -139,7 +148,7 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
         )
         for choice in choices
     )
-    return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda)
+    return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda, promises=promises)
 
 
 def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:

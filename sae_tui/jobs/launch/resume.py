@@ -47,13 +47,17 @@ class Plan(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     # What a step is.
     counts: str = "step"
+    # That of an SAE which was trained elsewhere is of step 0.
+    has_checkpoint: bool = True
 
     @property
     def sentence(self) -> str:
         """`resumes from step 501`: what follows "job 5"."""
         if self.counts == "row":
             return f"resumes after the last whole shard of its {self.step:,} rows"
-        return f"resumes from step {self.step}" if self.step else "starts from step 0: it had saved no checkpoint"
+        if not self.has_checkpoint:
+            return "starts from step 0: it had saved no checkpoint"
+        return f"resumes from step {self.step}"
 
 
 def resume(
@@ -100,7 +104,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     refuse_options_of_others(paths.job_file, config, overrides)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if not newest_first(paths.checkpoints):
-        return Plan(config, where, 0)
+        return Plan(config, where, 0, has_checkpoint=False)
     run = stored_run(paths.root)
     _refuse_finished(job, run, was, config)
     config, shared = with_same_step(was, config, run.last.world_size, where.world_size)

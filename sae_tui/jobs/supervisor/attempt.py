@@ -16,13 +16,15 @@ from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.card_reader import vendor_of
+from sae_tui.jobs.queue.promised import refuse_other_rows
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
@@ -73,6 +75,8 @@ class OneAttempt:
         """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
+        if isinstance(config, JobConfig):
+            refuse_other_rows(self._control, self._job, config)
         vendor = vendor_of(self._data, self._job)
         spec = RankSpec(
             run_dir=self._paths.root,
@@ -86,7 +90,7 @@ class OneAttempt:
             job_id=self._job.id,
             resume_from=_checkpoint(self._paths),
             box_file=self._data.box_file,
-            as_threads=self._job.mode == "dp",
+            as_one_process=self._job.mode in ONE_PROCESS,
             may_take_bytes=_memory_limit(self._job),
         )
         self._launch = config.launch

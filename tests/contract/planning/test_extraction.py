@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.extractions import extraction_job
 from support.tiny_models import D_IN, make_model
@@ -29,8 +30,6 @@ def job(model: Path, tmp_path: Path) -> ExtractJob:
 
 
 def on(job: ExtractJob, gpus: object) -> ExtractJob:
-    import msgspec
-
     return msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus=gpus))
 
 
@@ -92,3 +91,22 @@ def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, 
     assert problems["text.path"] == f"there is nothing at {tmp_path}/nothing.txt"
     assert "has" in problems["extract.n_tokens"]
     assert "free; choose fewer" in problems["extract.n_tokens"]
+
+
+def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: ExtractJob, tmp_path: Path) -> None:
+    whole = on(job, "auto:3")
+    spread = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, spread=True))
+    each, shared = (outlook_of(one, machine(tmp_path, 70, 70, 70)) for one in (whole, spread))
+    assert each.memory
+    assert shared.memory
+    assert (each.mode, shared.mode) == ("single", "spread")
+    # Of three blocks one on each card, and the place for one more.
+    assert shared.memory.weights == pytest.approx(each.memory.weights * 2 / 3, rel=1e-3)
+    assert shared.memory.activations == each.memory.activations
+    assert (shared.seconds or 0) == pytest.approx(3 * (each.seconds or 0))
+
+
+def test_a_model_larger_than_a_card_may_be_spread_over_several(job: ExtractJob, tmp_path: Path) -> None:
+    small = Machine((MachineGpu(0, "NVIDIA T4", 10**6, memory_total_bytes=10**7),), 2, tmp_path)
+    (lacking,) = check(on(job, [0]), small)
+    assert "set model.spread and give it several GPUs" in lacking.message

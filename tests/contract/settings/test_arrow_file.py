@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,13 @@ import torch
 from datasets import Array3D, Dataset, Features, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shard_files import BEGINS, lists, problem, rows
 
 from trainer.activations.shards import Shards
-from trainer.contract.errors import JobFileError
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.rows import NotRowsError
-from trainer.contract.settings.shards import inspect_shards
 
-BEGINS = "is not an array of rows [n_tokens, d_in]: "
 D_IN, CONTEXT = 16, 8
-
-
-def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
-
-
-def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
-    with pytest.raises(JobFileError) as caught:
-        read(folder)
-    (refusal,) = caught.value.problems
-    assert refusal.path == "data.path"
-    assert "\n" not in refusal.message
-    return refusal.message
 
 
 def write(file: Path, *tables: pa.Table | pa.RecordBatch, form: Any = pa.ipc.new_stream, **options: Any) -> Path:
@@ -123,10 +107,6 @@ def test_sets_of_datasets_are_read(tmp_path: Path) -> None:
     columns = {"acts": list(x), "label": range(30), "x": [[1, 2]] * 30}
     Dataset.from_dict(columns, features=features).save_to_disk(tmp_path, num_shards=3)
     assert np.array_equal(Shards(path=str(tmp_path)).rows(np.arange(300)).numpy(), x.reshape(-1, 4))
-
-
-def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
-    return pa.table({"x": pa.array(list(values), kind or pa.list_(pa.float32()))})
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,11 @@ def test_a_job_needs_a_model_hooks_and_a_text_and_has_defaults_for_the_rest() ->
         ({"text": {"path": None}}, "text.path: is missing; give this or text.dataset"),
         ({"text": {"dataset": "c4"}}, "text.path: is given, and so is text.dataset"),
         ({"text": {"context": 1}}, "text.context: must be an integer of at least 2 and of at most 1048576"),
+        ({"model": {"spread": True}, "launch": {"gpus": "cpu:2"}}, "model.spread: is for GPUs, not the processes of"),
+        (
+            {"model": {"spread": True}, "launch": {"backend": "slurm", "nodes": 2}},
+            "model.spread: is for the GPUs of one node; set launch.nodes = 1",
+        ),
         ({"extract": {"skip_first": 256}}, "extract.skip_first: must be below text.context, 256, not 256"),
         ({"extract": {"n_tokens": 0}}, "extract.n_tokens: must be an integer of at least 1 (tokens), not 0"),
         ({"extract": {"max_norm": -1}}, "extract.max_norm: must be a number of at least 0, not -1"),
@@ -67,12 +72,6 @@ def test_a_job_needs_a_model_hooks_and_a_text_and_has_defaults_for_the_rest() ->
         ({"train": {"n_steps": 5}}, "train: is not a known setting"),
         ({"launch": {"gpus": "tpu"}}, "launch.gpus: must be "),
         ({"launch": {"gpus": []}}, "launch.gpus: "),
-        (
-            {"launch": {"gpus": [0, 1]}},
-            'launch.gpus: must be one device in an extraction, like "auto", "cpu" or [0], not [0, 1]',
-        ),
-        ({"launch": {"gpus": "cpu:2"}}, "launch.gpus: must be one device in an extraction, "),
-        ({"launch": {"backend": "slurm"}}, 'launch.backend: must be "local" in an extraction, not "slurm"'),
         ({"kind": "extrcat"}, 'kind: must be "train" or "extract", not "extrcat"'),
     ],
 )

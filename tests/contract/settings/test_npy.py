@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shard_files import rows
 
 from trainer.activations.shards import Shards
 from trainer.contract.errors import JobFileError
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.shards import inspect_shards
-
-
-def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
 
 
 def saved(array: np.ndarray) -> bytes:
@@ -44,9 +40,9 @@ def test_the_arrays_of_a_folder_are_read_as_they_were_written(tmp_path: Path) ->
 def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path: Path) -> None:
     with (tmp_path / "a.npy").open("wb") as stream:
         np.lib.format.write_array(stream, rows(3, 4), version=version)
-    offset, n_tokens, d_in, dtype = read_npy(tmp_path / "a.npy")[:4]
-    assert (n_tokens, d_in, dtype) == (3, 4, "F32")
-    assert offset == (tmp_path / "a.npy").stat().st_size - 3 * 4 * 4
+    there = read_npy(tmp_path / "a.npy")
+    assert (there.n_tokens, there.d_in, there.dtype) == (3, 4, "F32")
+    assert there.offset == (tmp_path / "a.npy").stat().st_size - 3 * 4 * 4
 
 
 @pytest.mark.parametrize(
@@ -82,7 +78,7 @@ def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
     file = tmp_path_factory.getbasetemp() / "damaged.npy"
     file.write_bytes(content)
     try:
-        offset, n_tokens, d_in = read_npy(file)[:3]
+        there = read_npy(file)
     except NotRowsError:
         return
-    assert min(offset, n_tokens, d_in) >= 0
+    assert min(there.offset, there.n_tokens, there.d_in) >= 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +14,15 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shard_files import BEGINS, lists, problem, rows
 
 from trainer.activations.shards import Shards
-from trainer.contract.errors import JobFileError
 from trainer.contract.settings.parquet_file import read_parquet_file
 from trainer.contract.settings.rows import NotRowsError
-from trainer.contract.settings.shards import inspect_shards
-
-BEGINS = "is not an array of rows [n_tokens, d_in]: "
-
-
-def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
-
-
-def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
-    with pytest.raises(JobFileError) as caught:
-        read(folder)
-    (refusal,) = caught.value.problems
-    assert refusal.path == "data.path"
-    assert "\n" not in refusal.message
-    return refusal.message
 
 
 def shards(folder: Path) -> Shards:
     return Shards(path=str(folder))
-
-
-def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
-    return pa.table({"x": pa.array(list(values), kind or pa.list_(pa.float32()))})
 
 
 @pytest.mark.parametrize(

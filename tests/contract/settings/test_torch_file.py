@@ -15,14 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shard_files import BEGINS, problem
 
 from trainer.activations.shards import Shards
-from trainer.contract.errors import JobFileError
 from trainer.contract.settings.rows import NotRowsError
-from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.torch_file import read_torch_file
-
-BEGINS = "is not an array of rows [n_tokens, d_in]: "
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,15 +30,6 @@ def saved(value: object, **options: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
-
-
-def problem(folder: Path) -> str:
-    with pytest.raises(JobFileError) as caught:
-        inspect_shards(folder)
-    (refusal,) = caught.value.problems
-    assert refusal.path == "data.path"
-    assert "\n" not in refusal.message
-    return refusal.message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -177,7 +165,7 @@ def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
     file = tmp_path_factory.getbasetemp() / "damaged.pt"
     file.write_bytes(content)
     try:
-        offset, n_tokens, d_in = read_torch_file(file, "activations")[:3]
+        there = read_torch_file(file, "activations")
     except (NotRowsError, OSError):
         return
-    assert min(offset, n_tokens, d_in) >= 0
+    assert min(there.offset, there.n_tokens, there.d_in) >= 0

@@ -37,7 +37,7 @@ def test_gpus_and_cores_are_asked_for_by_node() -> None:
 
 def test_cpu_ranks_ask_for_no_gpu_and_threads_of_one_process_for_all_of_theirs() -> None:
     assert not any("gpus" in part for part in submitted(spec(2, "cpu"), job(gpus="cpu:2")))
-    threads = spec(4, as_threads=True)
+    threads = spec(4, as_one_process=True)
     wanted = {"--gpus-per-node=4", "--ntasks-per-node=1", "--cpus-per-task=4"}
     assert wanted <= set(submitted(threads, job(gpus="auto:4")))
     assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 " in script(threads, job(gpus="auto:4").launch, ["rank"])

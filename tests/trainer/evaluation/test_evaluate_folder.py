@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.cli import main
+from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.training.loop import Trainer
@@ -70,4 +71,22 @@ def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp
     assert main(["eval", alone, "--data", str(narrow)]) == 1
     assert "maps 16 to 16 dimensions" in capsys.readouterr().err
     assert main(["eval", str(tmp_path), "--data", "x"]) == 2
+    assert not (Path(alone) / "card.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--model", "auto"), "--model: takes the folder of a run, and "),
+        (("--contexts", "5"), "--contexts: takes the folder of a run, and "),
+        (("--best",), "--best: takes the folder of a run, and "),
+        (("--tokens", "64"), "--tokens: says how many --model reads; give that too, or leave it out"),
+    ],
+)
+def test_flags_that_an_sae_alone_has_no_use_for_are_refused(
+    alone: str, activations: Path, capsys: Shown, flags: tuple[str, ...], reason: str
+) -> None:
+    assert main(["eval", alone, "--data", str(activations), *flags]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(reason)
     assert not (Path(alone) / "card.json").exists()

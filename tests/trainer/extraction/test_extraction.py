@@ -23,8 +23,10 @@ from torch import Tensor
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
-from trainer.extraction.extraction import FIRST, OUTLIERS, SPECIAL, STATE, Extraction, Result, stored_state
+from trainer.extraction.extraction import Extraction, Result
 from trainer.extraction.packing import pack
+from trainer.extraction.peers import Alone
+from trainer.extraction.state import FIRST, OUTLIERS, SPECIAL, STATE, stored_state
 from trainer.extraction.text import documents
 
 Make = Callable[..., ExtractJob]
@@ -85,7 +87,7 @@ def test_the_rows_of_all_hooks_are_those_of_the_same_tokens(example) -> None:
 
 def test_a_row_is_what_the_model_computes_for_its_token(example, tiny) -> None:
     job, _ = example
-    tokenizer = Extraction(job, CPU, threading.Event()).model.tokenizer
+    tokenizer = Extraction(job, CPU, Alone(threading.Event())).model.tokenizer
     made = list(pack(tokenizer.tokens(documents(job.text)), job.text.context))
     model = transformers.AutoModel.from_pretrained(tiny("llama")).eval()
     stored = tensors(job, "resid_post.1")
@@ -170,7 +172,9 @@ def test_cut_off_just_before_its_end_it_comes_to_the_same(make: Make, n_tokens: 
 
 def n_read_of(job: ExtractJob) -> tuple[int, int]:
     """Return how many tokens and pieces of documents the contexts of a text have."""
-    contexts = list(pack(Extraction(job, CPU, threading.Event()).model.tokenizer.tokens(documents(job.text)), 32))
+    contexts = list(
+        pack(Extraction(job, CPU, Alone(threading.Event())).model.tokenizer.tokens(documents(job.text)), 32)
+    )
     return sum(one.ids.size for one in contexts), sum(int((one.positions == 0).sum()) for one in contexts)
 
 
@@ -287,7 +291,7 @@ def test_the_folder_of_another_extraction_is_refused(example, change: dict[str, 
     other = msgspec.structs.replace(job, **{section: msgspec.structs.replace(getattr(job, section), **change)})
     before = digests(job)
     with pytest.raises(UsageError, match=rf"^extract.output: {job.extract.output} holds an extraction of another .*"):
-        Extraction(other, CPU, threading.Event())
+        Extraction(other, CPU, Alone(threading.Event()))
     assert f"another {section}.{name}, " in refusal(other)
     assert digests(job) == before
 
@@ -336,7 +340,7 @@ def test_an_output_that_is_a_file_or_a_link_is_refused(make: Make, tmp_path: Pat
     assert refusal(make(name="file")) == f"extract.output: {tmp_path}/file is not a folder; choose another"
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(UserError, match="is a link, which is not followed"):
-        Extraction(make(name="link"), CPU, threading.Event())
+        Extraction(make(name="link"), CPU, Alone(threading.Event()))
 
 
 def test_an_output_among_the_texts_is_refused(make: Make, tmp_path: Path) -> None:

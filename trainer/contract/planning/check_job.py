@@ -21,6 +21,7 @@ from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
@@ -52,6 +53,8 @@ class Machine(msgspec.Struct, frozen=True):
     # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and why CUDA cannot be used.
     cuda: bool = True
     cuda_problem: str = ""
+    # The folders that other jobs have yet to write before the job starts.
+    promises: Promises = NO_PROMISES
 
 
 def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> list[Problem]:
@@ -66,7 +69,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     problems += _check_mirrors(job)
     problems += _check_mode(Layout(job, wanted_ranks(job)))
     try:
-        data = job.data_shape()
+        data = job.data_shape(machine.promises)
     except JobFileError as error:
         return [*error.problems, *problems]
     work = Workload(job, wanted_ranks(job), data)
@@ -237,9 +240,9 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
 
 
 def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
-    """Return the outlook of an extraction on this machine; for "auto", on the GPU that it would take now."""
-    cards = _best_first(machine)
-    return outlook_of_extraction(job, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    """Return the outlook of an extraction on this machine; for "auto", on the GPUs that it would take now."""
+    cards, ranks = _best_first(machine), wanted_ranks(job)
+    return outlook_of_extraction(job, cards, ranks=ranks, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:

@@ -21,10 +21,12 @@ from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
+from trainer.contract.settings.promised import Promise
 from trainer.contract.wording import distinct_sizes
 
 # token_ids, positions and document of a row.
 _ORIGIN_BYTES = 12
+SPREAD = "spread"
 
 
 class ExtractionOutlook(msgspec.Struct, frozen=True):
@@ -38,9 +40,9 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     room: Room = NO_ROOM
     lack: str = ""
     excess: str = ""
-
-    ranks = 1
-    mode = "single"
+    ranks: int = 1
+    # How its devices share the work, by the name that a job's row has for it.
+    mode: str = "single"
 
     @property
     def needs_bytes(self) -> int | None:
@@ -48,7 +50,8 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
     def problems(self) -> list[Problem]:
         """Return the memory problems: an error if it can never run, a warning if not now."""
-        cure = "lower extract.batch_tokens, or choose a smaller model"
+        spread = "" if self.mode == SPREAD or not self.on_gpus else ", set model.spread and give it several GPUs"
+        cure = f"lower extract.batch_tokens{spread}, or choose a smaller model"
         if self.excess:
             return [Problem("model.path", f"{self.excess}; {cure}")]
         return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")] if self.lack else []
@@ -58,34 +61,49 @@ def outlook_of_extraction(
     job: ExtractJob,
     cards: Sequence[Card],
     *,
+    ranks: int = 1,
     speeds: Box = NOTHING_MEASURED,
     cuda: bool = True,
     host: Room = NO_ROOM,
 ) -> ExtractionOutlook:
-    """Return the outlook on the card that launch.gpus names, or on the first; on simulated cards it runs on the CPU."""
+    """Return the outlook on the cards that launch.gpus names, or on the first; on simulated ones it runs on the CPU.
+
+    Each rank has a model of its own, unless one is spread over the cards. Of a cluster's nodes nothing is known.
+    """
+    cards, host = ((), NO_ROOM) if job.cluster else (cards, host)
     size = model_size(job.model.path, job.model.revision)
-    on_gpus = not (job.on_cpu or not cards)
-    chosen = ChosenCards(job.launch, cards, 1)
+    on_gpus = not job.on_cpu and bool(cards or job.cluster)
+    chosen = ChosenCards(job.launch, cards, ranks)
     room = chosen.room if on_gpus else host
     if size is None:
-        return ExtractionOutlook(on_gpus, room=room)
+        return ExtractionOutlook(on_gpus, room=room, ranks=ranks, mode=mode_of(job))
     is_cuda = on_gpus and cuda
-    memory = _memory(job, size, is_cuda)
+    memory = _memory(job, size, is_cuda, ranks)
     needs_bytes = memory.total
     lack, excess = (
-        (chosen.lack(needs_bytes), chosen.excess(needs_bytes)) if on_gpus else lack_of_host(needs_bytes, host)
+        (chosen.lack(needs_bytes), chosen.excess(needs_bytes))
+        if on_gpus
+        else lack_of_host(ranks * needs_bytes, host, ranks)
     )
     name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
-        seconds=_seconds(job, size, speeds, name),
+        # Processes on the CPU share its cores, and the cards of one model work one after the other.
+        seconds=_seconds(job, size, speeds, name) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
         room=room,
         lack=lack,
         excess=excess,
+        ranks=ranks,
+        mode=mode_of(job),
     )
+
+
+def mode_of(job: ExtractJob) -> str:
+    """Return how the devices of an extraction share its work."""
+    return SPREAD if job.model.spread else "single"
 
 
 def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
@@ -100,12 +118,21 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     return problems + _check_disk(job, outlook)
 
 
-def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool) -> int:
+def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
+    """Return what each folder of an extraction is to hold, by its real path; `by` names the extraction."""
+    size = model_size(job.model.path, job.model.revision)
+    # How wide the output of a module is that is given by its path, no file tells.
+    widths = [size.width if size and not hook.path else None for hook in job.hooks]
+    folders = [os.path.realpath(job.folder(name)) for name in job.model.hooks]
+    return {folder: Promise(d_in, job.extract.n_tokens, by) for folder, d_in in zip(folders, widths, strict=True)}
+
+
+def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool, n_cards: int = 1) -> int:
     """Return the largest half, quarter, ... of `extract.batch_tokens` with which it fits; 0 where none does."""
     size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
-        if _memory(smaller, size, cuda).total <= free_bytes:
+        if _memory(smaller, size, cuda, n_cards).total <= free_bytes:
             return tokens
         tokens //= 2
     return 0
@@ -121,13 +148,15 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     return [Problem("extract.n_tokens", message)]
 
 
-def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool) -> Memory:
+def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool, n_cards: int = 1) -> Memory:
+    """Return what each device holds; a spread model is cut between blocks, so that a card may have one more."""
     each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
+    share = min(1.0, 1 / n_cards + 1 / size.n_layers) if is_cuda and job.model.spread and n_cards > 1 else 1.0
     # Rows that wait for their shard.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
-        weights=size.n_parameters * each,
+        weights=round(size.n_parameters * each * share),
         gradients=0,
         optimizer=0,
         activations=size.pass_bytes(tokens, job.text.context, each) + waiting,

@@ -14,7 +14,7 @@ import msgspec
 from trainer.contract.planning.hardware import CPU, auto_precision, is_fast_at_bf16
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
-from trainer.contract.settings.job_file import members
+from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.sources import DataShape
 
 
@@ -111,6 +111,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @property
     def _own_batch(self) -> int:
         return USUAL_BATCH if self.job.train.batch_size == "auto" else self.job.train.batch_size
+
+
+def steps_of(job: AnyJob, ranks: int) -> int:
+    """Return the steps of a whole run: those of the optimiser, or the rows of an extraction."""
+    return Layout(job, ranks).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
 
 
 class Workload(Layout, frozen=True, dict=True):

@@ -22,6 +22,9 @@ from trainer.contract.settings.knobs import show
 from trainer.contract.store.rows import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
 
+# Modes in which one process has all of a job's devices.
+ONE_PROCESS = ("dp", "spread")
+
 
 class RankSpec(msgspec.Struct, frozen=True):
     """One attempt of a run, as all its ranks see it; whoever starts them writes it to `attempt<N>/ranks.json`.
@@ -45,8 +48,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     # Ranks find each other by a file in the attempt's folder, and on one host need no network; under torchrun they find
     # each other by its environment.
     on_one_host: bool = True
-    # All ranks in one process, as its threads.
-    as_threads: bool = False
+    # One process has all devices: of a training, each of its threads is a rank (`as_threads` in files).
+    as_one_process: bool = msgspec.field(default=False, name="as_threads")
     # The ranks are on other hosts than the process that started them, and share files with it but no SQLite.
     by_files: bool = False
     # The bytes that a rank may take of a shared device; None for all of it.
@@ -54,7 +57,7 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     @property
     def n_processes(self) -> int:
-        return 1 if self.as_threads else self.world_size
+        return 1 if self.as_one_process else self.world_size
 
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3

@@ -13,9 +13,10 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from trainer.contract.errors import Problem
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.hooks import Hook, parse_hook, problems_of_hooks
 from trainer.contract.settings.job import MAX_NORM, Launch
-from trainer.contract.settings.knobs import about, show
+from trainer.contract.settings.knobs import about
 from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
 
 KIND = "extract"
@@ -47,8 +48,6 @@ class ExtractJob(msgspec.Struct, frozen=True):
     """An extraction, complete: every default filled in."""
 
     kind: ClassVar[str] = KIND
-    # No cluster gives out its devices.
-    cluster: ClassVar[str] = ""
     model: Model
     text: Text
     extract: Extract
@@ -64,6 +63,11 @@ class ExtractJob(msgspec.Struct, frozen=True):
     def on_cpu(self) -> bool:
         """Whether it asks for the CPU; on "auto" it may come to that without asking."""
         return str(self.launch.gpus).startswith("cpu")
+
+    @property
+    def cluster(self) -> str:
+        """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
+        return LAUNCH_BACKENDS[self.launch.backend].cluster
 
     def folder(self, hook: str) -> Path:
         """Return the folder of a hook's rows; `hook` as the job file writes it."""
@@ -93,22 +97,12 @@ def check_extract(job: ExtractJob) -> list[Problem]:
     if (job.text.path is None) == (job.text.dataset is None):
         which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
         problems.append(Problem("text.path", which))
-    problems += _check_launch(job.launch)
     if job.text.context <= job.extract.skip_first:
         most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"
         problems.append(Problem("extract.skip_first", most))
-    return problems
-
-
-def _check_launch(launch: Launch) -> list[Problem]:
-    gpus, problems = launch.gpus, []
-    if launch.backend != "local":
-        message = f'must be "local" in an extraction, not {show(launch.backend)}'
-        problems.append(Problem("launch.backend", message))
-    n_devices = str(len(gpus)) if isinstance(gpus, list) else gpus.partition(":")[2]
-    if n_devices not in ("", "1"):
-        message = f'must be one device in an extraction, like "auto", "cpu" or [0], not {show(gpus)}'
-        problems.append(Problem("launch.gpus", message))
+    if job.model.spread and (job.on_cpu or (job.cluster and job.launch.nodes > 1)):
+        where = "GPUs, not the processes of launch.gpus" if job.on_cpu else "the GPUs of one node; set launch.nodes = 1"
+        problems.append(Problem("model.spread", f"is for {where}"))
     return problems
 
 

@@ -11,6 +11,7 @@ from trainer.contract.settings.architectures import ArchitectureKnobs
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS, MIRRORS, NoKnobs
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.optimizers import OptimizerKnobs
+from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
@@ -287,12 +288,12 @@ class JobConfig(msgspec.Struct, frozen=True):
     # With a sweep the sections hold the first value of every axis.
     sweep: tuple[Axis, ...] = ()
 
-    def data_shape(self) -> DataShape:
+    def data_shape(self, promises: Promises = NO_PROMISES) -> DataShape:
         """Read widths and row count from the data's file headers; raise `JobFileError` where something is wrong.
 
-        They have to be the same at all hooks.
+        They have to be the same at all hooks. Folders of `promises` count as they are to be.
         """
-        shapes = {name: knobs.shape() for name, knobs in self.hooks.items()}
+        shapes = {name: knobs.shape_once_written(promises) for name, knobs in self.hooks.items()}
         (first, shape), *others = shapes.items()
         for name, other in others:
             if other != shape:

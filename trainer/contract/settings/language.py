@@ -48,6 +48,10 @@ class Model(msgspec.Struct, frozen=True):
     revision: Revision | None = None
     dtype: Dtype = "auto"
     remote_code: RemoteCode = False
+    spread: Annotated[
+        bool,
+        about("One model over all GPUs of the job, in place of one on each: for one larger than a GPU.", advanced=True),
+    ] = False
 
 
 class Text(msgspec.Struct, frozen=True):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from trainer.contract.wording import join_words
 
 
-class Rows(NamedTuple):
+class Rows(msgspec.Struct, frozen=True):
     """Rows that lie in a file one after the other: the byte at which they begin, their number, width and type.
 
     A type that is read has the name that safetensors has for it, any other that of its format.

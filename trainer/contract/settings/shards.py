@@ -33,19 +33,10 @@ _CACHE = "cache-"
 _MOST_NAMES = 8
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """A file, or a stretch of one: the byte at which its rows begin, how many rows, their width and stored type.
-
-    `lists` and `column` are those of `Rows`, and `first_row` the number in its file of its first row.
-    """
+class Shard(Rows, frozen=True, kw_only=True):
+    """The rows of a file, or a stretch of them, of which the first is its row `first_row`."""
 
     file: Path
-    offset: int
-    n_tokens: int
-    d_in: int
-    dtype: str
-    lists: tuple[int, int] | None = None
-    column: str | None = None
     first_row: int = 0
 
 
@@ -119,7 +110,10 @@ def _inspect(file: Path, field: str) -> list[Shard]:
     except NotRowsError as error:
         raise _problem(field, file, f"is not an array of rows [n_tokens, d_in]: {error}") from None
     begins = itertools.accumulate((rows.n_tokens for rows in stretches), initial=0)
-    shards = [Shard(file, *rows, first_row=first) for rows, first in zip(stretches, begins, strict=False)]
+    shards = [
+        Shard(file=file, first_row=first, **msgspec.structs.asdict(rows))
+        for rows, first in zip(stretches, begins, strict=False)
+    ]
     if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
         raise _problem(field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32")
     if not any(shard.n_tokens * shard.d_in for shard in shards):

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.job import TIME_LIMITS, JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.knobs import show
 
 # Options of sbatch that the job file or the launcher sets: another value would contradict it.
@@ -36,12 +37,12 @@ _WORD = re.compile(r"[\w.][\w.,:@+-]*")
 _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
-def check_slurm(job: JobConfig) -> list[Problem]:
+def check_slurm(job: AnyJob) -> list[Problem]:
     """Report everything that is wrong before SLURM is asked."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 
-def _check_place(job: JobConfig) -> Iterator[Problem]:
+def _check_place(job: AnyJob) -> Iterator[Problem]:
     if shutil.which("sbatch") is None:
         message = '"slurm" needs sbatch, which is not on $PATH here; load SLURM\'s module, or use "local"'
         yield Problem("launch.backend", message)
@@ -49,11 +50,11 @@ def _check_place(job: JobConfig) -> Iterator[Problem]:
         n = len(job.launch.gpus)
         message = f'SLURM chooses the cards itself: the list counts as "auto:{n}", {n} for each node'
         yield Problem("launch.gpus", message, "warning")
-    if job.parallel.mode == "dp" and job.launch.nodes > 1:
+    if isinstance(job, JobConfig) and job.parallel.mode == "dp" and job.launch.nodes > 1:
         yield Problem("parallel.mode", '"dp" is one process on one node; use "ddp" or "auto", or launch.nodes = 1')
 
 
-def _check_words(job: JobConfig) -> Iterator[Problem]:
+def _check_words(job: AnyJob) -> Iterator[Problem]:
     for name in ("partition", "account"):
         word = getattr(job.launch, name)
         if word is not None and not _WORD.fullmatch(word):
@@ -63,7 +64,7 @@ def _check_words(job: JobConfig) -> Iterator[Problem]:
         yield Problem("launch.time_limit", f"must be {TIME_LIMITS}, not {show(limit)}")
 
 
-def _check_options(job: JobConfig) -> Iterator[Problem]:
+def _check_options(job: AnyJob) -> Iterator[Problem]:
     for option in job.launch.sbatch_options or ():
         if not _OPTION.fullmatch(option):
             message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'

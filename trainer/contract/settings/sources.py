@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.hooks import names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
+from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
 from trainer.contract.settings.shards import ShardSet, inspect_shards
 from trainer.contract.wording import join_words, plural
 
@@ -54,6 +56,10 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
 
+    def shape_once_written(self, promises: Promises) -> DataShape:
+        """Return the shape of the data where other jobs have yet to write some of it."""
+        return self.shape()
+
     def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
         return Held()
@@ -78,6 +84,7 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
 
 _Path = Annotated[str, msgspec.Meta(min_length=1)]
 Paths = str | list[str]
+S = TypeVar("S", bound=ShardSet | Width)
 _LARGEST_WEIGHT = 1e6
 
 
@@ -133,22 +140,28 @@ class ShardKnobs(SourceKnobs, frozen=True):
     @property
     def folders(self) -> Paths:
         """Where the rows are: at `path`, or in the folder there of the hook, whichever of its names that has."""
-        if self.hook is None:
-            return self.path
-        folders = [_folder_of_hook(path, self.hook) for path in each(self.path)]
-        return folders[0] if isinstance(self.path, str) else folders
+        return self._folders(NO_PROMISES)
 
     def shape(self) -> DataShape:
+        return self.shape_once_written(NO_PROMISES)
+
+    def shape_once_written(self, promises: Promises) -> DataShape:
         if problems := self._check_hook():
             raise JobFileError(problems)
-        sets = inspect_sets(self.folders, "data.path")
+        sets = _sets_once_written(self._folders(promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
             raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
         n_tokens = sum(one.n_tokens for one in sets)
         if self.target_path is None:
             return DataShape(sets[0].d_in, None, n_tokens)
-        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets), n_tokens)
+        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets, promises), n_tokens)
+
+    def _folders(self, promises: Promises) -> Paths:
+        if self.hook is None:
+            return self.path
+        folders = [_folder_of_hook(path, self.hook, promises) for path in each(self.path)]
+        return folders[0] if isinstance(self.path, str) else folders
 
     def _check_hook(self) -> list[Problem]:
         if self.hook is None:
@@ -158,9 +171,9 @@ class ShardKnobs(SourceKnobs, frozen=True):
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 
-    def _d_out(self, target_path: Paths, sets: list[ShardSet]) -> int:
+    def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
-        targets = inspect_sets(target_path, "data.target_path")
+        targets = _sets_once_written(target_path, "data.target_path", promises)
         if len(targets) != len(sets):
             counts = f"has {plural(len(targets), 'folder')}, but data.path has {len(sets)}"
             raise JobFileError([Problem("data.target_path", f"{counts}; give one for each, in the same order")])
@@ -172,10 +185,10 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return targets[0].d_in
 
 
-def _folder_of_hook(path: str, hook: str) -> str:
-    """Return the folder of a hook's rows: the first that is there by one of its names, or else by the given one."""
+def _folder_of_hook(path: str, hook: str, promises: Promises) -> str:
+    """Return the folder of a hook's rows by one of its names: the first that is there or to come, or the given."""
     folders = [os.path.join(path, name) for name in names_of_hook(hook)]
-    return next(filter(os.path.exists, folders), folders[0])
+    return next((one for one in folders if os.path.exists(one) or is_promised(one, promises)), folders[0])
 
 
 def each(paths: Paths) -> list[str]:
@@ -185,9 +198,18 @@ def each(paths: Paths) -> list[str]:
 
 def inspect_sets(paths: Paths, field: str) -> list[ShardSet]:
     """Read the headers of one folder of shards or several; raise `JobFileError` naming `field`."""
+    return _alike(paths, field, lambda path: inspect_shards(path, field))
+
+
+def _sets_once_written(paths: Paths, field: str, promises: Promises) -> list[ShardSet | Width]:
+    return _alike(paths, field, lambda path: promised(path, promises, field) or inspect_shards(path, field))
+
+
+def _alike(paths: Paths, field: str, inspect: Callable[[str], S]) -> list[S]:
+    """Inspect each path; raise `JobFileError` where there is none, or where their rows differ in width."""
     if not paths:
         raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
-    sets = [inspect_shards(path, field) for path in each(paths)]
+    sets = [inspect(path) for path in each(paths)]
     for path, one in zip(each(paths), sets, strict=True):
         if one.d_in != sets[0].d_in:
             message = f"{path} has d_in {one.d_in}, but {each(paths)[0]} has {sets[0].d_in}"

@@ -1,0 +1,26 @@
+"""`sae-tui import`: an SAE of another tool as a job."""
+
+from __future__ import annotations
+
+import argparse
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, show_json
+from sae_tui.jobs.cards.occupancy import name_elsewhere
+from sae_tui.jobs.launch.importing import import_sae
+
+
+def take_in(context: Context, flags: argparse.Namespace) -> int:
+    """Make a job of the SAE in a folder, and tell what can be done with it."""
+    settings = [word for override in flags.overrides for word in ("--set", override)]
+    arguments = [*settings, *(["--format", flags.format] if flags.format else [])]
+    source = name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
+    job_id, imported = import_sae(context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag)
+    if context.as_json:
+        show_json({"id": job_id, "format": imported.form, "architecture": imported.architecture})
+        return 0
+    say(f"job {job_id}: {imported.architecture} SAE, read as {imported.form}")
+    for note in imported.notes:
+        say(f"note: {note}")
+    say(f"`sae-tui eval {job_id}` writes its report card, `sae-tui compare {job_id} ID` sets it beside another job")
+    return 0

@@ -1,0 +1,66 @@
+"""Reads the report card that an evaluation has written beside an SAE's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.json_file import read_json
+from trainer.contract.runs.features import CARD
+from trainer.contract.settings.series import error_of
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What an SAE does on `n_tokens` rows; `dead` is the share of latents that never fire on them."""
+
+    n_tokens: int
+    fvu: float
+    fvu_error: float | None = None
+    l0: float | None = None
+    dead: float | None = None
+
+
+class Spliced(msgspec.Struct, frozen=True):
+    """What of its cross-entropy a language model keeps with the SAE in it, by a model without these activations."""
+
+    ce_score: float
+
+
+class Data(msgspec.Struct, frozen=True):
+    """Which rows were measured."""
+
+    is_held_out: bool
+
+
+class ReportCard(msgspec.Struct, frozen=True):
+    """What is told of an SAE's card; `label` is that of an SAE of a sweep."""
+
+    figures: Figures
+    data: Data
+    label: str = ""
+    spliced: Spliced | None = None
+
+    def values(self) -> dict[str, float]:
+        """Return the figures by which SAEs are compared, with the standard error where there is one."""
+        own = self.figures
+        values = {
+            "card_fvu": own.fvu,
+            error_of("card_fvu"): own.fvu_error,
+            "card_l0": own.l0,
+            "card_dead": own.dead,
+            "card_ce_score": self.spliced.ce_score if self.spliced else None,
+            "card_rows": own.n_tokens,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def read_card(folder: Path) -> ReportCard | None:
+    """Return the card of the SAE in a folder; None where there is none, or none that can be read."""
+    return read_json(folder / CARD, ReportCard)
+
+
+def read_cards(folder: Path) -> list[ReportCard]:
+    """Return the cards of the SAE in a folder, or of those of a sweep."""
+    folders = [folder, *sorted(file.parent for file in folder.glob(f"*/{CARD}"))]
+    return [card for one in folders if (card := read_card(one))]

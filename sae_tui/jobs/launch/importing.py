@@ -1,0 +1,111 @@
+"""Takes an SAE of another tool in as a job that has not trained: to evaluate, compare, train on and export as any."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.edits import as_tags
+from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.record import write_record
+from sae_tui.jobs.store_access import open_control
+from sae_tui.jobs.user import user_name
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.json_file import decode_as
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.planning.gpu_vendors import hide_all
+from trainer.contract.printable import printable
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+# It needs torch, and so a process.
+COMMAND = (sys.executable, "-P", "-m", "trainer", "import")
+
+
+class Imported(msgspec.Struct, frozen=True):
+    """What the trainer tells of an import: the format, the SAE as it is called here, and what to know of it."""
+
+    form: str
+    architecture: str
+    notes: tuple[str, ...] = ()
+
+
+def import_sae(
+    data: DataDir, folder: Path, activations: Path, arguments: Sequence[str], *, gpu_source: str, tags: Iterable[str]
+) -> tuple[int, Imported]:
+    """Make a job of the SAE in a folder, with `activations` to evaluate and train it on; return its id.
+
+    `arguments` are further ones of the trainer's import. Raise `UserError` where the SAE cannot be taken in; then there
+    is no job.
+    """
+    tags = as_tags(tags)
+    data.create()
+    staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
+    try:
+        paths = ["--out", str(staged), "--data", str(activations)]
+        imported = _run([*COMMAND, str(folder), *paths, *arguments, "--json"])
+        with open_control(data) as control:
+            job = _row(
+                RunPaths(staged), printable(f"imported from {folder.absolute()} ({imported.form})"), gpu_source, tags
+            )
+            job_id = control.create_job(job, above=data.last_id())
+            output = str(data.sae(job_id))
+            try:
+                _place(data, staged, msgspec.structs.replace(control.job(job_id), output_path=output))
+            except (UserError, OSError) as error:
+                control.forget(job_id)
+                raise UserError(f"the SAE could not be put into {data.root}: {sentence(error)}") from None
+            control.update(job_id, output_path=output)
+            control.add_event(job_id, "imported", job.note)
+        return job_id, imported
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _run(argv: Sequence[str]) -> Imported:
+    # On the CPU: it computes next to nothing.
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **hide_all()})
+    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    if done.returncode:
+        raise UserError(lines[-1] if lines else f"`trainer import` ended with {done.returncode} and told nothing")
+    try:
+        return decode_as(done.stdout.splitlines()[-1], Imported)
+    except (ValueError, IndexError) as error:
+        raise UserError(f"`trainer import` answered what is not understood: {error}") from None
+
+
+def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) -> Job:
+    config = read_plain_text(staged.job_file)
+    job, now = load_job(staged.job_file, read=read_plain_text), time.time()
+    shape = job.data_shape()
+    return Job(
+        name=job.name, state=JobState.FINISHED, config=config, user=user_name(), host=socket.gethostname(),
+        device="cpu", gpu_source=gpu_source, attempt=1, created=now, ended=now, d_in=shape.d_in, d_out=shape.d_out,
+        tags=tags, note=note,
+    )  # fmt: skip
+
+
+def _place(data: DataDir, staged: Path, job: Job) -> None:
+    """Move what was imported to where a job's files are; leave nothing of it there where that fails."""
+    run, output = data.run(job.id), data.sae(job.id)
+    data.refuse_links(job.id)
+    with contextlib.ExitStack() as undo:
+        for source, target in ((staged / "sae", output), (staged, run.root)):
+            source.rename(target)
+            undo.callback(shutil.rmtree, target, ignore_errors=True)
+        write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
+        write_ending(run.exit_file, Ending(JobState.FINISHED, job.ended or job.created, output_path=job.output_path))
+        write_record(run, job)
+        undo.pop_all()

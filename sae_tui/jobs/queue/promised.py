@@ -1,0 +1,78 @@
+"""Folders of activations that jobs in the list have yet to write, for trainings that wait for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.extraction import promises_of
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob, is_extraction, parse_extraction
+from trainer.contract.settings.promised import Promise
+from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.sources import each
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+
+def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
+    """Return the folders that the jobs of `after` have yet to write; raise `UserError` where there is no such job."""
+    promises: dict[str, Promise] = {}
+    for job_id in after:
+        with existing(data, job_id) as control:
+            job = control.job(job_id)
+        if job.state != JobState.FINISHED:
+            promises |= _promises(job)
+    return promises
+
+
+def promised_by_active(jobs: Iterable[Job]) -> dict[str, Promise]:
+    """Return the folders that jobs write which are in line or run."""
+    return {folder: one for job in jobs if not job.state.is_final for folder, one in _promises(job).items()}
+
+
+def writers_of(job: AnyJob, jobs: Iterable[Job]) -> tuple[int, ...]:
+    """Return the jobs, in line or running, that write a folder that this one reads: it has to come after them."""
+    folders = {folder for _, folder in _folders_read(job)} if isinstance(job, JobConfig) else set()
+    return tuple(one.id for one in jobs if not one.state.is_final and not folders.isdisjoint(_promises(one)))
+
+
+def refuse_other_rows(control: Control, job: Job, config: JobConfig) -> None:
+    """Raise `JobFileError` where the rows that a job waited for are not those that it was checked against."""
+    kept = {other: control.job(other) for other in job.after if control.state(other) is not None}
+    for other, writer in kept.items():
+        promises = _promises(writer)
+        for field, folder in _folders_read(config):
+            if promise := promises.get(folder):
+                _refuse_other(job, other, field, folder, promise)
+
+
+def _refuse_other(job: Job, writer: int, field: str, folder: str, promise: Promise) -> None:
+    stored = inspect_shards(folder, field)
+    if promise.d_in not in (None, stored.d_in):
+        message = (
+            f"rows in {folder} are {stored.d_in} wide, and job {writer} was to write {promise.d_in}; clone the job"
+        )
+        raise JobFileError([Problem(field, message)])
+    if stored.n_tokens < promise.n_tokens:
+        message = f"{folder} holds {stored.n_tokens:,} rows, and job {writer} was to write {promise.n_tokens:,}"
+        cure = f"give it more text, or train on these by `sae-tui resume {job.id}`"
+        raise JobFileError([Problem(field, f"{message}; {cure}")])
+
+
+def _promises(job: Job) -> dict[str, Promise]:
+    table = table_of(job.config)
+    extraction = parse_extraction(table)[0] if is_extraction(table) else None
+    return promises_of(extraction, f"job {job.id}") if extraction else {}
+
+
+def _folders_read(job: JobConfig) -> Iterator[tuple[str, str]]:
+    """Yield the setting and the real path of each folder that a training reads."""
+    for name in job.data.knobs.paths:
+        for path in each(getattr(job.data.knobs, name) or []):
+            yield f"data.{name}", os.path.realpath(path)

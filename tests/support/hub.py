@@ -1,0 +1,133 @@
+"""The Hugging Face hub's API on a port of this machine: what its client asks for when it sends files to a model."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "hf_0123456789secret"
+
+
+class Hub:
+    """Takes files as the hub does; `files` has what was committed, by repository and name, `asked` every request.
+
+    `fails_at` is a part of the path of a request that is answered by 500 with a text that has the token in it.
+    """
+
+    def __init__(self) -> None:
+        self.private: dict[str, bool] = {}
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.asked: list[str] = []
+        self.fails_at = ""
+        self.stored: dict[str, bytes] = {}
+        hub = self
+
+        class Handler(_Handler):
+            of = hub
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def environment(self, home: str) -> dict[str, str]:
+        """Return the variables with which the client comes here, logged in."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": home,
+            "HF_TOKEN": TOKEN,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+
+    def commit(self, repo: str, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "file":
+                self.files[repo][value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                self.files[repo][value["path"]] = self.stored[value["oid"]]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    of: Hub
+
+    def do_GET(self) -> None:
+        repo = self.path.removeprefix("/api/models/")
+        if self._is_refused():
+            return
+        if self.path == "/api/whoami-v2":
+            self._answer({"name": "ada", "type": "user", "orgs": []})
+        elif repo in self.of.private:
+            siblings = [{"rfilename": name} for name in self.of.files[repo]]
+            self._answer({"id": repo, "private": self.of.private[repo], "siblings": siblings})
+        else:
+            self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._is_refused():
+            return
+        repo = "/".join(self.path.strip("/").removeprefix("api/models/").removesuffix(".git").split("/")[:2])
+        if self.path == "/api/validate-yaml":
+            self._answer({"errors": [], "warnings": []})
+        elif self.path == "/api/repos/create":
+            asked = json.loads(body)
+            repo = f"{asked['organization'] or 'ada'}/{asked['name']}"
+            self.of.private[repo], self.of.files[repo] = asked["visibility"] == "private", {}
+            self._answer({"url": f"{self.of.url}/{repo}"})
+        elif "/preupload/" in self.path:
+            sent = json.loads(body)["files"]
+            modes = [(one["path"], "lfs" if one["path"].endswith(".safetensors") else "regular") for one in sent]
+            self._answer({"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes]})
+        elif self.path.endswith("/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for one in objects:
+                one["actions"] = {"upload": {"href": f"{self.of.url}/put/{one['oid']}?signature=secret", "header": {}}}
+            self._answer({"transfer": "basic", "objects": objects})
+        elif "/commit/" in self.path:
+            self.of.commit(repo, [json.loads(line) for line in body.splitlines()])
+            self._answer({"commitUrl": f"{self.of.url}/{repo}/commit/1", "commitOid": "1" * 40})
+
+    def do_PUT(self) -> None:
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        if not self._fails():
+            self.of.stored[hashlib.sha256(content).hexdigest()] = content
+            self._answer({})
+
+    def _is_refused(self) -> bool:
+        """Answer a request without the right token, or one that is to fail."""
+        self.of.asked.append(f"{self.command} {self.path}")
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            self._answer({"error": "Invalid credentials"}, 401)
+            return True
+        return self._fails()
+
+    def _fails(self) -> bool:
+        fails = bool(self.of.fails_at) and self.of.fails_at in self.path
+        if fails:
+            self._answer({"error": f"no room for {self.headers['Authorization']}"}, 507)
+        return fails
+
+    def _answer(self, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in (
+            {"Content-Type": "application/json", "Content-Length": str(len(body))} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Write nothing to standard error."""

@@ -1,0 +1,38 @@
+"""Rows for shards of every kind, tables with a column of them, and how a folder of shards is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from numpy.typing import NDArray
+
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.shards import inspect_shards
+
+# How the refusal of a file without rows begins.
+BEGINS = "is not an array of rows [n_tokens, d_in]: "
+
+
+def rows(*shape: int, dtype: Any = np.float32) -> NDArray[Any]:
+    """Return normal numbers, the same ones for the same shape."""
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
+    """Return a table with a column `x` of lists of numbers."""
+    return pa.table({"x": pa.array(list(values), kind or pa.list_(pa.float32()))})
+
+
+def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
+    """Return the one sentence in which a folder of shards is refused."""
+    with pytest.raises(JobFileError) as caught:
+        read(folder)
+    (refusal,) = caught.value.problems
+    assert refusal.path == "data.path"
+    assert "\n" not in refusal.message
+    return refusal.message

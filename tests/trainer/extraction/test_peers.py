@@ -1,0 +1,170 @@
+"""Extractions by several ranks: together they store what one does, exactly as many rows, whatever interrupts them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from support.extractions import run, run_ranks
+from torch import Tensor
+
+from trainer.contract.errors import UsageError, UserError
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import to_table
+from trainer.evaluation.contexts import texts_of
+from trainer.extraction.extraction import share_of
+from trainer.extraction.state import STATE, stored_state
+
+ROOT = Path(__file__).parents[3]
+Make = Callable[..., ExtractJob]
+# More than the text has.
+ALL = 10**6
+
+
+def meta(job: ExtractJob, hook: str = "mlp_out.0") -> dict[str, Any]:
+    return json.loads((job.folder(hook) / "meta.json").read_text())
+
+
+def rows_of(job: ExtractJob, hook: str = "mlp_out.0") -> dict[tuple[int, ...], list[Tensor]]:
+    """Return the rows of a hook by document, position and token, of which a document cut in two has the same twice."""
+    rows: dict[tuple[int, ...], list[Tensor]] = {}
+    for file in sorted(job.folder(hook).glob("*.safetensors")):
+        shard = load_file(file)
+        keys = zip(*(shard[name].tolist() for name in ("document", "positions", "token_ids")), strict=True)
+        for key, row in zip(keys, shard["activations"], strict=True):
+            rows.setdefault(key, []).append(row)
+    return rows
+
+
+def digests(output: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file but locks and hidden ones."""
+    files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
+    return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def n_rows(tiny: Callable[[str], Path], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Count the rows that all of the text gives."""
+    from support.extractions import extraction_job
+
+    return run(extraction_job(tiny("gpt2"), corpus, tmp_path_factory.mktemp("all") / "rows", n_tokens=ALL)).n_tokens
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_of_a_text_gives_the_rows_that_one_rank_stores(make: Make, tmp_path: Path, size: int) -> None:
+    alone, several = (make(name=name, n_tokens=ALL, max_norm=1.02) for name in ("alone", "several"))
+    whole = run(alone)
+    result = run_ranks(several, size, tmp_path / "meet")[0]
+    assert (result.state, result.n_tokens, result.left_out) == ("finished", whole.n_tokens, whole.left_out)
+    assert result.left_out["outlier norms"] > 0
+    expected, stored = rows_of(alone), rows_of(several)
+    assert stored.keys() == expected.keys()
+    for key, rows in expected.items():
+        assert sorted(row[0].item() for row in stored[key]) == pytest.approx(
+            sorted(row[0].item() for row in rows), abs=1e-5
+        )
+
+
+def test_what_is_told_of_the_rows_is_that_of_the_rows_of_all_ranks(make: Make, tmp_path: Path) -> None:
+    job = make(n_tokens=500)
+    run_ranks(job, 2, tmp_path / "meet")
+    for hook in job.model.hooks:
+        facts = meta(job, hook)
+        files = sorted(job.folder(hook).glob("*.safetensors"))
+        assert facts["shards"] == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        x = torch.cat([load_file(file)["activations"] for file in files]).double()
+        mean, spread = x.mean(0), (x - x.mean(0)).square().sum(1).mean().sqrt()
+        assert facts["n_tokens"] == len(x) == 500
+        torch.testing.assert_close(torch.tensor(facts["mean"], dtype=torch.float64), mean)
+        assert facts["scale"] == pytest.approx(float(spread))
+        assert facts["gamma"] == pytest.approx(float(mean.norm() / spread))
+    assert not (Path(job.extract.output) / ".parts").exists()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 301, 1000])
+def test_there_are_exactly_as_many_rows_as_asked_for(make: Make, tmp_path: Path, n_tokens: int) -> None:
+    job = make(n_tokens=n_tokens)
+    assert run_ranks(job, 3, tmp_path / "meet")[0].n_tokens == n_tokens
+    assert sum(map(len, rows_of(job).values())) == n_tokens
+
+
+@pytest.mark.parametrize("lacking", [0, 1, 20])
+def test_what_one_rank_lacks_at_the_end_of_the_text_others_give(
+    make: Make, tmp_path: Path, n_rows: int, lacking: int
+) -> None:
+    job = make(n_tokens=n_rows - lacking, shard_rows=100)
+    results = run_ranks(job, 3, tmp_path / "meet")
+    assert results[0].n_tokens == n_rows - lacking
+    assert sum(map(len, rows_of(job).values())) == n_rows - lacking
+    if lacking < 20:
+        shares = [share_of(n_rows - lacking, rank, 3) for rank in range(3)]
+        assert [result.n_tokens for result in results[1:]] != shares[1:]
+
+
+def test_the_order_within_a_shard_is_told_by_its_name(make: Make, tmp_path: Path) -> None:
+    job = make(n_tokens=600)
+    run_ranks(job, 2, tmp_path / "meet")
+    for text in texts_of(job.folder("mlp_out.0")):
+        assert (text.origin.document.diff() >= 0).all()
+
+
+def test_an_extraction_goes_on_with_as_many_ranks_only(make: Make, tmp_path: Path) -> None:
+    job = make(n_tokens=1400, shard_rows=64)
+    folder = job.folder("mlp_out.0")
+
+    class AtFirstShard(threading.Event):
+        def is_set(self) -> bool:
+            return any(folder.glob("*.safetensors"))
+
+    results = run_ranks(job, 2, tmp_path / "meet", AtFirstShard())
+    assert {result.state for result in results} == {"stopped"}
+    n_stored = stored_state(job, 2).n_stored
+    assert n_stored == 64 * len(list(folder.glob("*.safetensors")))
+    for size in (1, 3):
+        with pytest.raises(UsageError, match=f"launch.gpus: .* holds an extraction by 2 processes, not {size}; go on"):
+            stored_state(job, size)
+    assert run_ranks(job, 2, tmp_path / "again")[0].n_tokens == 1400
+    undisturbed = make(name="undisturbed", n_tokens=1400, shard_rows=64)
+    run_ranks(undisturbed, 2, tmp_path / "undisturbed-meet")
+    assert digests(Path(job.extract.output)) == digests(Path(undisturbed.extract.output))
+    # What has ended is not extracted again, by however many.
+    assert stored_state(job, 1).is_finished
+
+
+def test_a_text_without_rows_is_refused_by_the_first_rank(make: Make, tmp_path: Path) -> None:
+    (empty := tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="the text gives no row"):
+        run_ranks(make(text=empty), 2, tmp_path / "meet")
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_at_any_moment_changes_no_byte(make: Make, tmp_path: Path, size: int) -> None:
+    job = make(n_tokens=600, shard_rows=50)
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(to_table(job)))
+    (root := tmp_path / "killed").mkdir()
+    command = [sys.executable, ROOT / "tests/support/killed_ranks.py", file, root, "0", "4", str(size)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    killed = json.loads(done.stdout.splitlines()[-1])
+    assert any(-signal.SIGKILL in codes for starts in killed for codes in starts)
+    whole = digests(root / "whole")
+    assert len(whole) == 1 + 2 * (2 + size * -(-600 // size // 50))
+    for number, starts in enumerate(killed):
+        assert starts[-1] == [0] * size, killed
+        assert digests(root / str(number)) == whole, (number, starts)
+        assert not (root / str(number) / ".parts").exists()
+        assert (root / str(number) / STATE).exists()

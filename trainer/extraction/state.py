@@ -1,0 +1,153 @@
+"""How far an extraction is: that of each process, and of all together."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.checkpoints.atomic_folder import not_written
+from trainer.contract.errors import UsageError
+from trainer.contract.json_file import read_json, write_json
+from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.settings.knobs import show
+from trainer.contract.wording import plural
+from trainer.extraction.shard_writer import ShardFile, Sums, add_sums
+
+SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
+# In the output folder while several processes extract: a folder for each of them.
+PARTS = ".parts"
+
+
+class State(msgspec.Struct):
+    """How far an extraction is, written after each shard; with several processes, how far each of them is.
+
+    It goes on with the batch of number `batch`, of which `offset` rows are stored. `left_out` counts the rows before
+    that batch that were left out, by reason. `limits` are the largest norms, by hook, `dtype` is that of the rows.
+    Of a process that has ended, `lacking` rows are those of its share that its text has not given.
+    """
+
+    job: dict[str, Any]
+    dtype: str
+    limits: list[float]
+    batch: int
+    offset: int
+    left_out: dict[str, int]
+    shards: list[list[ShardFile]]
+    sums: list[Sums | None]
+    is_finished: bool = False
+    n_ranks: int = 1
+    lacking: int = 0
+
+    @property
+    def n_stored(self) -> int:
+        return sum(shard.n_tokens for shard in self.shards[0])
+
+
+def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
+    """Return how far this job has come in its output folder; raise `UsageError` where that holds another extraction.
+
+    That of several processes is the sum of theirs.
+    """
+    output, asked = Path(job.extract.output), _identity(job)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"extract.output: {output} is not a folder; choose another")
+    if job.text.path and output.is_relative_to(job.text.path):
+        raise UsageError(f"extract.output: {output} is in text.path, all files of which are read; choose another")
+    state = _read(output)
+    if state is None:
+        _refuse_strangers(job)
+    if state is None or not state.n_stored:
+        return _new_state(asked, n_ranks)
+    if changed := [path for path, value in asked.items() if state.job.get(path) != value]:
+        was = f"of another {changed[0]}, {show(state.job.get(changed[0]))}"
+        raise UsageError(f"extract.output: {output} holds an extraction {was}; choose another folder")
+    if not state.is_finished and state.n_ranks != n_ranks:
+        was = f"an extraction by {plural(state.n_ranks, 'process')}"
+        raise UsageError(f"launch.gpus: {output} holds {was}, not {n_ranks}; go on with as many, or choose another")
+    for hook, shards in zip(job.model.hooks, state.shards, strict=True):
+        for shard in shards:
+            if not (file := job.folder(hook) / shard.name).exists():
+                raise UsageError(f"extract.output: {file} is missing; delete {output} or choose another folder")
+    return state
+
+
+def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
+    """Return where a process writes down how far it is: a process alone, in the output folder."""
+    output = Path(job.extract.output)
+    return output if n_ranks == 1 else output / PARTS / str(rank)
+
+
+def part_state(job: ExtractJob, rank: int, n_ranks: int) -> State:
+    """Return how far one process is."""
+    state = read_json(part_folder(job, rank, n_ranks) / STATE, State)
+    return state if state and state.n_stored else _new_state(_identity(job), n_ranks)
+
+
+def write_state(folder: Path, state: State) -> None:
+    """Write down how far an extraction is; raise `UserError` where the disk does not take it."""
+    try:
+        write_json(folder / STATE, state)
+    except OSError as error:
+        raise not_written(folder, error.strerror or str(error), error.errno) from None
+
+
+def merged(parts: list[State]) -> State:
+    """Return what several processes have stored together."""
+    hooks = range(len(parts[0].shards))
+    sums: list[Sums | None] = [None for _ in hooks]
+    for part, hook in itertools.product(parts, hooks):
+        if (own := part.sums[hook]) is not None:
+            sums[hook] = add_sums(sums[hook], own)
+    return State(
+        job=parts[0].job,
+        dtype=next((part.dtype for part in parts if part.dtype), ""),
+        limits=next((part.limits for part in parts if part.limits), []),
+        # The contexts that are read lie before the end of this batch, as if one process had read them.
+        batch=len(parts) * (max(part.batch for part in parts) + 1) - 1,
+        offset=0,
+        left_out={reason: sum(part.left_out[reason] for part in parts) for reason in parts[0].left_out},
+        shards=[sorted((shard for part in parts for shard in part.shards[hook]), key=_by_name) for hook in hooks],
+        sums=sums,
+        n_ranks=len(parts),
+    )
+
+
+def forget_parts(job: ExtractJob) -> None:
+    """Remove what processes wrote down each for itself."""
+    shutil.rmtree(Path(job.extract.output) / PARTS, ignore_errors=True)
+
+
+def _by_name(shard: ShardFile) -> str:
+    return shard.name
+
+
+def _read(output: Path) -> State | None:
+    state = read_json(output / STATE, State)
+    if state is None or state.n_ranks == 1 or state.is_finished:
+        return state
+    parts = [read_json(output / PARTS / str(rank) / STATE, State) for rank in range(state.n_ranks)]
+    return merged([part or _new_state(state.job, state.n_ranks) for part in parts])
+
+
+def _new_state(asked: dict[str, Any], n_ranks: int) -> State:
+    counts, n_hooks = dict.fromkeys((SPECIAL, FIRST, OUTLIERS), 0), len(asked["model.hooks"])
+    return State(asked, "", [], 0, 0, counts, [[] for _ in range(n_hooks)], [None] * n_hooks, n_ranks=n_ranks)
+
+
+def _refuse_strangers(job: ExtractJob) -> None:
+    """Raise `UsageError` where shards lie in a hook's folder of which nothing is known: rows would be mixed."""
+    for hook in job.model.hooks:
+        if any((folder := job.folder(hook)).glob("*.safetensors")):
+            message = f"{folder} holds shards of something else; choose another folder or delete them"
+            raise UsageError(f"extract.output: {message}")
+
+
+def _identity(job: ExtractJob) -> dict[str, Any]:
+    """Return the settings that decide what is stored, by their paths."""
+    sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
+    table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}

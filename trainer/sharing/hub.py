@@ -1,0 +1,118 @@
+"""Sends files to a model's repository on the Hugging Face hub, by its own client: only where the user asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.errors import UsageError, UserError, first_line
+from trainer.sharing.base import MODEL_CARD
+
+_NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
+
+
+class Repository:
+    """A repository on the hub that files are to go to: `url`, whether it `is_new` and whether it `has_card` already.
+
+    Making this object asks the hub who the user is and what is there, and changes nothing. Raise `UsageError` where
+    nothing can be sent, and `UserError` where the hub does not answer.
+    """
+
+    def __init__(self, name: str, *, public: bool) -> None:
+        _require_name(name)
+        self._hub, self._token = _client()
+        self._api = self._hub.HfApi(token=self._token)
+        self.is_public = public
+        with self._explained("asking the hub"):
+            user = self._user()
+            self.name = name if "/" in name else f"{user}/{name}"
+            there = self._look()
+        self.url = f"{self._api.endpoint}/{self.name}"
+        self.is_new = there is None
+        self.has_card = there is not None and any(one.rfilename == MODEL_CARD for one in there.siblings or ())
+        if there is not None and bool(there.private) == public:
+            way_out = "is private already; leave out --public" if public else "is public already; give --public too"
+            raise UsageError(f"--push: {self.url} {way_out}, or choose another name")
+
+    def send(self, files: Mapping[str, Path | bytes]) -> None:
+        """Commit files, by their names there, all or none of them; raise `UserError` where that fails."""
+        added = [
+            self._hub.CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()
+        ]
+        with self._explained(f"sending to {self.url}"):
+            if self.is_new:
+                self._api.create_repo(self.name, private=not self.is_public)
+            self._api.create_commit(self.name, added, commit_message="Upload an SAE of sae-tui")
+
+    def _user(self) -> str:
+        try:
+            return str(self._api.whoami()["name"])
+        except self._hub.errors.HfHubHTTPError as error:
+            if error.response.status_code != 401:
+                raise
+            raise UsageError("--push: the hub does not take your token; log in again by `hf auth login`") from None
+
+    def _look(self) -> Any:
+        """Return what the hub tells of the repository; None where there is none that the user sees."""
+        try:
+            return self._api.repo_info(self.name)
+        except self._hub.errors.RepositoryNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turn whatever the client raises, its own errors and those of HTTP and threads, into a `UserError`."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"--push: {doing} failed: {_reason(error).replace(self._token, '…')}") from None
+
+
+def _require_name(name: str) -> None:
+    parts = name.split("/")
+    is_name = len(parts) <= 2 and all(_NAME.fullmatch(part) for part in parts) and len(name) <= 96
+    if not is_name or "--" in name or ".." in name or name.endswith(".git"):
+        raise UsageError(
+            f'--push: "{name[:60]}" is no name of a repository; it takes NAME or OWNER/NAME in letters, digits, -, _, .'
+        )
+
+
+def _client() -> tuple[Any, str]:
+    """Return the hub's client and the user's token; raise `UsageError` where either is missing."""
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        for part in ("constants", "errors", "utils"):
+            importlib.import_module(f"huggingface_hub.{part}")
+    except ImportError:
+        raise UsageError("--push: needs the hub's client; pip install 'sae-tui[hf]'") from None
+    if hub.constants.HF_HUB_OFFLINE:
+        raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
+    token = hub.get_token()
+    if not token:
+        raise UsageError("--push: you are not logged in to the Hugging Face hub; do so by `hf auth login`")
+    # Its warnings of attempts that failed name URLs that anybody could use.
+    hub.utils.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
+    return hub, token
+
+
+def _reason(error: BaseException) -> str:
+    """Return why a request failed, in one line without the URL: that of an upload is signed, and is a key to it."""
+    if isinstance(error, RuntimeError) and error.__cause__:
+        # Of a file that was sent by another thread.
+        error = error.__cause__
+    response = getattr(error, "response", None)
+    if response is None:
+        return first_line(error)
+    told = getattr(error, "server_message", None)
+    words = f", {first_line(Exception(told))}" if told else ""
+    right = "; the token must have the right to write there" if response.status_code in (401, 403) else ""
+    return f"HTTP {response.status_code}{words}{right}"

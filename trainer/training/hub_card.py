@@ -1,0 +1,76 @@
+"""Writes the README.md of SAEs on the Hugging Face hub: what the hub lists them by, and how they were judged."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.checkpoint_manifest import State, read_state
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.settings.toml import read_plain_text
+from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD
+from trainer.sharing.saelens import exported_tokens
+from trainer.training.export_checkpoint import output_of
+
+_ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+
+
+def hub_card(checkpoints: Sequence[Path], form: str, name: str) -> str:
+    """Return the README.md of the SAEs of some checkpoints, exported in a format, in the repository `name`.
+
+    An SAE that was evaluated as it is has its model card in it.
+    """
+    runs = [(path.parent.parent, _job_of(path), read_state(path)) for path in checkpoints]
+    models = {str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in members(job)}
+    kind = "transcoder" if any(state.d_out is not None for *_, state in runs) else "sparse-autoencoder"
+    facts = {"library_name": form, "tags": [kind, form]}
+    if len(models) == 1 and is_on_the_hub(model := models.pop()):
+        facts["base_model"] = model
+    # Texts and lists in JSON are those of YAML.
+    front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
+    sections = [section for run in runs for section in _sections(*run)]
+    body = "\n".join(sections)
+    load = f"`hf download {name} --local-dir my-sae`, and in {form} `{catalog.FORMATS[form].use}`."
+    return f"---\n{front}---\n\n{body}\nTo load it: {load}\n"
+
+
+def local_paths(checkpoints: Sequence[Path]) -> list[str]:
+    """Return the paths of this machine that the metadata of the SAEs of some checkpoints tells."""
+    states = [read_state(path) for path in checkpoints]
+    origins = [origin for state in states for origin in (state.origin, *(state.origins or {}).values())]
+    values = [str(value) for origin in origins for value in origin.values()]
+    return sorted({value for value in values if Path(value).is_absolute()})
+
+
+def is_on_the_hub(model: str) -> bool:
+    """Tell whether a model is called as one on the hub is, and is no folder or file here."""
+    is_name = len(model) <= 96 and _ON_THE_HUB.fullmatch(model) is not None and not model.endswith(".gguf")
+    return is_name and not Path(model).exists()
+
+
+def _job_of(checkpoint: Path) -> JobConfig:
+    return load_job(RunPaths(checkpoint.parent.parent).job_file, read=read_plain_text)
+
+
+def _sections(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
+    output = output_of(run_dir)
+    for label, member in members(job).items():
+        card = output / label / MODEL_CARD
+        is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
+        text = card.read_text(errors="replace") if is_judged else ""
+        # Its figures lie beside it, and are not sent.
+        yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(member, state, label)
+
+
+def _plain(job: JobConfig, state: State, label: str) -> str:
+    """Describe an SAE that was not evaluated."""
+    origin = state.origin_of(label)
+    lines = [f"- {fact.replace('_', ' ')}: {origin[fact]}" for fact in ("model_name", "hook_name") if fact in origin]
+    title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
+    what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
+    return "\n".join([title, "", what, *lines, ""])

@@ -1,0 +1,81 @@
+"""Sends what an export has written, and nothing else, to the Hugging Face hub, once the user has seen what it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.errors import UsageError, UserError
+from trainer.contract.settings import catalog
+from trainer.contract.wording import plural
+from trainer.sharing.base import MODEL_CARD
+from trainer.sharing.hub import Repository
+from trainer.training.hub_card import hub_card, local_paths
+
+
+class Push:
+    """An export into `out` that is to be sent to a repository; made before it, since it tells its files by that.
+
+    Raise `UserError` where the files could not be sent.
+    """
+
+    def __init__(self, name: str, out: Path, *, public: bool, confirmed: bool) -> None:
+        if not confirmed and not (sys.stdin and sys.stdin.isatty()):
+            raise UsageError("--push: asks before it sends; in a script add --yes")
+        self._repository, self._confirmed = Repository(name, public=public), confirmed
+        # An export makes the file that replaces another while that is still there: its number differs.
+        self._before = {(file, file.stat().st_ino) for file in _files_in(out.resolve())}
+
+    def send(self, out: Path, checkpoints: Sequence[Path], form: str, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Tell what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not."""
+        files = self._written(out, form) | self._card(out, checkpoints, form)
+        sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
+        place = self._repository
+        visible = "public" if place.is_public else "private"
+        tell(f"to {place.url} ({visible}, {'new' if place.is_new else 'there already'}):")
+        for name, size in sizes.items():
+            tell(f"  {name}, {size:,} bytes")
+        for path in local_paths(checkpoints):
+            tell(f"note: their metadata tells a path of this machine, {path}")
+        if not self._confirmed:
+            _ask(f"Send {plural(len(files), 'file')}, {sum(sizes.values()):,} bytes, to be {visible}? [y/N] ", out)
+        try:
+            place.send(files)
+        except UserError as error:
+            raise UserError(f"{error}; none of the files is there, and all are in {out}: try again") from None
+        tell(f"sent to {place.url}")
+        listed = [{"path": name, "bytes": size} for name, size in sizes.items()]
+        return {"url": place.url, "private": not place.is_public, "files": listed}
+
+    def _written(self, out: Path, form: str) -> dict[str, Path | bytes]:
+        """Return the files of a format that came into `out` since this was made."""
+        patterns, out = catalog.FORMATS[form].load().files, out.resolve()
+        return {
+            str(file.relative_to(out)): file
+            for file in sorted(_files_in(out))
+            if (file, file.stat().st_ino) not in self._before and any(fnmatchcase(file.name, one) for one in patterns)
+        }
+
+    def _card(self, out: Path, checkpoints: Sequence[Path], form: str) -> dict[str, Path | bytes]:
+        """Return the user's own README.md in `out`, or one that is made here where the hub has none."""
+        if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
+            return {MODEL_CARD: own}
+        if self._repository.has_card:
+            return {}
+        return {MODEL_CARD: hub_card(checkpoints, form, self._repository.name).encode()}
+
+
+def _files_in(out: Path) -> Iterator[Path]:
+    return (file for file in out.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+def _ask(question: str, out: Path) -> None:
+    try:
+        answer = input(question)
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UserError(f"nothing is sent; the SAE is in {out}")
