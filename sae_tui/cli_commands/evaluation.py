@@ -9,6 +9,7 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
 from trainer.contract.store.rows import Job
 
@@ -18,7 +19,10 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
     with existing(context.data, flags.id) as control:
         job = control.job(flags.id)
     request.refuse(context.data, job)
-    asked = request.Request(flags.id, _model(flags.model), None if flags.cpu else _card(context, job))
+    if flags.probe and flags.model is None:
+        raise UserError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
+    card = None if flags.cpu else _card(context, job)
+    asked = request.Request(flags.id, _model(flags.model), card, is_probed=flags.probe)
     message, went_well = request.evaluate(context.data, asked), True
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):

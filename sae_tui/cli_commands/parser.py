@@ -281,6 +281,7 @@ def _add_finding(add: Add) -> None:
     _job_id(judge)
     spliced = "also what its language model loses with the SAE in it: auto, or an extraction's job file"
     judge.add_argument("--model", metavar="auto", help=spliced)
+    judge.add_argument("--probe", action="store_true", help="of --model: what 1 and 16 latents tell of labelled texts")
     judge.add_argument("--cpu", action="store_true", help="take no GPU; default: an idle one, for a job that had one")
     judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
     latents = add("features", "features.features", "Show what the latents of an SAE fire on")

@@ -61,6 +61,8 @@ _OF_CARD = (
     # The more rows there are, the fewer latents never fire on them.
     Result("card_dead", "report card dead", None, word_of("dead_fraction")),
     Result("card_ce_score", "report card CE score", "higher", number),
+    Result("card_auc_1", "probing AUC, k = 1", "higher", number),
+    Result("card_auc_16", "probing AUC, k = 16", "higher", number),
     Result("card_rows", "report card rows", None, count),
 )
 _OF_RUN = (

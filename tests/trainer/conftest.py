@@ -1,7 +1,8 @@
-"""Activations, jobs, trainers in this process and ranks as real processes."""
+"""Tiny language models, activations, jobs, trainers in this process and ranks as real processes."""
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.forked import ForkedRank, Prepare
+from support.tiny_models import make_model
 
 from trainer.activations.open_source import open_source
 from trainer.contract.runs.rank_spec import ONE_PROCESS, RankSpec, rank_environment, write_spec
@@ -24,6 +26,13 @@ from trainer.reporting.progress import Progress
 from trainer.training.loop import Trainer
 
 D_IN = 16
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a tiny model of a family, made once."""
+    root = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda family: make_model(root / family, family))
 
 
 class Kept(Progress):

@@ -11,8 +11,9 @@ from trainer.checkpoints.atomic_folder import write_json
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.runs.features import CARD
-from trainer.contract.wording import bars
+from trainer.contract.wording import bars, plural
 from trainer.evaluation.figures import BINS_PER_DECADE, LOWEST_DECADE, Figures
+from trainer.evaluation.probing import Probing
 from trainer.evaluation.spliced import Spliced
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD
 
@@ -54,6 +55,7 @@ class Card(msgspec.Struct, frozen=True):
     figures: Figures
     recovery: float | None = None
     spliced: Spliced | None = None
+    probing: Probing | None = None
 
 
 def write_card(folder: Path, card: Card) -> None:
@@ -112,7 +114,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
     ]
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
-    return told + (_losses(card.spliced) if card.spliced else [])
+    return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
 
 
 def _losses(spliced: Spliced) -> list[tuple[str, str]]:
@@ -128,6 +130,13 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
         ),
         ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {spliced.text}"),
     ]
+
+
+def _probes(probing: Probing) -> list[tuple[str, str]]:
+    aucs = {f"k = {k}": one for k, one in probing.k.items()} | {"all activations": probing.dense}
+    of_each = ", ".join(f"{one.auc:.3f} ± {one.seed_error:.3f} {name}" for name, one in aucs.items())
+    texts = f"{probing.n_texts:,} texts of {plural(probing.n_sets, 'set')}, {plural(probing.n_seeds, 'seed')}"
+    return [("probing (AUC)", of_each), ("probed on", texts)]
 
 
 def model_card(card: Card) -> str:

@@ -14,6 +14,7 @@ from trainer.evaluation.card import Card, lines, write_card
 from trainer.evaluation.contexts import write_features
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import evaluations_of
+from trainer.evaluation.probe_sets import DEFAULTS
 from trainer.sharing.saelens import exported_tokens
 
 # Texts to keep of each latent where nobody says how many.
@@ -29,15 +30,22 @@ def evaluate(
     n_tokens: int | None = None,
     n_contexts: int | None = None,
     data: str | None = None,
+    is_probed: bool = False,
+    n_sets: int | None = None,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
+    With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
     SAE. Raise `UserError` where something cannot be read.
     """
     if n_tokens is not None and model is None:
         raise UsageError("--tokens: says how many --model reads; give that too, or leave it out")
+    if n_sets is not None and not is_probed:
+        raise UsageError("--sets: says on how many sets --probe trains; give that too, or leave it out")
+    if is_probed and model is None:
+        raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
     if is_folder_of_saes(path):
         of_runs = {"--best": best, "--model": model is not None, "--contexts": n_contexts is not None}
         for flag, is_given in of_runs.items():
@@ -47,7 +55,9 @@ def evaluate(
     if data:
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is none; a run has its own data")
     told, n_contexts = [], N_CONTEXTS if n_contexts is None else n_contexts
-    for folder, card, features in evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
+    n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
+    evaluations = evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens, n_sets=n_sets)
+    for folder, card, features in evaluations:
         there = exported_tokens(folder)
         is_same = there == card.tokens
         if is_same:

@@ -23,6 +23,8 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card
 from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
 from trainer.evaluation.figures import Figures, measure, recovery
+from trainer.evaluation.probe_sets import read_sets
+from trainer.evaluation.probing import DenseProbes, LabelledRows, Probing, probe, probe_rows
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.meta import TOKENS
@@ -44,13 +46,21 @@ class Evaluation(NamedTuple):
 
 
 def evaluations_of(
-    path: Path, device: torch.device, *, best: bool = False, model: str | None = None, n_tokens: int | None = None
+    path: Path,
+    device: torch.device,
+    *,
+    best: bool = False,
+    model: str | None = None,
+    n_tokens: int | None = None,
+    n_sets: int = 0,
 ) -> Iterator[Evaluation]:
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
     `model` is the job file of an extraction, or "auto" for the one that wrote the data: the SAE is then measured in its
-    language model too, on about `n_tokens`. Raise `UserError` where something cannot be read.
+    language model too, on about `n_tokens`, and probed on `n_sets` sets of texts that it reads. Raise `UserError` where
+    something cannot be read.
     """
+    sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text).replace("train", precision="fp32")
     source = open_source(job)
@@ -61,6 +71,11 @@ def evaluations_of(
     @functools.lru_cache(maxsize=1)
     def model_of_hook(hook: int) -> SplicedModel:
         return _language_model(str(model), folders[hook], source.of_hook(hook), device)
+
+    @functools.lru_cache(maxsize=1)
+    def probes_of_hook(hook: int) -> DenseProbes:
+        read = model_of_hook(hook).last_rows
+        return probe_rows([LabelledRows(one.name, read(one.texts), one.labels) for one in sets])
 
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
@@ -81,6 +96,7 @@ def evaluations_of(
                 figures=figures,
                 recovery=recovery(own, learner.sae.W_dec),
                 spliced=_splice(language_model, learner, own, n_tokens) if language_model else None,
+                probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
             )
             features = partial(_features, learner, of_hook, folder, language_model)
             yield Evaluation(output_of(run_dir) / label, card, features)
@@ -123,6 +139,11 @@ def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_to
 
     is_row = isinstance(mean, list) and len(mean) == sae.d_out
     return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
+
+
+def _probe(dense: DenseProbes, learner: Learner) -> Probing:
+    with torch.inference_mode():
+        return probe(dense, lambda rows: acts_of(learner, rows).dense())
 
 
 def _measure(learner: Learner, rows: Rows) -> Figures:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import UserError, first_line
+from trainer.contract.wording import plural
 
 PACKAGE = "sae_probes"
 _NEEDED = {PACKAGE: "sae-probes", "sklearn": "scikit-learn", "zstandard": "zstandard"}
@@ -58,7 +59,8 @@ def read_sets(n: int) -> list[TextSet]:
             sets.append(one)
         if len(sets) == n:
             return sets
-    raise UserError(f"--sets: there are {len(sets)} sets with two classes of {_FEWEST_PER_CLASS} texts, not {n}")
+    there = plural(len(sets), "set")
+    raise UserError(f"--sets: there is no more than {there} with two classes of {_FEWEST_PER_CLASS} texts, not {n}")
 
 
 def _folder() -> Path:
@@ -66,7 +68,7 @@ def _folder() -> Path:
     if missing:
         raise UserError(f"--probe: needs {' and '.join(missing)}: `pip install 'sae-tui[eval]'`")
     spec = importlib.util.find_spec(PACKAGE)
-    return Path((spec and spec.submodule_search_locations or [""])[0]) / _TABLES
+    return Path(((spec and spec.submodule_search_locations) or [""])[0]) / _TABLES
 
 
 def _in_order(folder: Path) -> list[Path]:

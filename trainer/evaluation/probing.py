@@ -7,7 +7,6 @@ standardised here, since the raw rows of some models have a few columns that are
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
@@ -51,7 +49,7 @@ class Auc(msgspec.Struct, frozen=True):
 
     auc: float
     seed_error: float
-    set_error: float
+    set_error: float | None
     of_sets: dict[str, float]
 
 
@@ -74,15 +72,18 @@ class DenseProbes(NamedTuple):
 
 def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
     """Train a probe on the raw rows of each set for every seed."""
-    aucs = [
-        [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS] for one in _bar(sets, "dense")
-    ]
+    with _one_thread():
+        aucs = [
+            [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS]
+            for one in _bar(sets, "dense probes")
+        ]
     return DenseProbes(list(sets), np.array(aucs))
 
 
 def probe(dense: DenseProbes, encode: Encode) -> Probing:
     """Train probes on an SAE's latents for every set, seed and k."""
-    aucs = np.array([_of_latents(one, encode) for one in _bar(dense.sets, "probes")])
+    with _one_thread():
+        aucs = np.array([_of_latents(one, encode) for one in _bar(dense.sets, "probes")])
     names = [one.name for one in dense.sets]
     return Probing(
         n_sets=len(names),
@@ -91,6 +92,13 @@ def probe(dense: DenseProbes, encode: Encode) -> Probing:
         k={str(k): _summary(names, aucs[:, :, at]) for at, k in enumerate(KS)},
         dense=_summary(names, dense.aucs),
     )
+
+
+def _one_thread() -> Any:
+    """Have BLAS compute on one thread: on two, fits of so few rows take five times as long."""
+    from threadpoolctl import threadpool_limits
+
+    return threadpool_limits(1, "blas")
 
 
 def _of_latents(one: LabelledRows, encode: Encode) -> list[list[float]]:
@@ -174,7 +182,7 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
     return Auc(
         auc=float(of_sets.mean()),
         seed_error=float(np.sqrt(aucs.var(1, ddof=1).sum() / aucs.shape[1])) / len(names),
-        set_error=float(of_sets.std(ddof=1)) / len(names) ** 0.5 if len(names) > 1 else math.nan,
+        set_error=float(of_sets.std(ddof=1)) / len(names) ** 0.5 if len(names) > 1 else None,
         of_sets=dict(zip(names, of_sets.tolist(), strict=True)),
     )
 

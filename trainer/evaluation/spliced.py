@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
 from trainer.evaluation.logit_lens import moved_tokens
+from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import PADDING, Batch, batches
@@ -115,7 +116,7 @@ class SplicedModel:
 
     def __init__(self, job: ExtractJob, hook: str, device: torch.device, hook_out: str | None = None) -> None:
         hooks = [hook] if hook_out is None else [hook, hook_out]
-        only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks))
+        only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
         self._model = LanguageModel(only, device, whole=True)
         self._in_stream = only.hooks[-1].site in _IN_STREAM
@@ -159,6 +160,10 @@ class SplicedModel:
             kl_with_zeros=zeros.kl,
             kl_score=_share(zeros.kl - sae.kl, zeros.kl),
         )
+
+    def last_rows(self, texts: Sequence[str]) -> Tensor:
+        """Return the rows [n, d_in] of the texts' last tokens at the hook that is read, in fp32 on the CPU."""
+        return last_rows(self._model, texts, self._job.text.context)
 
     def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
         """Return which tokens decoder directions [d_sae, d] promote and suppress; nothing where that is not defined.

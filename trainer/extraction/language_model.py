@@ -40,6 +40,10 @@ _ROUNDING = 0.05
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
+class _Read(Exception):
+    """All hooks have their rows, and nothing else of the forward pass is asked."""
+
+
 class LanguageModel:
     """A model with its tokenizer on a device, which reads contexts and hands over the rows of its hooks.
 
@@ -54,6 +58,7 @@ class LanguageModel:
         _require_context(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
+        self._is_whole = whole
         if whole:
             _require_unembedding(model, missing)
         else:
@@ -93,8 +98,10 @@ class LanguageModel:
                 taken[number] = rows_of(tensor, places, batch.ids.shape)
             except ValueError as error:
                 raise UserError(f"model.hooks: {self.points[number].path} {error}; choose another module") from None
+            if self._is_whole and len(taken) == len(self.points):
+                raise _Read
 
-        with taking(self._model, self.points, take):
+        with contextlib.suppress(_Read), taking(self._model, self.points, take):
             self._forward(batch, packed=self.packs)
         for number, point in enumerate(self.points):
             if number not in taken:

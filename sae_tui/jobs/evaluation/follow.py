@@ -50,7 +50,8 @@ class Evaluation:
         card = self._request.card if self._gpu else None
         pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
         model = ["--model", self._request.model] if self._request.model else []
-        argv = [*command, str(self._paths.root), "--device", "cuda" if card else "cpu", *model]
+        probe = ["--probe"] if self._request.is_probed else []
+        argv = [*command, str(self._paths.root), "--device", "cuda" if card else "cpu", *model, *probe]
         code = _run(argv, {**os.environ, **hide_all(), **pinned})
         if code:
             self._tell(FAILED, failure(self._paths, code), "warning")

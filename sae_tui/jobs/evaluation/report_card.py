@@ -27,6 +27,19 @@ class Spliced(msgspec.Struct, frozen=True):
     ce_score: float
 
 
+class Auc(msgspec.Struct, frozen=True):
+    """The mean AUC of probes over the same sets of texts, and its error by how these are split."""
+
+    auc: float
+    seed_error: float | None = None
+
+
+class Probing(msgspec.Struct, frozen=True):
+    """What k latents tell of labelled texts, by k."""
+
+    k: dict[str, Auc] = {}
+
+
 class Data(msgspec.Struct, frozen=True):
     """Which rows were measured."""
 
@@ -40,6 +53,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     data: Data
     label: str = ""
     spliced: Spliced | None = None
+    probing: Probing | None = None
 
     def values(self) -> dict[str, float]:
         """Return the figures by which SAEs are compared, with the standard error where there is one."""
@@ -52,6 +66,8 @@ class ReportCard(msgspec.Struct, frozen=True):
             "card_ce_score": self.spliced.ce_score if self.spliced else None,
             "card_rows": own.n_tokens,
         }
+        for k, probes in (self.probing.k if self.probing else {}).items():
+            values |= {f"card_auc_{k}": probes.auc, error_of(f"card_auc_{k}"): probes.seed_error}
         return {name: value for name, value in values.items() if value is not None}
 
 

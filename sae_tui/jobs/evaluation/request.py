@@ -38,11 +38,15 @@ class Card(msgspec.Struct, frozen=True):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to evaluate: also spliced into the language model of job file `model`; without a card on the CPU."""
+    """What to evaluate: also spliced into the language model of job file `model`, and probed on texts that it reads.
+
+    Without a card on the CPU.
+    """
 
     job_id: int
     model: str | None = None
     card: Card | None = None
+    is_probed: bool = False
 
 
 def evaluate(data: DataDir, request: Request) -> str:

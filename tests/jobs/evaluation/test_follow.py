@@ -55,7 +55,7 @@ def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True) -> 
 def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id))
     (box.data.sae(job_id) / FEATURES).touch()
-    told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto")
+    told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
     assert told == f"job {job_id} is being evaluated on the CPU; that goes on if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
@@ -63,7 +63,7 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
         f"f, or `sae-tui features {job_id}`, shows its latents",
     )
     called = box.data.run(job_id).evaluation_log.read_text()
-    assert called == f"{box.data.run(job_id).root} --device cpu --model auto\n"
+    assert called == f"{box.data.run(job_id).root} --device cpu --model auto --probe\n"
     assert box.data.run(job_id).evaluation_log.stat().st_mode & 0o777 == 0o600
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 

@@ -1,8 +1,7 @@
-"""Tiny language models, a text for them, and extractions of it."""
+"""A text for tiny language models, and extractions of it."""
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,18 +9,11 @@ from typing import Any
 
 import pytest
 from support.extractions import extraction_job
-from support.tiny_models import make_model, sentences
+from support.tiny_models import sentences
 
 from trainer.contract.settings.extract import ExtractJob
 
 N_DOCUMENTS = 60
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that gives the folder of a tiny model of a family, made once."""
-    root = tmp_path_factory.mktemp("models")
-    return functools.cache(lambda family: make_model(root / family, family))
 
 
 @pytest.fixture(scope="session")

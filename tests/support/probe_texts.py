@@ -1,0 +1,31 @@
+"""A package of labelled texts as sae-probes is laid out."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+import zstandard
+
+from trainer.evaluation.probe_sets import PACKAGE
+
+
+def write_set(folder: Path, name: str, rows: Iterable[tuple[str, object]]) -> Path:
+    """Write a set of (text, label) into a folder that is to be on the path of imports; return its file."""
+    package = folder / PACKAGE
+    (tables := package / "data" / "cleaned_data").mkdir(parents=True, exist_ok=True)
+    # To import it would load what a machine may not have.
+    (package / "__init__.py").write_text("raise AssertionError('it is read, not imported')\n")
+    text = io.StringIO(newline="")
+    table = csv.writer(text)
+    table.writerow(["prompt", "target"])
+    table.writerows(rows)
+    (file := tables / f"{name}.csv.zst").write_bytes(zstandard.compress(text.getvalue().encode()))
+    return file
+
+
+def two_classes(n: int, first: str = "the cat sat", second: str = "a dog ran") -> list[tuple[str, object]]:
+    """Return `n` texts of each of two classes, in turns, which their words tell apart."""
+    return [row for number in range(n) for row in ((f"{first} {number}", "0"), (f"{second} {number}", "1"))]

@@ -1,0 +1,134 @@
+"""k-sparse probing against latents that are known to tell two classes apart, and against scikit-learn used plainly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+from support.extractions import extraction_job, run
+from support.probe_texts import two_classes, write_set
+from support.tiny_models import make_model, sentences
+from torch import Tensor
+
+from trainer.cli import main
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.probing import LabelledRows, auc_of_probe, by_difference, probe, probe_rows
+from trainer.training.loop import Trainer
+
+N, D_IN = 180, 24
+
+
+def labelled(seed: int, told_by: Tensor) -> LabelledRows:
+    """Return rows [N, D_IN] of noise, of which those of class 1 have `told_by` [D_IN] in addition."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = [0] * (N // 2) + [1] * (N // 2)
+    rows = torch.randn(N, D_IN, generator=generator) + torch.tensor(labels)[:, None] * told_by
+    return LabelledRows(f"set {seed}", rows, labels)
+
+
+def only(dimension: int, size: float) -> Tensor:
+    told_by = torch.zeros(D_IN)
+    told_by[dimension] = size
+    return told_by
+
+
+def test_one_latent_that_tells_the_classes_is_as_good_as_all_activations() -> None:
+    result = probe(probe_rows([labelled(0, only(3, 8.0)), labelled(1, only(5, 8.0))]), torch.relu)
+    assert result.k["1"].auc > 0.99
+    assert result.dense.auc > 0.99
+    assert (result.n_sets, result.n_seeds, result.n_texts) == (2, 3, 2 * N)
+
+
+def test_latents_that_tell_nothing_are_at_chance_and_what_many_tell_needs_many() -> None:
+    nothing = probe(probe_rows([labelled(seed, torch.zeros(D_IN)) for seed in range(4)]), torch.relu)
+    assert abs(nothing.k["1"].auc - 0.5) < 0.12
+    spread = probe(probe_rows([labelled(0, torch.full((D_IN,), 0.5))]), lambda rows: rows)
+    assert spread.k["1"].auc < spread.k["16"].auc <= 1
+    assert spread.k["1"].set_error is None
+
+
+def test_latents_are_in_the_order_of_a_loop_over_them() -> None:
+    generator = np.random.default_rng(0)
+    acts = np.maximum(generator.normal(size=(60, 9)), 0) * generator.uniform(0.1, 10, size=9)
+    acts[:, 7] = 0
+    labels = np.arange(60) % 2
+    scores = []
+    for latent in range(9):
+        column = acts[:, latent]
+        size = column[column > 0].mean() if (column > 0).any() else 1.0
+        scores.append(abs(column[labels == 1].mean() - column[labels == 0].mean()) / size)
+    order = by_difference(sparse.csr_matrix(acts), labels)
+    assert order.tolist() == sorted(range(9), key=lambda latent: -scores[latent])
+    assert order[-1] == 7
+
+
+def test_a_probe_is_scikit_learns_with_the_penalty_that_does_best_on_the_last_fifth() -> None:
+    one, generator = labelled(2, torch.full((D_IN,), 0.3)), np.random.default_rng(1)
+    order = generator.permutation(N)
+    x, y = one.rows.double().numpy()[order], np.array(one.labels)[order]
+    x_train, y_train, x_test, y_test = x[:120], y[:120], x[120:], y[120:]
+
+    def auc(strength: float, n: int, x_to: np.ndarray, y_to: np.ndarray) -> float:
+        mean, std = x_train[:n].mean(0), x_train[:n].std(0)
+        model = LogisticRegression(C=strength, max_iter=1000).fit((x_train[:n] - mean) / std, y_train[:n])
+        return float(roc_auc_score(y_to, model.predict_proba((x_to - mean) / std)[:, 1]))
+
+    strengths = [10.0**power for power in range(1, -6, -1)]
+    best = max(strengths, key=lambda strength: auc(strength, 96, x_train[96:], y_train[96:]))
+    assert auc_of_probe(x_train, y_train, x_test, y_test) == pytest.approx(auc(best, 120, x_test, y_test), abs=0.01)
+
+
+def test_errors_are_those_of_means_over_seeds_and_over_sets() -> None:
+    result = probe(probe_rows([labelled(seed, torch.full((D_IN,), 0.3)) for seed in range(3)]), torch.relu)
+    of_sets = np.array([*result.dense.of_sets.values()])
+    assert result.dense.auc == pytest.approx(of_sets.mean())
+    assert result.dense.set_error == pytest.approx(of_sets.std(ddof=1) / 3**0.5)
+    assert 0 < result.dense.seed_error < 0.1
+
+
+def test_the_card_of_a_run_tells_what_its_latents_tell_of_texts(
+    make_job: Callable[..., JobConfig],
+    make_trainer: Callable[..., Trainer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(80)))
+    extraction = extraction_job(make_model(tmp_path / "gpt2", "gpt2"), text, tmp_path / "rows", hooks=["resid_post.1"])
+    run(extraction)
+    folder = tmp_path / "run"
+    job = make_job(data={"path": str(tmp_path / "rows" / "resid_post.1")}, train={"batch_size": 64, "n_steps": 60})
+    assert make_trainer(job, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(job))
+    write_set(tmp_path / "packages", "1_animals", two_classes(70, "the cat sat on", "a dog ran over"))
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    asked = ["eval", str(folder), "--device", "cpu", "--model", "auto", "--probe", "--sets", "1", "--json"]
+    assert main(asked) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    probing = card["probing"]
+    assert {*probing["k"]} == {"1", "16"}
+    assert probing["dense"]["auc"] > 0.9
+    assert [*probing["dense"]["of_sets"]] == ["1_animals"]
+    assert "| probing (AUC) |" in (folder / "sae" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--probe"], "--probe: takes texts that --model reads; give that too"),
+        (["--sets", "3"], "--sets: says on how many sets --probe trains; give that too"),
+    ],
+)
+def test_probes_without_what_they_need_are_refused(
+    flags: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(tmp_path), *flags]) == 2
+    assert sentence in capsys.readouterr().err
