@@ -22,7 +22,7 @@ PACKAGES = ("transformers", "gguf")
 def why_not() -> str:
     """Say what the model lacks here to be read; "" where nothing."""
     if not FILE.exists():
-        return "no language model is here; `make model` fetches it (93 MB)"
+        return "no language model is here; `make model` fetches it (137 MB)"
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     return f"{FILE.name} is read by {', '.join(lacking)}; `make .venv/.dev` installs it" if lacking else ""
 
