@@ -219,9 +219,9 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Write the SAEs of one checkpoint, or a set of several runs; return what was done, and the same in lines."""
     from trainer.evaluation.firings import firings_of
     from trainer.training.export_checkpoint import export_checkpoint
-    from trainer.training.export_set import export_set
+    from trainer.training.export_set import export_set, is_set
 
-    if len(flags.paths) > 1:
+    if is_set(flags.paths, flags.format):
         of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force)
         layers = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
         return of_set, [*layers, *of_set["notes"], f"-> {of_set['output_path']}"]

@@ -21,8 +21,9 @@ def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
     x, y = pair
     if n_hooks == 1:
         return [pair]
-    assert y is x
-    return [(own, own) for own in (columns.contiguous() for columns in x.chunk(n_hooks, dim=1))]
+    inputs = [columns.contiguous() for columns in x.chunk(n_hooks, dim=1)]
+    targets = inputs if y is x else [columns.contiguous() for columns in y.chunk(n_hooks, dim=1)]
+    return list(zip(inputs, targets, strict=True))
 
 
 def on_device(pair: Pair, device: torch.device) -> Pair:
@@ -48,7 +49,8 @@ class Source(ABC):
     """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
 
     Where there is a `d_out`, every row has a target of that width beside it and a transcoder is trained. Where there
-    are several hooks, a row is of one token, with what each of them gives side by side: [n_hooks * d_in].
+    are several hooks, a row is of one token, with what each of them gives side by side: [n_hooks * d_in], and likewise
+    its target.
     """
 
     n_hooks: int = 1

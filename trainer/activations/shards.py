@@ -55,13 +55,13 @@ class Shards(IndexedSource):
         sets = inspect_sets(knobs.folders, "data.path")
         self.sizes, self.weights = [one.n_tokens for one in sets], weights
         self.n_tokens = sum(self.sizes)
-        targets = None if target_path is None else join_words(each(target_path))
-        self.place = knobs.place if targets is None else f"{knobs.place} with targets in {targets}"
+        targets = knobs.targets
+        self.place = knobs.place if targets is None else f"{knobs.place} with targets in {join_words(each(targets))}"
         self.meta = _meta_of(sets)
         if self.meta.get("shuffled") is True:
             self.run = _RUN
         self._inputs = _Mapped(sets, "data.path", alone=self.run == 1)
-        self._targets = None if target_path is None else self._mapped_targets(target_path)
+        self._targets = None if targets is None else self._mapped_targets(targets)
 
     def _mapped_targets(self, paths: Paths) -> _Mapped:
         field = "data.target_path"

@@ -56,7 +56,7 @@ class StreamRows:
             self._n_used += len(x)
             n -= len(x)
         x = _joined(xs, self._source.n_hooks * self._source.d_in)
-        return x, x if self._source.d_out is None else _joined(ys, self._source.d_out)
+        return x, x if self._source.d_out is None else _joined(ys, self._source.n_hooks * self._source.d_out)
 
     def go_to(self, place: StreamPlace) -> None:
         """Go to where the rows were when this was their `place`; what is skipped is read."""

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from trainer.activations.base import Pair, StreamSource
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Extract, ExtractJob
-from trainer.contract.settings.hooks import parse_hook
+from trainer.contract.settings.hooks import ends_of, parse_hook
 from trainer.contract.settings.language import Model, Text
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -30,9 +31,10 @@ class ModelStream(StreamSource):
 
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ModelKnobs(**settings)
-        self.d_in, self.place, self.shuffle_tokens = knobs.shape().d_in, knobs.place, knobs.shuffle_tokens
+        self.d_in, self.d_out, _ = knobs.shape()
+        self.place, self.shuffle_tokens = knobs.place, knobs.shuffle_tokens
         self._of_hooks = [self]
-        hook = parse_hook(knobs.hook)
+        hook, target = map(parse_hook, ends_of(knobs.hook))
         self.meta = {
             "model_name": knobs.model,
             "model_revision": knobs.revision,
@@ -42,6 +44,8 @@ class ModelStream(StreamSource):
             "dataset_path": knobs.place,
             "special_tokens_dropped": not knobs.keep_special,
         }
+        if self.d_out is not None:
+            self.meta["hook_name_out"] = target.transformer_lens
 
     def of_hook(self, hook: int) -> ModelStream:
         return self._of_hooks[hook]
@@ -68,12 +72,14 @@ class ModelStream(StreamSource):
         for hook, rows in zip(self._hooks, of_hooks, strict=True):
             if rows.shape[1] != self.d_in:
                 raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
-        side_by_side = of_hooks[0] if self.n_hooks == 1 else torch.cat(of_hooks, dim=1)
-        return side_by_side, side_by_side
+        x = _side_by_side(of_hooks[: self.n_hooks])
+        return x, x if self.d_out is None else _side_by_side(of_hooks[self.n_hooks :])
 
     @property
     def _hooks(self) -> list[str]:
-        return [stream._knobs.hook for stream in self._of_hooks]
+        """Those of all inputs, and then, of transcoders, those of all targets."""
+        ends = [ends_of(stream._knobs.hook) for stream in self._of_hooks]
+        return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
     def state(self) -> dict[str, int]:
         return {"batch": self._n_read}
@@ -85,6 +91,10 @@ class ModelStream(StreamSource):
     def _all_batches(self) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
+
+
+def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
+    return of_hooks[0] if len(of_hooks) == 1 else torch.cat(of_hooks, dim=1)
 
 
 def _job_of(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:

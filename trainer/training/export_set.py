@@ -1,4 +1,4 @@
-"""Writes the transcoders of several runs, one for each layer of a model, as the set that circuit-tracer reads."""
+"""Writes transcoders of one run or several, one for each layer of a model, as the set that circuit-tracer reads."""
 
 from __future__ import annotations
 
@@ -18,8 +18,21 @@ from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, r
 from trainer.training.export_checkpoint import checkpoint_of, refuse_to_overwrite, shared_saes
 
 
+def is_set(paths: Sequence[Path], form: str) -> bool:
+    """Tell whether an export makes one folder of all SAEs: of several runs, or of one with several layers' transcoders.
+
+    Raise `UserError` where a path is no run.
+    """
+    if len(paths) > 1:
+        return True
+    if catalog.entry(catalog.FORMATS, form, "--format").load() is not CircuitTracer:
+        return False
+    run_dir, _ = checkpoint_of(paths[0].absolute(), best=False)
+    return len(load_job(RunPaths(run_dir).job_file, read=read_plain_text).hooks) > 1
+
+
 def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
-    """Write every transcoder of several runs or checkpoints into one folder; return the step of each layer's.
+    """Write every transcoder of runs or checkpoints into one folder; return the step of each layer's.
 
     Nothing is written where they cannot be one set. Raise `UserError`.
     """

@@ -23,6 +23,8 @@ WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a mo
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+# A transcoder's place: the layer's MLP, from what goes into it to what comes out.
+_MLP = re.compile(r"mlp\.([0-9]{1,4})")
 _RANGE = re.compile(r"(.*\.)([0-9]{1,4})-([0-9]{1,4})(\..*)?")
 
 
@@ -64,6 +66,20 @@ def parse_hook(text: str) -> Hook:
     return Hook(path=text)
 
 
+def ends_of(text: str) -> tuple[str, str]:
+    """Return where the inputs and the targets of an SAE are read: of "mlp.12", at "mlp_in.12" and "mlp_out.12".
+
+    Of any other name both are that name.
+    """
+    match = _MLP.fullmatch(text)
+    return (f"mlp_in.{match[1]}", f"mlp_out.{match[1]}") if match else (text, text)
+
+
+def is_of_transcoder(text: str) -> bool:
+    """Tell whether a name is that of an MLP as a whole, whose outputs are to be made of its inputs."""
+    return _MLP.fullmatch(text) is not None
+
+
 def names_of_hook(text: str) -> list[str]:
     """Return all names of the place that a text names, that text first."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
@@ -86,7 +102,7 @@ def _each_layer(word: str) -> list[str]:
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
     """Return for each name of a place a short one that no other of them has: "L12" where all are of one site."""
-    hooks = {text: parse_hook(text) for text in texts if not _objection(text)}
+    hooks = {text: parse_hook(ends_of(text)[0]) for text in texts if not _objection(text)}
     sites = {hook.site for hook in hooks.values()}
     short = {text: f"L{hook.layer}" if len(sites) == 1 and hook.site else hook.name for text, hook in hooks.items()}
     return {text: short.get(text, text) for text in texts}

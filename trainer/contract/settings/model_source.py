@@ -7,7 +7,7 @@ import os
 from typing import Annotated, ClassVar
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.hooks import parse_hook
+from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
     BatchTokens,
@@ -34,7 +34,11 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
 
     model: ModelPath
     hook: Annotated[
-        str, about("Where activations are read, like resid_post.12; at several, like .4-12, an SAE each.", min_length=1)
+        str,
+        about(
+            "Where activations are read, like resid_post.12; several, like .4-12: an SAE each; mlp.12: a transcoder.",
+            min_length=1,
+        ),
     ]
     text: TextPath | None = None
     dataset: Dataset | None = None
@@ -60,12 +64,12 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     def shape(self) -> DataShape:
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
         width = self.d_in or (self._size.width if self._size else 0)
-        if not width or (self.d_in is None and not problems and parse_hook(self.hook).path):
+        if not width or (self.d_in is None and not problems and self._last_hook.path):
             why = f"the files of {self.model} do not tell how wide a row of {self.hook} is; give it"
             problems.append(Problem("data.d_in", why))
         if problems:
             raise JobFileError(problems)
-        return DataShape(width, None, None)
+        return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
         """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them."""
@@ -75,12 +79,17 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
         # The rows of all hooks stand beside each other before they are one, and those of the first are in the pass.
-        taken = (2 * n_hooks - 2) * self.batch_tokens * d_in * each
+        n_read = n_hooks * len({*ends_of(self.hook)})
+        taken = (2 * n_read - 2) * self.batch_tokens * d_in * each
         return Held(size.n_parameters * each, in_pass + taken + mixed.activations)
 
     def flops_per_token(self) -> float:
         """Return the operations of a forward pass, as if it reached the speed of a training's products."""
-        return self._size.flops_per_token([parse_hook(self.hook)]) / READING_SPEED if self._size else 0.0
+        return self._size.flops_per_token([self._last_hook]) / READING_SPEED if self._size else 0.0
+
+    @property
+    def _last_hook(self) -> Hook:
+        return parse_hook(ends_of(self.hook)[1])
 
     @property
     def _size(self) -> ModelSize | None:
@@ -88,7 +97,7 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
 
     def _check_hook(self) -> list[Problem]:
         try:
-            hook = parse_hook(self.hook)
+            hook = self._last_hook
         except ValueError as error:
             return [Problem("data.hook", f"{show(self.hook)} {error}")]
         if not hook.path and self._size and hook.layer >= self._size.n_layers:

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, NamedTuple, TypeVar
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.hooks import names_of_hook, problems_of_hooks
+from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
 from trainer.contract.settings.shards import ShardSet, inspect_shards
@@ -30,7 +30,8 @@ class DataShape(NamedTuple):
     def words(self) -> str:
         """Say `3,000 rows of 16 dimensions`."""
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
-        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}"
+        targets = "" if self.d_out is None else f" with targets of {self.d_out}"
+        return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{targets}"
 
 
 class Held(NamedTuple):
@@ -124,7 +125,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         Annotated[
             str,
             about(
-                "A hook whose folder lies in that of an extraction; of several, an SAE each.",
+                "A hook whose folder lies in that of an extraction; of several, an SAE each; mlp.12: a transcoder.",
                 advanced=True,
                 min_length=1,
             ),
@@ -140,7 +141,12 @@ class ShardKnobs(SourceKnobs, frozen=True):
     @property
     def folders(self) -> Paths:
         """Where the rows are: at `path`, or in the folder there of the hook, whichever of its names that has."""
-        return self._folders(NO_PROMISES)
+        return self._folders_of(0, NO_PROMISES)
+
+    @property
+    def targets(self) -> Paths | None:
+        """Where the targets of a transcoder's rows are, likewise; None of an SAE."""
+        return self._targets(NO_PROMISES)
 
     def shape(self) -> DataShape:
         return self.shape_once_written(NO_PROMISES)
@@ -148,26 +154,31 @@ class ShardKnobs(SourceKnobs, frozen=True):
     def shape_once_written(self, promises: Promises) -> DataShape:
         if problems := self._check_hook():
             raise JobFileError(problems)
-        sets = _sets_once_written(self._folders(promises), "data.path", promises)
+        sets = _sets_once_written(self._folders_of(0, promises), "data.path", promises)
         if self.weights is not None and len(self.weights) != len(sets):
             counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
             raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
         n_tokens = sum(one.n_tokens for one in sets)
-        if self.target_path is None:
+        if (targets := self._targets(promises)) is None:
             return DataShape(sets[0].d_in, None, n_tokens)
-        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets, promises), n_tokens)
+        return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
 
-    def _folders(self, promises: Promises) -> Paths:
+    def _folders_of(self, end: int, promises: Promises) -> Paths:
+        """Return the folders of what goes into the hook, 0, or of what comes out, 1."""
         if self.hook is None:
             return self.path
-        folders = [_folder_of_hook(path, self.hook, promises) for path in each(self.path)]
+        folders = [_folder_of_hook(path, ends_of(self.hook)[end], promises) for path in each(self.path)]
         return folders[0] if isinstance(self.path, str) else folders
+
+    def _targets(self, promises: Promises) -> Paths | None:
+        is_pair = self.hook is not None and is_of_transcoder(self.hook)
+        return self._folders_of(1, promises) if is_pair else self.target_path
 
     def _check_hook(self) -> list[Problem]:
         if self.hook is None:
             return []
         if self.target_path is not None:
-            message = "is for SAEs; leave it out, and name the folders of two hooks in data.path and data.target_path"
+            message = "tells the targets itself, like mlp.12; leave it or data.target_path out"
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 
