@@ -44,6 +44,7 @@ ROOT = Path(__file__).parents[3]
 # In two of the three dialects.
 HOOKS = ["resid_post.0", "blocks.1.hook_resid_post"]
 LABELS = ["hook=L0", "hook=L1"]
+TRANSCODERS = ["mlp.0", "mlp.1"]
 Make = Callable[..., ExtractJob]
 
 
@@ -105,14 +106,17 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 @pytest.fixture
 def stored(make: Make, long_text: Path) -> Path:
     """Store the rows of both hooks, and beside them those that nobody asks for."""
-    job = make(n_tokens=3000, text=long_text, hooks=[*HOOKS, "mlp_out.0"], shard_rows=1000)
+    ends = [f"mlp_{end}.{layer}" for layer in (0, 1) for end in ("in", "out")]
+    job = make(n_tokens=3000, text=long_text, hooks=[*HOOKS, *ends], shard_rows=1000)
     run(job)
     return Path(job.extract.output)
 
 
+@pytest.mark.parametrize("hooks", [HOOKS, TRANSCODERS], ids=["SAEs", "transcoders"])
 @pytest.mark.parametrize("source", ["model", "shards"])
 def test_each_sae_is_that_of_its_hook_alone(
     source: str,
+    hooks: list[str],
     make: Make,
     make_trainer: Callable[..., Any],
     long_text: Path,
@@ -125,9 +129,9 @@ def test_each_sae_is_that_of_its_hook_alone(
             return streamed(make(), long_text, hook)
         return {"path": str(request.getfixturevalue("stored")), "hook": hook}
 
-    both = make_trainer(parsed(table_of(data(HOOKS))), kept, output=tmp_path / "both")
+    both = make_trainer(parsed(table_of(data(hooks))), kept, output=tmp_path / "both")
     assert both.run()
-    for hook, label in zip(HOOKS, LABELS, strict=True):
+    for hook, label in zip(hooks, LABELS, strict=True):
         alone_kept = type(kept)()
         job = parsed(table_of(data(hook)))
         alone = make_trainer(job, alone_kept, output=tmp_path / label, checkpoints=tmp_path / f"{label}-checkpoints")
@@ -146,10 +150,10 @@ def test_a_batch_of_text_is_read_once_for_all_hooks(
     make: Make, make_trainer: Callable[..., Any], long_text: Path, count_forwards: Callable[[], int]
 ) -> None:
     counts = []
-    for hook in ("resid_post.1", ["resid_post.0", "resid_post.1", "mlp_out.1"]):
+    for hook in ("resid_post.1", ["resid_post.0", "resid_post.1", "mlp_out.1"], TRANSCODERS):
         make_trainer(parsed(table_of(streamed(make(), long_text, hook), 20))).run()
         counts.append(count_forwards())
-    assert counts[0] == counts[1] > 20 * 64 / 32
+    assert counts[0] == counts[1] == counts[2] > 20 * 64 / 32
 
 
 def test_an_sae_of_each_other_setting_is_trained_at_every_hook(
@@ -272,17 +276,26 @@ def test_a_row_that_is_not_finite_at_one_hook_is_told(make_trainer: Callable[...
     ("data", "problem"),
     [
         ({"hook": ["a", "c"]}, "data.hook: c has 2,000 rows of 8 dimensions, and a 2,000 rows of 16 dimensions; train"),
+        ({"hook": ["a", "mlp.0"]}, "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and a 2,000 rows"),
+        ({"hook": "mlp.1"}, "data.path: there is nothing at {path}/mlp_out.1"),
         ({"hook": ["a", "d"]}, "data.hook: d has 1,999 rows of 16 dimensions, and a 2,000 rows of 16 dimensions"),
         ({"hook": ["a", "e"]}, "data.path: there is nothing at {path}/e"),
         ({"hook": "../a"}, 'data.hook: "../a" must be "SITE.LAYER" with SITE one of'),
-        ({"hook": "a", "target_path": "b"}, "data.hook: is for SAEs; leave it out, and name the folders of two hooks"),
+        ({"hook": "a", "target_path": "b"}, "data.hook: does not go with data.target_path; leave one of them out"),
     ],
 )
 def test_hooks_that_do_not_go_together_are_refused_in_a_sentence(
     data: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     x = torch.randn(2000, 16)
-    path = write_hooks(tmp_path / "acts", a=x, b=x, c=x[:, :8].contiguous(), d=x[1:])
+    path = write_hooks(
+        tmp_path / "acts",
+        a=x,
+        b=x,
+        c=x[:, :8].contiguous(),
+        d=x[1:],
+        **{"mlp_in.0": x, "mlp_out.0": x, "mlp_in.1": x},
+    )
     with pytest.raises(JobFileError) as error:
         open_source(parsed(table_of({"path": str(path)} | data)))
     assert str(error.value).startswith(problem.format(path=path))

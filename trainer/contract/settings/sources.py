@@ -178,7 +178,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         if self.hook is None:
             return []
         if self.target_path is not None:
-            message = "tells the targets itself, like mlp.12; leave it or data.target_path out"
+            message = "does not go with data.target_path; leave one of them out, or name an MLP as a whole, like mlp.12"
             return [Problem("data.hook", message)]
         return problems_of_hooks([self.hook], "data.hook")
 
