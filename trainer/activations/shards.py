@@ -61,10 +61,9 @@ class Shards(IndexedSource):
         if self.meta.get("shuffled") is True:
             self.run = _RUN
         self._inputs = _Mapped(sets, "data.path", alone=self.run == 1)
-        self._targets = None if targets is None else self._mapped_targets(targets)
+        self._targets = None if targets is None else self._mapped_targets(targets, knobs.target_field)
 
-    def _mapped_targets(self, paths: Paths) -> _Mapped:
-        field = "data.target_path"
+    def _mapped_targets(self, paths: Paths, field: str) -> _Mapped:
         sets = inspect_sets(paths, field)
         meta = _meta_of(sets)
         self.meta |= {"hook_name_out": meta.get("hook_name"), "mean_out": meta.get("mean")}

@@ -11,6 +11,8 @@ from trainer.contract.settings.hooks import (
     WANTED,
     Hook,
     each_named,
+    ends_of,
+    is_of_transcoder,
     names_of_hook,
     parse_hook,
     problems_of_hooks,
@@ -59,6 +61,7 @@ def test_a_hook_of_transformer_lens_that_we_have_not_is_refused_with_those_we_ha
         ("resid_post.7-7", ["resid_post.7"]),
         ("resid_post.6-4", ["resid_post.6-4"]),
         ("resid_post.12", ["resid_post.12"]),
+        ("mlp.0-1", ["mlp.0", "mlp.1"]),
         (None, [None]),
     ],
 )
@@ -72,6 +75,7 @@ def test_a_range_of_layers_and_commas_stand_for_several_names(text: str | None, 
         (["resid_post.4", "blocks.12.hook_resid_post"], ["L4", "L12"]),
         (["resid_post.4", "blocks.4.hook_mlp_out"], ["resid_post.4", "mlp_out.4"]),
         (["h.0.mlp", "h.1.mlp"], ["h.0.mlp", "h.1.mlp"]),
+        (["mlp.4", "mlp.12"], ["L4", "L12"]),
         (["h.0.mlp", "resid_post.0"], ["h.0.mlp", "resid_post.0"]),
     ],
 )
@@ -84,3 +88,11 @@ def test_a_place_that_two_names_name_is_reported() -> None:
     assert str(twice) == 'data.hook: "blocks.4.hook_resid_post" is given twice'
     assert names_of_hook("blocks.4.hook_resid_post") == ["blocks.4.hook_resid_post", "resid_post.4"]
     assert names_of_hook("h.4.mlp") == ["h.4.mlp"]
+
+
+def test_an_mlp_as_a_whole_is_read_where_it_begins_and_where_it_ends() -> None:
+    assert ends_of("mlp.12") == ("mlp_in.12", "mlp_out.12")
+    assert is_of_transcoder("mlp.12")
+    for alone in ("mlp_in.12", "blocks.12.hook_mlp_out", "h.12.mlp", "mlp.12.act"):
+        assert ends_of(alone) == (alone, alone)
+        assert not is_of_transcoder(alone)

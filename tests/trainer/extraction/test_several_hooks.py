@@ -36,6 +36,7 @@ from trainer.contract.settings.job_file import members, parse_job
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.evaluate_run import evaluations_of
+from trainer.evaluation.exported import read_exported
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch
 from trainer.training.export_checkpoint import export_checkpoint
@@ -78,7 +79,8 @@ def parsed(table: dict[str, Any]) -> JobConfig:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "sae_weights.safetensors")
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
 
 
 def hook_name(folder: Path) -> str:
@@ -219,6 +221,31 @@ def test_a_checkpoint_and_the_cards_know_the_hook_of_each_sae(
     assert at_end[0]["data"]["gamma"] != pytest.approx(at_end[1]["data"]["gamma"], rel=1e-2)
 
 
+def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = table_of({"path": str(stored), "hook": "mlp.0-1"}, 20)
+    table["sae"] = {"architecture": "jumprelu", "d_sae": 64, "skip": True}
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table))
+    assert main(["run", str(file), "--out", str(tmp_path / "run")]) == 0
+    export = ["export", str(tmp_path / "run"), "--out", str(tmp_path / "set"), "--format", "circuit-tracer"]
+    assert main(export) == 0
+    assert {one.name for one in (tmp_path / "set").iterdir()} == {
+        "config.yaml", "layer_0.safetensors", "layer_1.safetensors",
+    }  # fmt: skip
+    config = (tmp_path / "set" / "config.yaml").read_text()
+    assert 'feature_input_hook: "mlp.hook_in"' in config
+    assert 'feature_output_hook: "hook_mlp_out"' in config
+    tracer = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    files = {layer: str(tmp_path / "set" / f"layer_{layer}.safetensors") for layer in (0, 1)}
+    hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
+    loaded = tracer.load_transcoder_set(files, scan="", device=torch.device("cpu"), **hooks)
+    x = torch.randn(50, D_IN)
+    for layer, label in enumerate(LABELS):
+        own = read_exported(tmp_path / "run" / "sae" / label, torch.device("cpu")).reconstruct(x)[1]
+        torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
+
+
 def write_hooks(folder: Path, **rows: torch.Tensor) -> Path:
     for name, x in rows.items():
         (folder / name).mkdir(parents=True)
@@ -276,8 +303,13 @@ def test_a_row_that_is_not_finite_at_one_hook_is_told(make_trainer: Callable[...
     ("data", "problem"),
     [
         ({"hook": ["a", "c"]}, "data.hook: c has 2,000 rows of 8 dimensions, and a 2,000 rows of 16 dimensions; train"),
-        ({"hook": ["a", "mlp.0"]}, "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and a 2,000 rows"),
+        (
+            {"hook": ["a", "mlp.0"]},
+            "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and a 2,000 rows",
+        ),
         ({"hook": "mlp.1"}, "data.path: there is nothing at {path}/mlp_out.1"),
+        ({"hook": "mlp.2"}, "data.path: {path}/mlp_out.2 holds 1,999 rows, but {path}/mlp_in.2 has 2,000; every row"),
+        ({"hook": ["mlp_in.0", "mlp.0"]}, "data.hook: mlp.0 has 2,000 rows of 16 dimensions with targets of 16, and"),
         ({"hook": ["a", "d"]}, "data.hook: d has 1,999 rows of 16 dimensions, and a 2,000 rows of 16 dimensions"),
         ({"hook": ["a", "e"]}, "data.path: there is nothing at {path}/e"),
         ({"hook": "../a"}, 'data.hook: "../a" must be "SITE.LAYER" with SITE one of'),
@@ -294,7 +326,7 @@ def test_hooks_that_do_not_go_together_are_refused_in_a_sentence(
         b=x,
         c=x[:, :8].contiguous(),
         d=x[1:],
-        **{"mlp_in.0": x, "mlp_out.0": x, "mlp_in.1": x},
+        **{"mlp_in.0": x, "mlp_out.0": x, "mlp_in.1": x, "mlp_in.2": x, "mlp_out.2": x[1:]},
     )
     with pytest.raises(JobFileError) as error:
         open_source(parsed(table_of({"path": str(path)} | data)))
@@ -329,3 +361,11 @@ def test_memory_counts_the_rows_of_all_hooks_and_time_one_forward_pass(make: Mak
     of_forward = times[0] - step_time(work("resid_post.0"), speeds).passes_s
     assert of_forward > 0
     assert times[2] - times[1] == pytest.approx(times[1] - times[0])
+
+
+def test_memory_counts_what_goes_into_an_mlp_and_what_comes_out(make: Make, long_text: Path) -> None:
+    def activations(hook: str) -> int:
+        job = parsed(table_of(streamed(make(), long_text, hook)))
+        return estimate(Workload(job, 1, job.data_shape(), CPU_PROCESS)).activations
+
+    assert activations("mlp.1") - activations("mlp_in.1") >= 4 * D_IN * (500 + 2 * 256 + 64)

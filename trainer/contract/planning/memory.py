@@ -71,9 +71,9 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
-    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda", n_hooks=n_hooks)
+    source = work.job.data.knobs.held(n_hooks * work.shape.width, on_cuda=work.device == "cuda")
     # During the pass of an SAE at one hook, a batch has the rows of all others too.
-    beside = 4 * work.micro_batch * work.d_in * (n_hooks - 1)
+    beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(weights) + optimizer + peak + beside + sum(source)
     return Memory(
         weights=sum(weights) + source.weights,

@@ -71,16 +71,15 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
             raise JobFileError(problems)
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
-    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
+    def held(self, width: int, *, on_cuda: bool) -> Held:
         """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them."""
-        mixed = super().held(d_in, on_cuda=on_cuda, n_hooks=n_hooks)
+        mixed = super().held(width, on_cuda=on_cuda)
         if (size := self._size) is None:
             return mixed
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
         # The rows of all hooks stand beside each other before they are one, and those of the first are in the pass.
-        n_read = n_hooks * len({*ends_of(self.hook)})
-        taken = (2 * n_read - 2) * self.batch_tokens * d_in * each
+        taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
         return Held(size.n_parameters * each, in_pass + taken + mixed.activations)
 
     def flops_per_token(self) -> float:

@@ -27,6 +27,11 @@ class DataShape(NamedTuple):
     n_tokens: int | None
 
     @property
+    def width(self) -> int:
+        """The numbers of a row and of its target."""
+        return self.d_in + (self.d_out or 0)
+
+    @property
     def words(self) -> str:
         """Say `3,000 rows of 16 dimensions`."""
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
@@ -61,8 +66,11 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data where other jobs have yet to write some of it."""
         return self.shape()
 
-    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
-        """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
+    def held(self, width: int, *, on_cuda: bool) -> Held:
+        """Return what the source itself holds of a rank's device; stored rows are in the page cache.
+
+        `width` counts the numbers of one token: of its rows at all hooks, and of their targets.
+        """
         return Held()
 
     def flops_per_token(self) -> float:
@@ -78,9 +86,9 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
         about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
 
-    def held(self, d_in: int, *, on_cuda: bool, n_hooks: int = 1) -> Held:
+    def held(self, width: int, *, on_cuda: bool) -> Held:
         """Return the rows that are held to mix them, in fp32: they are in the memory of the host."""
-        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * n_hooks * d_in)
+        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * width)
 
 
 _Path = Annotated[str, msgspec.Meta(min_length=1)]
@@ -163,6 +171,11 @@ class ShardKnobs(SourceKnobs, frozen=True):
             return DataShape(sets[0].d_in, None, n_tokens)
         return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
 
+    @property
+    def target_field(self) -> str:
+        """The setting that says where the targets are."""
+        return "data.path" if self.target_path is None else "data.target_path"
+
     def _folders_of(self, end: int, promises: Promises) -> Paths:
         """Return the folders of what goes into the hook, 0, or of what comes out, 1."""
         if self.hook is None:
@@ -184,15 +197,16 @@ class ShardKnobs(SourceKnobs, frozen=True):
 
     def _d_out(self, target_path: Paths, sets: list[ShardSet | Width], promises: Promises) -> int:
         """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
-        targets = _sets_once_written(target_path, "data.target_path", promises)
+        field = self.target_field
+        targets = _sets_once_written(target_path, field, promises)
         if len(targets) != len(sets):
             counts = f"has {plural(len(targets), 'folder')}, but data.path has {len(sets)}"
-            raise JobFileError([Problem("data.target_path", f"{counts}; give one for each, in the same order")])
-        for of_target, of_path, inputs, outputs in zip(each(target_path), each(self.path), sets, targets, strict=True):
+            raise JobFileError([Problem(field, f"{counts}; give one for each, in the same order")])
+        paths = zip(each(target_path), each(self._folders_of(0, promises)), strict=True)
+        for (of_target, of_input), inputs, outputs in zip(paths, sets, targets, strict=True):
             if outputs.n_tokens != inputs.n_tokens:
-                counts = f"holds {outputs.n_tokens:,} rows, but {of_path} has {inputs.n_tokens:,}"
-                message = f"{of_target} {counts}; every row needs its target"
-                raise JobFileError([Problem("data.target_path", message)])
+                counts = f"holds {outputs.n_tokens:,} rows, but {of_input} has {inputs.n_tokens:,}"
+                raise JobFileError([Problem(field, f"{of_target} {counts}; every row needs its target")])
         return targets[0].d_in
 
 
