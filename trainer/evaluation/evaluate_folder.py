@@ -12,9 +12,9 @@ from trainer.activations.open_source import open_source
 from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job, members, parse_job
-from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation.card import Card
+from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.rows import Rows
@@ -62,7 +62,7 @@ def _job_beside(path: Path) -> JobConfig | None:
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)
         if (is_launched or folder.name == "sae") and run.job_file.is_file():
-            return load_job(run.job_file, read=read_plain_text).replace("train", precision="fp32")
+            return evaluated_job(run.job_file)
     return None
 
 

@@ -18,16 +18,21 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.settings.job_file import load_extraction, load_job
-from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.hooks import ends_of
+from trainer.contract.settings.job_file import load_extraction
+from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.sources import SourceKnobs
 from trainer.evaluation.card import Card
 from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
+from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import Figures, measure, recovery
 from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, Probing, probe, probe_rows
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.meta import TOKENS
+from trainer.extraction.model_stream import job_of_stream
 from trainer.saes.sparse_acts import Acts
 from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of
 from trainer.training.learner import Learner
@@ -56,21 +61,22 @@ def evaluations_of(
 ) -> Iterator[Evaluation]:
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
-    `model` is the job file of an extraction, or "auto" for the one that wrote the data: the SAE is then measured in its
-    language model too, on about `n_tokens`, and probed on `n_sets` sets of texts that it reads. Raise `UserError` where
-    something cannot be read.
+    `model` is the job file of an extraction, or "auto" for the one that wrote the data or the model that streamed it:
+    the SAE is then measured in its language model too, on about `n_tokens`, and probed on `n_sets` sets of texts that
+    it reads. Raise `UserError` where something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
-    job = load_job(RunPaths(run_dir).job_file, read=read_plain_text).replace("train", precision="fp32")
+    job = evaluated_job(RunPaths(run_dir).job_file)
     source = open_source(job)
     rows = Rows.of_hooks(source, job, device)
-    folders = [folder_of(knobs) for knobs in job.hooks.values()]
+    knobs = [*job.hooks.values()]
+    folders = [folder_of(one) for one in knobs]
 
     # The SAEs of a hook come one after the other.
     @functools.lru_cache(maxsize=1)
     def model_of_hook(hook: int) -> SplicedModel:
-        return _language_model(str(model), folders[hook], source.of_hook(hook), device)
+        return _language_model(str(model), knobs[hook], source.of_hook(hook), device)
 
     @functools.lru_cache(maxsize=1)
     def probes_of_hook(hook: int) -> DenseProbes:
@@ -119,16 +125,21 @@ def _features(
     return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
 
 
-def _language_model(model: str, folder: Path | None, source: Source, device: torch.device) -> SplicedModel:
-    """Return the model that the data was extracted from, with its text."""
-    if model == "auto" and folder is None:
-        raise UserError(
-            "--model: the data is not of one extraction; give the job file of the one meant instead of auto"
-        )
-    extraction = job_of_data(folder) if model == "auto" and folder else load_extraction(model)
+def _language_model(model: str, knobs: SourceKnobs, source: Source, device: torch.device) -> SplicedModel:
+    """Return the model that the data is of, with its text."""
+    extraction = _extraction_of(knobs) if model == "auto" else load_extraction(model)
     hook = hook_of_data(extraction, source.meta)
     target = {"hook_name": source.meta.get("hook_name_out")}
     return SplicedModel(extraction, hook, device, None if source.d_out is None else hook_of_data(extraction, target))
+
+
+def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
+    """Return the extraction that wrote the data, or that would store what a model streams."""
+    if isinstance(knobs, ModelKnobs):
+        return job_of_stream(knobs, [*dict.fromkeys(ends_of(knobs.hook))])
+    if folder := folder_of(knobs):
+        return job_of_data(folder)
+    raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
 
 
 def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:

@@ -175,7 +175,8 @@ class SplicedModel:
 
     def _batches(self, n_tokens: int) -> tuple[Iterator[Batch], bool]:
         """Return batches of about so many tokens, of text after what was extracted where there is some."""
-        state = read_json(Path(self._job.extract.output) / STATE, State)
+        output = self._job.extract.output
+        state = read_json(Path(output) / STATE, State) if output else None
         extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
         n_contexts = -(-n_tokens // self._job.text.context)
         unseen = list(self._contexts(extracted, n_contexts)) if state else []

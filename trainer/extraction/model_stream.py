@@ -58,7 +58,7 @@ class ModelStream(StreamSource):
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks = rank, n_ranks
-        self._job = _job_of(self._knobs, self._hooks)
+        self._job = job_of_stream(self._knobs, self._hooks)
         self._model = LanguageModel(self._job, device)
         self.restore({"batch": 0})
 
@@ -97,10 +97,15 @@ def _side_by_side(of_hooks: list[Tensor]) -> Tensor:
     return of_hooks[0] if len(of_hooks) == 1 else torch.cat(of_hooks, dim=1)
 
 
-def _job_of(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:
-    """Return the extraction that would store the same rows."""
+def job_of_stream(knobs: ModelKnobs, hooks: list[str]) -> ExtractJob:
+    """Return the extraction that would store the same rows; it has no output folder."""
     return ExtractJob(
         model=Model(knobs.model, hooks, knobs.revision, knobs.dtype, knobs.remote_code),
         text=Text(knobs.text, knobs.dataset, knobs.subset, knobs.split, knobs.column, knobs.context),
-        extract=Extract(batch_tokens=knobs.batch_tokens, skip_first=knobs.skip_first, keep_special=knobs.keep_special),
+        extract=Extract(
+            output="",
+            batch_tokens=knobs.batch_tokens,
+            skip_first=knobs.skip_first,
+            keep_special=knobs.keep_special,
+        ),
     )

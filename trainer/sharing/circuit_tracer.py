@@ -23,7 +23,7 @@ class CircuitTracer(Format):
 
     def refusal(self, sae: Shared) -> str | None:
         if not sae.is_transcoder:
-            return "circuit-tracer takes transcoders, and this is an SAE; train one with data.target_path"
+            return "circuit-tracer takes transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
         if sae.d_in != sae.d_out:
             return f"circuit-tracer knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
         if sae.form not in ("standard", "jumprelu"):

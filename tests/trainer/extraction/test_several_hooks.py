@@ -31,12 +31,15 @@ from trainer.contract.planning.step_time import step_time
 from trainer.contract.planning.workload import Workload
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.language import Text
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.evaluation.exported import read_exported
+from trainer.evaluation.spliced import SplicedModel
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch
 from trainer.training.export_checkpoint import export_checkpoint
@@ -244,6 +247,25 @@ def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
     for layer, label in enumerate(LABELS):
         own = read_exported(tmp_path / "run" / "sae" / label, torch.device("cpu")).reconstruct(x)[1]
         torch.testing.assert_close(loaded[layer](x), own, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_streamed_model_loses_is_measured_in_that_model(
+    make: Make, long_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(streamed(make(), long_text, TRANSCODERS))))
+    assert main(["run", str(file), "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(tmp_path / "run"), "--model", "auto", "--device", "cpu", "--json"]) == 0
+    told = [card["spliced"] for card in json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]]
+    for hook, spliced in zip(TRANSCODERS, told, strict=True):
+        ends = list(ends_of(hook))
+        job = msgspec.structs.replace(make(hooks=ends), text=Text(path=str(long_text), context=32))
+        clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x: torch.zeros_like(x), None)
+        assert (spliced["n_tokens"], spliced["text"]) == (clean.n_tokens, str(long_text))
+        assert spliced["ce"] == pytest.approx(clean.ce, rel=1e-5)
+        assert spliced["kl_with_zeros"] == pytest.approx(clean.kl_with_zeros, rel=1e-4)
+        assert spliced["kl_with_sae"] != pytest.approx(spliced["kl_with_zeros"], rel=1e-3)
+        assert not spliced["is_unseen"]
 
 
 def write_hooks(folder: Path, **rows: torch.Tensor) -> Path:

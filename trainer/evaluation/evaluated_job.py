@@ -1,0 +1,21 @@
+"""Reads the job file of a run whose SAEs are measured: it may be somebody else's, and no code of theirs is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.toml import read_own_text, read_plain_text
+
+
+def evaluated_job(file: Path) -> JobConfig:
+    """Return the job of a run, in fp32.
+
+    Raise `UserError` where it says to run a model's own code, and somebody else may have written it.
+    """
+    job = load_job(file, read=read_plain_text)
+    if any(isinstance(knobs, ModelKnobs) and knobs.remote_code for knobs in job.hooks.values()):
+        job = load_job(file, read=read_own_text)
+    return job.replace("train", precision="fp32")
