@@ -67,7 +67,7 @@ def arrange(
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
-    return Arranged(settled.job, parallel, _plan(settled, parallel.shares))
+    return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -128,7 +128,7 @@ def _processes_here(world: World) -> int:
     return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 
-def _plan(settled: Settled, shares: Shares) -> Plan:
+def _plan(settled: Settled, speeds: Speeds, shares: Shares) -> Plan:
     work = settled.work
     return Plan(
         mode=work.mode,
@@ -142,4 +142,5 @@ def _plan(settled: Settled, shares: Shares) -> Plan:
         token_shares=shares.tokens,
         latent_shares=shares.latents,
         reason=settled.reason,
+        model_share=step_time.source_s(work, speeds) / settled.time.total_s,
     )

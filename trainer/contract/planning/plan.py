@@ -18,7 +18,10 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios."""
+    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios.
+
+    `model_share` is the part of a step in which a rank's language model reads, 0 where the data is not made by one.
+    """
 
     mode: Name
     ranks: Count
@@ -31,13 +34,21 @@ class Plan(msgspec.Struct, frozen=True):
     token_shares: tuple[Share, ...] = (1.0,)
     latent_shares: tuple[Share, ...] = (1.0,)
     reason: str = ""
+    model_share: float = 0.0
 
     def sentence(self) -> str:
         """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches of {self.micro_batch:,} tokens")
+        if self.model_share:
+            parts.append(self._words_of_model())
         return "; ".join([*parts, *words_of_shares(self.token_shares, self.latent_shares)])
+
+    def _words_of_model(self) -> str:
+        n_parts = 1 if self.mode == "sweep" else self.ranks // max(1, self.latent_ranks)
+        text = "all of the text" if n_parts == 1 else f"one of {n_parts} parts of the text"
+        return f"every rank runs the language model, on {text}: {100 * self.model_share:.0f} % of a step"
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:

@@ -56,18 +56,22 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     """Return the expected time of a step of a job whose mode is settled, on ranks of the same speed."""
     wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
-    of_ranks, source_s = [], _source_s(work, speeds)
+    of_ranks, made_s = [], source_s(work, speeds)
     for saes in work.members_by_rank[: work.ranks if work.mode == "sweep" else 1]:
         passes = [_passes_s(work, one.sae, speeds) + _skip_s(work, one.sae, speeds) for one in saes.values()]
         updates = [_update_bytes(work, one) / speeds.memory_bytes_per_s for one in saes.values()]
-        busy = StepTime(sum(passes) + source_s, sum(updates), exchange_s)
+        busy = StepTime(sum(passes) + made_s, sum(updates), exchange_s)
         host = StepTime(_HOST_PASS_S * work.micro_batches * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
         of_ranks.append(max(busy, host, key=_total) if work.device == "cuda" else _both(busy, host))
     return max(of_ranks, key=_total)
 
 
-def _source_s(work: Workload, speeds: Speeds) -> float:
-    """Return the seconds in which a rank makes its tokens, where they are not read; it waits for them."""
+def source_s(work: Workload, speeds: Speeds) -> float:
+    """Return the seconds of a step in which a rank makes its tokens, where they are not read; it waits for them.
+
+    All ranks run the language model. On GPUs of its own it would take longer: of a seconds for the model and b for the
+    SAEs, m of n GPUs need max(a / m, b / (n - m)), which is never below the (a + b) / n of those that do both.
+    """
     # A forward pass up to the last hook gives the rows of all of them.
     flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
     return flops * work.tokens_per_step / work.data_ranks / speeds.flops_per_s
