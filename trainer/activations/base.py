@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.parallel.group import Group
+
 Indices = NDArray[np.int64]
 # Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
 Pair = tuple[Tensor, Tensor]
@@ -114,6 +116,8 @@ class StreamSource(Source):
 
     # Rows of its part that a rank holds to mix them.
     shuffle_tokens: int
+    # Whether rows cost so much that ranks with the same part make a share of them each; `divide` is then called.
+    is_divided: bool = False
 
     @abstractmethod
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
@@ -128,6 +132,13 @@ class StreamSource(Source):
 
         They are never changed by the caller, and must not be changed later by the stream.
         """
+
+    def divide(self, peers: Group) -> None:
+        """Make only a share of the rows, and get the others of `peers`, which read the same part; called after `begin`.
+
+        From then on all of them go on and back at the same rows. They exchange tensors on the CPU.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def state(self) -> Any:

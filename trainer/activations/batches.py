@@ -7,7 +7,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,9 @@ class Batches:
         self._cut, self._start = cut, start
         self._ready: queue.Queue[tuple[Read, int] | BaseException] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
+        # Where ranks read together: after how many batches all of them end. No thread is further ahead of its step.
+        self._last: int | None = None
+        self._n_taken = 0
         # Seconds that `next` has waited for a batch so far.
         self.waited_s = 0.0
         data.rewind()
@@ -63,6 +66,7 @@ class Batches:
         self.waited_s += time.perf_counter() - began
         if isinstance(item, BaseException):
             raise item
+        self._n_taken += 1
         rows, of_all = item
         self._data.note_trained(rows)
         moved = to_device((rows.x, rows.y), self._device, non_blocking=True)
@@ -72,19 +76,33 @@ class Batches:
         return Batch(hooks, of_all)
 
     def close(self) -> None:
-        """End the thread; needed before another reader of the same files starts in this process."""
+        """End the thread; needed before another reader of the same files starts in this process.
+
+        Where ranks read together, all of them call this after the same batch.
+        """
+        self._last = self._n_taken + READ_AHEAD + 1 if self._data.reads_together else None
         self._closed.set()
         self._thread.join()
 
+    def abandon(self) -> None:
+        """End the thread after a failure; do not wait for it where it may wait for other ranks."""
+        self._closed.set()
+        if not self._data.reads_together:
+            self._thread.join()
+
     def _read_ahead(self) -> None:
         try:
-            for step_start in itertools.count(self._start, self._cut.n_tokens):
-                for stretch in self._cut.stretches:
-                    if self._closed.is_set():
-                        return
-                    self._put(self._read(step_start, stretch))
+            for n_read, (step_start, stretch) in enumerate(self._stretches()):
+                if self._closed.is_set() and n_read >= (self._last or 0):
+                    return
+                self._put(self._read(step_start, stretch))
         except BaseException as error:
             self._put(error)
+
+    def _stretches(self) -> Iterator[tuple[int, Stretch]]:
+        for step_start in itertools.count(self._start, self._cut.n_tokens):
+            for stretch in self._cut.stretches:
+                yield step_start, stretch
 
     def _read(self, step_start: int, stretch: Stretch) -> tuple[Read, int]:
         x, y, mark = self._data.read(step_start + stretch.start, stretch.length)

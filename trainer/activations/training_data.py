@@ -66,6 +66,8 @@ class TrainingData(ABC):
 
     # Rows kept back on all ranks together.
     n_held_out: int
+    # Whether `read` waits for other ranks, which have to read as often.
+    reads_together: bool = False
 
     def __init__(self, n_hooks: int) -> None:
         self.n_hooks = n_hooks
@@ -189,6 +191,9 @@ class StreamData(TrainingData):
         self._source, self._group, self._device = source, parallel.data, parallel.device
         self.n_held_out = n_held_out
         source.begin(self._group.index, self._group.size, parallel.device)
+        if source.is_divided and (peers := parallel.neighbours_with_these_tokens()).size > 1:
+            source.divide(peers)
+            self.reads_together = True
         rows = StreamRows(source)
         n_own = len(range(self._group.index, n_held_out, self._group.size))
         self._held_out = of_each_hook(rows.take(n_own), source.n_hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,14 +21,18 @@ from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, batches
+from trainer.parallel.group import Group, gather_rows
 
 
 class ModelStream(StreamSource):
     """The rows of its hooks, a forward pass after the other; part r of n has the contexts r, r + n, r + 2n and so on.
 
-    Each part goes through the whole text and has a model of its own. To go on, the text is tokenized again from its
-    start, which the model does not read again.
+    Each part goes through the whole text. A rank has a model of its own, and where several read the same part, it reads
+    every n-th batch of it and gets what the others have read of the rest. To go on, the text is tokenized again from
+    its start, which the model does not read again.
     """
+
+    is_divided = True
 
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ModelKnobs(**settings)
@@ -57,16 +62,36 @@ class ModelStream(StreamSource):
         return together
 
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
-        self._rank, self._n_ranks = rank, n_ranks
+        self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._knobs, self._hooks)
         self._model = LanguageModel(self._job, device)
         self.restore({"batch": 0})
 
+    def divide(self, peers: Group) -> None:
+        self._peers = peers
+        self.restore(self.state())
+
     def next_rows(self) -> Pair | None:
-        batch = next(self._batches, None)
-        if batch is None:
+        if not self._ready:
+            self._ready.extend(self._next_of_all())
+        if not self._ready:
             return None
-        self._n_read += 1
+        self._n_given += 1
+        return self._ready.popleft()
+
+    def _next_of_all(self) -> list[Pair]:
+        """Return the rows of the next batches, one of each peer, in their order in the text; fewer where it ends."""
+        batch = next(self._batches, None)
+        own = None if batch is None else self._rows_of(batch)
+        if self._peers.size == 1:
+            return [] if own is None else [own]
+        widths = [self.n_hooks * width for width in (self.d_in, self.d_out or 0)]
+        nothing = torch.empty(0, sum(widths), dtype=self._model.dtype)
+        together = nothing if own is None else own[0] if own[1] is own[0] else torch.cat(own, dim=1)
+        of_all = gather_rows(self._peers, together.cpu(), is_there=own is not None)
+        return [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
+
+    def _rows_of(self, batch: Batch) -> Pair:
         places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
         of_hooks = self._model.rows(batch, places)
         for hook, rows in zip(self._hooks, of_hooks, strict=True):
@@ -82,11 +107,12 @@ class ModelStream(StreamSource):
         return [hook for hook, _ in ends] + ([] if self.d_out is None else [target for _, target in ends])
 
     def state(self) -> dict[str, int]:
-        return {"batch": self._n_read}
+        return {"batch": self._n_given}
 
     def restore(self, state: dict[str, int]) -> None:
-        self._n_read = state["batch"]
-        self._batches = itertools.islice(self._all_batches(), self._n_read, None)
+        self._n_given, self._ready = state["batch"], deque[Pair]()
+        first = self._n_given + self._peers.index
+        self._batches = itertools.islice(self._all_batches(), first, None, self._peers.size)
 
     def _all_batches(self) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)

@@ -142,5 +142,6 @@ def _plan(settled: Settled, speeds: Speeds, shares: Shares) -> Plan:
         token_shares=shares.tokens,
         latent_shares=shares.latents,
         reason=settled.reason,
+        text_parts=step_time.text_parts(work),
         model_share=step_time.source_s(work, speeds) / settled.time.total_s,
     )

@@ -79,6 +79,13 @@ class Parallel:
         """The ranks that learn the same SAEs."""
         return Group() if self.learns_alone else self.world
 
+    def neighbours_with_these_tokens(self) -> Group:
+        """Connect the ranks that have the same tokens as this one, if all are on one machine; all ranks call it alike.
+
+        They exchange tensors on the CPU, and may do so in a thread of their own.
+        """
+        return Group()
+
     @property
     def is_main(self) -> bool:
         """Whether this rank writes checkpoints, metrics and the SAE."""

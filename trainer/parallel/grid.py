@@ -35,6 +35,10 @@ class Grid(Parallel):
             shares=shares,
             sends_bf16=job.parallel.gradients == "bf16",
         )
+        self._all, self._rows = world, rows
+
+    def neighbours_with_these_tokens(self) -> Group:
+        return self._all.neighbours(self._rows) if len(self._rows[0]) > 1 else Group()
 
 
 def _ranks(parts: Sequence[Sequence[int]], world: World) -> Group:

@@ -219,6 +219,14 @@ def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
     return [bytes(part[:size].tolist()) for part, size in zip(gathered, sizes, strict=True)]
 
 
+def gather_rows(group: Group, own: Tensor, *, is_there: bool = True) -> list[Tensor]:
+    """Return, on all ranks, the rows [n, d] of each that has some to give (`is_there`), however many these are."""
+    n_rows = group.gather(torch.tensor([len(own) if is_there else -1])).flatten().tolist()
+    padded = own.new_zeros(max(0, *n_rows), *own.shape[1:])
+    padded[: len(own)] = own
+    return [rows[:n] for rows, n in zip(group.gather(padded), n_rows, strict=True) if n >= 0]
+
+
 def part_sizes(n_rows: int, size: int) -> list[int]:
     """Return the number of rows that each of `size` ranks owns, divided as `tensor_split` does."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from trainer.contract.errors import UserError
 from trainer.parallel.group import Group, Ranks, peers_expected
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
-from trainer.parallel.waiting import Waiting, waiting
+from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
 # Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
 TIMEOUT = timedelta(minutes=10)
+CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
 
 
@@ -35,6 +36,13 @@ class World:
         """Return that of these groups that this rank is in, or a group of it alone; all ranks call it together."""
         return Group()
 
+    def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
+        """Return that of these groups that this rank is in, connected by memory that its ranks share.
+
+        A rank is alone where they are on several machines, or have no room for it. All ranks call this together.
+        """
+        return Group()
+
     def close(self) -> None:
         """Disconnect from the other ranks."""
 
@@ -46,10 +54,16 @@ class Connected(World):
         super().__init__(device, group, time)
         self._store, self._time, self._n_parts = store, time, 0
 
-    def _by_memory(self, members: Sequence[int]) -> SharedRanks | None:
+    def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
+        self._n_parts += 1
+        members = next(members for members in groups if self.group.index in members)
+        # Not in the time that a step waits for other ranks: a thread of its own waits here.
+        return self._by_memory(members, CPU, HostWaiting()) or Group()
+
+    def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
         """Return the group of `members` that exchanges through shared memory, or None where that is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
-        return open_shared_memory(store, self.device, len(members), members.index(self.group.index), self._time)
+        return open_shared_memory(store, device, len(members), members.index(self.group.index), time)
 
 
 class Neighbours(Connected):
@@ -61,7 +75,7 @@ class Neighbours(Connected):
         if members is None:
             return Group()
         with peers_expected(UNMET):
-            group = self._by_memory(members)
+            group = self._by_memory(members, self.device, self._time)
         if group is None:
             raise UserError(f"{UNMET}, since this machine has no room for memory that they share; end what else runs")
         return group
@@ -78,7 +92,7 @@ class Joined(Connected):
             for members in groups:
                 connected = dist.new_group(list(members))
                 if self.group.index in members:
-                    own = self._by_memory(members) or Ranks(connected, self._time)
+                    own = self._by_memory(members, self.device, self._time) or Ranks(connected, self._time)
         return own
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import gather_bytes
+from trainer.parallel.group import Group, gather_bytes
 from trainer.parallel.process_group import World
 from trainer.parallel.shares import Shares
 
@@ -26,6 +26,10 @@ class Sweep(Parallel):
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         super().__init__(world.device, world=world.group, waiting=world.waiting)
+        self._all = world
+
+    def neighbours_with_these_tokens(self) -> Group:
+        return self._all.neighbours([range(self._all.size)])
 
     @property
     def learns_alone(self) -> bool:

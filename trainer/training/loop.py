@@ -121,8 +121,10 @@ class Trainer:
                     self._reshard_latents()
                     # A save may take any time it needs, the step that follows may not.
                     self._beat("training")
-        finally:
-            self._batches.close()
+        except BaseException:
+            self._batches.abandon()
+            raise
+        self._batches.close()
         try:
             self._beat("saving")
             self._saving.save(self.learners, self.position)

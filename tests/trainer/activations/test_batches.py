@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from trainer.activations.base import Indices
 from trainer.activations.batches import Batches
 from trainer.activations.micro_batches import Cut
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import IndexedData
+from trainer.activations.training_data import IndexedData, Read
 from trainer.parallel.group import Group
+from trainer.parallel.threads import Threads, on_all
 
 
 @contextlib.contextmanager
@@ -67,6 +69,58 @@ def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
 
     with open_batches(Failing(path=str(activations))) as batches, pytest.raises(OSError, match="the disk went away"):
         batches.next()
+
+
+def test_ranks_that_read_together_close_after_the_same_batch_and_go_on_from_there(activations: Path) -> None:
+    class Together(IndexedData):
+        reads_together = True
+
+        def __init__(self, source: Shards, group: Threads) -> None:
+            super().__init__(source, 0, 0, Group())
+            self._peers, self.n_read = group, 0
+
+        def read(self, position: int, n: int) -> Read:
+            self.n_read += 1
+            (first, second) = self._peers.gather(torch.tensor([position])).flatten().tolist()
+            assert first == second == position
+            return super().read(position, n)
+
+    def train(group: Threads) -> tuple[list[Tensor], int]:
+        data, taken = Together(Shards(path=str(activations)), group), []
+        for start in range(0, 12, 3):
+            batches = Batches(data, Cut(64), start=64 * start, device=torch.device("cpu"))
+            for n in range(3):
+                # One of them is late, and so the other is ahead of it.
+                time.sleep(0.02 * group.index * n)
+                taken.append(batches.next().hooks[0][0])
+            batches.close()
+        return taken, data.n_read
+
+    (first, n_first), (second, n_second) = on_all(2, train, timeout_s=60)
+    assert n_first == n_second
+    with open_batches(Shards(path=str(activations))) as batches:
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(one, batches.next().hooks[0][0])
+
+
+def test_after_a_failure_a_reading_that_waits_for_another_rank_is_left_alone(activations: Path) -> None:
+    class Waiting(IndexedData):
+        reads_together = True
+
+        def read(self, position: int, n: int) -> Read:
+            never.wait(60)
+            raise OSError("too late")
+
+    never = threading.Event()
+    batches = Batches(
+        Waiting(Shards(path=str(activations)), 0, 0, Group()), Cut(64), start=0, device=torch.device("cpu")
+    )
+    batches.abandon()
+    assert batches._thread.is_alive()
+    never.set()
+    batches._thread.join(60)
+    assert not batches._thread.is_alive()
 
 
 def test_an_sae_is_to_give_back_what_it_gets(activations: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -10,10 +11,12 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tomli_w
 import torch
@@ -22,12 +25,13 @@ from support.extractions import CPU, run
 from support.tiny_models import D_IN, sentences
 from torch import Tensor
 
-from trainer.activations.base import StreamSource
+from trainer.activations.base import Pair, StreamSource
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.hardware import CPU as CPU_PROCESS
 from trainer.contract.planning.hardware import assumed_speeds
 from trainer.contract.planning.memory import estimate
-from trainer.contract.planning.step_time import step_time
+from trainer.contract.planning.plan import Plan
+from trainer.contract.planning.step_time import source_s, step_time, text_parts
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
@@ -37,6 +41,7 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
+from trainer.parallel.threads import Threads, on_all
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
@@ -53,6 +58,13 @@ def rest_of(stream: StreamSource) -> Tensor:
     while (pair := stream.next_rows()) is not None:
         rows.append(pair[0])
     return torch.cat(rows)
+
+
+def pairs_of(stream: StreamSource) -> list[Pair]:
+    pairs = []
+    while (pair := stream.next_rows()) is not None:
+        pairs.append(pair)
+    return pairs
 
 
 def in_order(rows: Tensor) -> list[list[float]]:
@@ -112,6 +124,75 @@ def test_where_it_was_is_told_in_json_and_gone_to_in_another_process(make: Make)
     other.begin(1, 2, CPU)
     other.restore(state)
     assert torch.equal(rest_of(other), rest)
+
+
+@pytest.mark.parametrize("hook", ["resid_post.1", "mlp.0"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_the_same_tokens_read_a_share_of_the_text_each_and_have_the_rows_of_one_alone(
+    size: int, hook: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_read: Counter[LanguageModel] = Counter()
+    read = LanguageModel.rows
+
+    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+        n_read[self] += 1
+        return read(self, batch, places)
+
+    monkeypatch.setattr(LanguageModel, "rows", counted)
+    alone, *streams = (stream_of(make(), hook=hook) for _ in range(1 + size))
+    for stream in (alone, *streams):
+        stream.begin(0, 1, CPU)
+    whole = pairs_of(alone)
+    n_batches = len(whole)
+    n_read.clear()
+
+    def read_all(group: Threads) -> tuple[list[Pair], list[Pair]]:
+        stream = streams[group.index]
+        stream.divide(group)
+        stream.next_rows()
+        state = json.loads(json.dumps(stream.state()))
+        for _ in range(3):
+            stream.next_rows()
+        stream.restore(state)
+        rest = pairs_of(stream)
+        stream.restore({"batch": 0})
+        return rest, pairs_of(stream)
+
+    for rest, again in on_all(size, read_all, timeout_s=60):
+        for pairs, expected in ((rest, whole[1:]), (again, whole)):
+            assert len(pairs) == len(expected) > 5
+            assert all(map(torch.equal, itertools.chain(*pairs), itertools.chain(*expected)))
+            assert all((x is y) == (hook != "mlp.0") for x, y in pairs)
+    # What is left of the text is read twice, by all of them together, and at most two rounds before.
+    of_each = [n for n in n_read.values() if n]
+    assert len(of_each) == size
+    assert max(of_each) <= 2 * -(-n_batches // size) + 2
+
+
+@pytest.mark.parametrize("mode", ["tensor", "sweep"])
+def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on_to_the_very_weights(
+    mode: str, make: Make, long_text: Path, tmp_path: Path
+) -> None:
+    table = table_of(make(), long_text)
+    table["launch"]["gpus"] = "cpu:2"
+    table |= {"parallel": {"mode": mode}, "train": table["train"] | {"deterministic": True}}
+    table["sae"]["k"] = [2, 4]
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table))
+    trainer = [sys.executable, "-m", "trainer"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*trainer, "run", str(file), "--out", str(whole)], cwd=ROOT, check=True, capture_output=True)
+    with subprocess.Popen(
+        [*trainer, "run", str(file), "--out", str(killed)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        while not [*killed.glob("checkpoints/step-*/state.json")]:
+            assert process.poll() is None
+            time.sleep(0.01)
+        psutil.Process(process.pid).children()[1].kill()
+        _, told = process.communicate(timeout=60)
+    assert b"SIGKILL" in told
+    subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
+    tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
 def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_text: Path, tmp_path: Path) -> None:
@@ -220,6 +301,26 @@ def test_memory_and_time_are_those_of_the_model_too(make: Make, corpus: Path) ->
     assert more.activations - less.activations > 4 * 500 * D_IN
     speeds = assumed_speeds(CPU_PROCESS, "fp32")
     assert step_time(stream, speeds).passes_s > step_time(stored, speeds).passes_s
+
+
+@pytest.mark.parametrize(
+    ("mode", "nodes", "n_parts"), [("ddp", 1, 4), ("tensor", 1, 4), ("tensor", 2, 1), ("ddp", 2, 4)]
+)
+def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
+    mode: str, nodes: int, n_parts: int, make: Make, corpus: Path
+) -> None:
+    table = table_of(make(), corpus) | {"parallel": {"mode": mode}}
+    job, problems = parse_job(table)
+    assert job, problems
+    work = Workload(job.replace("launch", nodes=nodes), 4, job.data_shape(), CPU_PROCESS)
+    speeds = assumed_speeds(CPU_PROCESS, "fp32")
+    # Each of the four has a quarter of a step's tokens, or all of them.
+    flops = job.data.knobs.flops_per_token() * work.tokens_per_step / n_parts
+    assert text_parts(work) == n_parts
+    assert source_s(work, speeds) == pytest.approx(flops / speeds.flops_per_s)
+    plan = Plan(mode, 4, 1, 256, 64, 1, step_s=1.0, needs_bytes=1, model_share=0.25, text_parts=n_parts)
+    which = "all of the text" if n_parts == 1 else "one of 4 parts of the text"
+    assert plan.sentence() == f"{mode} on 4; every rank runs the language model, on {which}: 25 % of a step"
 
 
 def with_stored_data(job: JobConfig) -> JobConfig:

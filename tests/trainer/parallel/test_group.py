@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import PeerLost, peers_expected
+from trainer.parallel.group import PeerLost, gather_rows, peers_expected
+from trainer.parallel.threads import Threads, on_all
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,16 @@ def test_any_other_failure_is_told_by_what_was_tried() -> None:
     sentence = "the ranks could not find each other"
     with pytest.raises(PeerLost, match=rf"^{sentence} \(timed out\)$"), peers_expected(sentence):
         raise RuntimeError("timed out\nat somewhere.cpp:12")
+
+
+def test_rows_are_gathered_however_many_each_rank_has_and_from_those_that_have_some_to_give() -> None:
+    own = [torch.randn(5, 3), torch.empty(0, 3), torch.randn(2, 3), torch.empty(0, 3)]
+
+    def gather(group: Threads) -> list[torch.Tensor]:
+        return gather_rows(group, own[group.index], is_there=group.index < 3)
+
+    for gathered in on_all(4, gather, timeout_s=60):
+        assert len(gathered) == 3
+        assert all(map(torch.equal, gathered, own))
+    nobody = on_all(2, lambda group: gather_rows(group, own[1], is_there=False), timeout_s=60)
+    assert nobody == [[], []]

@@ -20,7 +20,8 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 class Plan(msgspec.Struct, frozen=True):
     """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios.
 
-    `model_share` is the part of a step in which a rank's language model reads, 0 where the data is not made by one.
+    `model_share` is the part of a step in which a rank's language model reads, 0 where the data is not made by one; it
+    reads one of `text_parts` parts of the text.
     """
 
     mode: Name
@@ -35,6 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
     latent_shares: tuple[Share, ...] = (1.0,)
     reason: str = ""
     model_share: float = 0.0
+    text_parts: Count = 1
 
     def sentence(self) -> str:
         """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
@@ -46,8 +48,7 @@ class Plan(msgspec.Struct, frozen=True):
         return "; ".join([*parts, *words_of_shares(self.token_shares, self.latent_shares)])
 
     def _words_of_model(self) -> str:
-        n_parts = 1 if self.mode == "sweep" else self.ranks // max(1, self.latent_ranks)
-        text = "all of the text" if n_parts == 1 else f"one of {n_parts} parts of the text"
+        text = "all of the text" if self.text_parts == 1 else f"one of {self.text_parts} parts of the text"
         return f"every rank runs the language model, on {text}: {100 * self.model_share:.0f} % of a step"
 
 

@@ -74,7 +74,12 @@ def source_s(work: Workload, speeds: Speeds) -> float:
     """
     # A forward pass up to the last hook gives the rows of all of them.
     flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
-    return flops * work.tokens_per_step / work.data_ranks / speeds.flops_per_s
+    return flops * work.tokens_per_step / text_parts(work) / speeds.flops_per_s
+
+
+def text_parts(work: Workload) -> int:
+    """Return into how many parts the text is divided that language models read: ranks of one machine share the work."""
+    return work.ranks if work.job.launch.nodes == 1 else work.data_ranks
 
 
 def _total(time: StepTime) -> float:
