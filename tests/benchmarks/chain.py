@@ -4,15 +4,17 @@
 
 SmolLM2-135M reads the pages of Python's own reference, or `--text FILE`. Both trainers get the same rows in the same
 order, with the same d_sae, k, batch and steps, and their own defaults otherwise; both SAEs are judged by `trainer eval`
-on the same held-out rows and, in the model, on the same text that was not extracted. Probes are trained where `eval`
-knows `--probe`. Then the model is read by ours, by a plain loop over transformers and by SAELens (`peers/reading.py`),
-`--repeats` times in turn, and the fastest of each counts. How fast stored rows are read again: `loader.py`.
+on the same held-out rows and, in the model, on the same text that was not extracted. Probes are trained where
+sae-probes is installed. Then the model is read by ours, by a plain loop over transformers and by SAELens
+(`peers/reading.py`), `--repeats` times in turn, and the fastest of each counts. How fast stored rows are read again:
+`loader.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -81,7 +83,7 @@ class Chain:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options = folder, options
         self._seconds: dict[str, float] = {}
-        self._has_probe = "--probe" in self._output("eval", "--help")
+        self._has_probe = importlib.util.find_spec("sae_probes") is not None
 
     def run(self) -> dict[str, Any]:
         """Run everything and return the figures."""
@@ -189,7 +191,8 @@ class Chain:
 
     def _output(self, *arguments: object) -> str:
         argv = [sys.executable, "-m", "trainer", *map(str, arguments)]
-        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join((str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])))
+        env = os.environ | {"PYTHONPATH": path}
         done = subprocess.run(argv, capture_output=True, text=True, cwd=self.folder, env=env)
         if done.returncode:
             sys.exit(f"chain.py: {' '.join(argv[2:])}: {done.stderr.strip()}")
