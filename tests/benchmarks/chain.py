@@ -50,9 +50,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         chain = Chain(Path(folder), options)
-        result = chain.run()
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result: dict[str, Any] = {}
+        for result in chain.run():
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
     show(result, options)
 
 
@@ -85,16 +86,20 @@ class Chain:
         self._seconds: dict[str, float] = {}
         self._has_probe = importlib.util.find_spec("sae_probes") is not None
 
-    def run(self) -> dict[str, Any]:
-        """Run everything and return the figures."""
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Run everything; yield the figures so far after each layer, and all of them at the end."""
         options = self.options
         with self._timed("model to a folder"):
             asked = self._asked()
         with self._timed("extract"):
             extracted = self._extract(asked)
-        layers = {str(layer): self._layer(layer) for layer in options.layers}
-        rates = self._rates(asked) if options.speed_tokens else {}
-        return {"extracted": extracted, "layers": layers, "readers": rates, "seconds": self._seconds}
+        result: dict[str, Any] = {"extracted": extracted, "layers": {}, "readers": {}, "seconds": self._seconds}
+        for layer in options.layers:
+            result["layers"][str(layer)] = self._layer(layer)
+            yield result
+        if options.speed_tokens:
+            result["readers"] = self._rates(asked)
+            yield result
 
     def _asked(self) -> reading.Asked:
         """Write text and model, both as every reader takes them."""

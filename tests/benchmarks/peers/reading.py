@@ -64,6 +64,7 @@ class Ours(Reader):
     def __init__(self, asked: Asked, folder: Path) -> None:
         from trainer.contract.settings.job_file import parse_extraction
         from trainer.extraction.extraction import Extraction
+        from trainer.extraction.peers import Alone
 
         table = {
             "model": {"path": str(asked.model), "hooks": [f"resid_post.{layer}" for layer in asked.layers]},
@@ -72,7 +73,7 @@ class Ours(Reader):
         }
         job, problems = parse_extraction({"kind": "extract", **table})
         assert job is not None, problems
-        self._extraction = Extraction(job, torch.device("cpu"), threading.Event())
+        self._extraction = Extraction(job, torch.device("cpu"), Alone(threading.Event()))
 
     def tokens_per_s(self) -> float:
         # It counts those of the last batch too, of which not all rows are wanted.
