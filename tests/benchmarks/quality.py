@@ -2,12 +2,12 @@
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500] [--d-sae 3072] [--k 32] [--json FOLDER]
 
-DATA is a .safetensors file with `activations` [n_tokens, d_in]. A seeded permutation holds out its last 16,384 rows;
-the others are trained on in seeded permutations, one per epoch. Measured every 25 steps, outside the clock: FVU and
-L0 as the library's users get them; FVU with the batch's k·n largest activations, which compares BatchTopK at equal
-L0 however its threshold has come out; and the share of latents that fire neither on the held-out rows nor on 65,536
-training rows. Seconds are those of the steps alone; CPU time over all threads, divided by their number, is what the
-wall clock would show on a machine without other work.
+DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. A seeded permutation holds
+out its last 16,384 rows; the others are trained on in seeded permutations, one per epoch. Measured every 25 steps,
+outside the clock: FVU and L0 as the library's users get them; FVU with the batch's k·n largest activations, which
+compares BatchTopK at equal L0 however its threshold has come out; and the share of latents that fire neither on the
+held-out rows nor on 65,536 training rows. Seconds are those of the steps alone; CPU time over all threads, divided by
+their number, is what the wall clock would show on a machine without other work.
 
 With --json every curve is kept in FOLDER, and peers found there are not run again.
 """
@@ -102,12 +102,18 @@ def main() -> None:
     # CSR tensors are called experimental once, and Triton missing likewise.
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    data = Data(load_file(options.data)["activations"], options.seed, options.device)
+    data = Data(load(options.data), options.seed, options.device)
     setup = peers.Setup(
         data.train.shape[1], options.d_sae, options.k, options.batch, options.steps, options.device, seed=options.seed
     )
     results = [found_or_run(name, setup, data, options) for name in peers.available(options.peers)]
     Console(width=150).print(table(results))
+
+
+def load(data: Path) -> Tensor:
+    """Return the rows [n_tokens, d_in] of a file, or of all files of a folder in the order of their names."""
+    files = sorted(data.glob("*.safetensors")) if data.is_dir() else [data]
+    return torch.cat([load_file(file)["activations"].float() for file in files])
 
 
 def parse() -> argparse.Namespace:
