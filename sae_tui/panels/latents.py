@@ -197,12 +197,14 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
     """Return the end of the spans in exactly so many cells, filled with spaces at the left."""
     kept: list[Span] = []
     room = width
-    for text, style in reversed(spans):
+    for whole, style in reversed(spans):
+        text = whole
         while cell_len(text) > room:
             text = text[1:]
         kept.insert(0, (text, style))
         room -= cell_len(text)
-        if not room:
+        # Where a wide character was cut, a cell is left, and what comes next does not belong there.
+        if not room or text != whole:
             break
     return [(" " * room, "text"), *kept]
 
@@ -210,9 +212,12 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
 def _first_cells(spans: Sequence[Span], width: int) -> list[Span]:
     """Return the beginning of the spans in at most so many cells."""
     kept: list[Span] = []
-    for text, style in spans:
+    for whole, style in spans:
+        text = whole
         while cell_len(text) > width:
             text = text[:-1]
         kept.append((text, style))
         width -= cell_len(text)
+        if text != whole:
+            break
     return kept

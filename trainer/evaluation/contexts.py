@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,13 +112,13 @@ class Contexts:
         self._token_ids = torch.cat([self._token_ids, token_ids], 1).gather(1, wide)
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
-    def tensors(self, w_dec: Tensor, texts: list[str], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
-        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number.
+    def tensors(self, w_dec: Tensor, tokens: Sequence[bytes], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
+        """Return what `trainer.contract.runs.features` reads; `tokens` are what they stand for, by number.
 
         `moved` are the tokens that `logit_lens.moved_tokens` returns, where they are known.
         """
         told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
-        of_texts = _texts(torch.cat([ids.flatten() for ids in told]), texts)
+        of_texts = _texts(torch.cat([ids.flatten() for ids in told]), tokens)
         latents = torch.cat([latents for latents, _ in self._entries]).long()
         values = torch.cat([values for _, values in self._entries])
         n_fired = torch.bincount(latents, minlength=self._d_sae)
@@ -248,10 +248,10 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
     return latents, values
 
 
-def _texts(token_ids: Tensor, texts: list[str]) -> dict[str, Tensor]:
-    """Return the texts of the tokens that occur: their numbers, ascending, and the ends of their UTF-8 in `text`."""
-    ids = [one for one in token_ids.unique().tolist() if 0 <= one < len(texts)]
-    encoded = [texts[one].encode("utf-8", "replace") for one in ids]
+def _texts(token_ids: Tensor, tokens: Sequence[bytes]) -> dict[str, Tensor]:
+    """Return the bytes of the tokens that occur: their numbers, ascending, and where their bytes end in `text`."""
+    ids = [one for one in token_ids.unique().tolist() if 0 <= one < len(tokens)]
+    encoded = [tokens[one] for one in ids]
     ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
     return {
         "text_ids": torch.tensor(ids, dtype=torch.int32),

@@ -15,7 +15,6 @@ from trainer.activations.base import Source
 from trainer.activations.open_source import open_source
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
-from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.settings.extract import ExtractJob
@@ -31,8 +30,8 @@ from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, Probing, probe, probe_rows
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
-from trainer.extraction.meta import TOKENS
 from trainer.extraction.model_stream import job_of_stream
+from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
 from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of
 from trainer.training.learner import Learner
@@ -122,7 +121,7 @@ def _features(
     if contexts is None:
         return None
     moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
-    return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
+    return contexts.tensors(sae.W_dec, read_tokens(path), moved)
 
 
 def _language_model(model: str, knobs: SourceKnobs, source: Source, device: torch.device) -> SplicedModel:

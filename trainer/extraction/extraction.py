@@ -22,7 +22,7 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
-from trainer.extraction.meta import META, TOKENS, meta_of
+from trainer.extraction.meta import META, meta_of
 from trainer.extraction.packing import Batch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
 from trainer.extraction.shard_writer import Blocks, Origin, add_sums
@@ -39,6 +39,7 @@ from trainer.extraction.state import (
     write_state,
 )
 from trainer.extraction.text import documents
+from trainer.extraction.token_bytes import write_tokens
 from trainer.runtime.out_of_memory import is_shortage
 
 
@@ -317,7 +318,7 @@ class Extraction:
             assert sums is not None
             facts = meta_of(self._job, number, self.model, sums, self._state.shards[number])
             of_all = {"dtype": self._state.dtype, "left_out": self._state.left_out}
-            write_json(self._job.folder(hook) / TOKENS, self.model.tokenizer.texts())
+            write_tokens(self._job.folder(hook), self.model.tokenizer.token_bytes())
             write_json(self._job.folder(hook) / META, facts | of_all)
 
     def _result(self, word: str) -> Result:

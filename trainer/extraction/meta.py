@@ -10,8 +10,6 @@ from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.shard_writer import ShardFile, Sums
 
 META = "meta.json"
-# What each token stands for, by its number.
-TOKENS = "tokens.json"
 
 
 def meta_of(job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile]) -> dict[str, Any]:

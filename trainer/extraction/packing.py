@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trainer.contract.errors import UserError, first_line
 from trainer.extraction.text import Document
+from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
 # Of a place that holds no token.
@@ -70,14 +71,9 @@ class Tokenizer:
                 else:
                     yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
 
-    def texts(self) -> list[str]:
+    def token_bytes(self) -> list[bytes]:
         """Return what each token stands for, by its number: with the space before a word, where it has one."""
-        numbers = list(range(len(self._tokenizer)))
-        names = self._tokenizer.convert_ids_to_tokens(numbers)
-        texts = self._tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"
-        return [_text_of(str(name), text, is_wordpiece) for name, text in zip(names, texts, strict=True)]
+        return token_bytes(self._tokenizer)
 
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:
@@ -94,13 +90,6 @@ class Tokenizer:
             # A template is a program that comes with the model, and may raise anything.
             message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
             raise UserError(f"text.column: {message}") from None
-
-
-def _text_of(name: str, text: str, is_wordpiece: bool) -> str:
-    """Return a token's text by its name in the vocabulary and as decoded alone, which loses the space before it."""
-    if is_wordpiece:
-        return name[2:] if name.startswith("##") else f" {name}"
-    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:

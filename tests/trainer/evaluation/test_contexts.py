@@ -74,7 +74,7 @@ def no_outliers() -> Outliers:
 def features(found: list[Text], folder: Path, acts_of=dense, outliers: Outliers | None = None) -> Features:
     contexts = contexts_of(acts_of, found, outliers or no_outliers(), D_SAE, N_CONTEXTS)
     assert contexts
-    write_features(folder, contexts.tensors(W_ENC.T.contiguous(), WORDS))
+    write_features(folder, contexts.tensors(W_ENC.T.contiguous(), [word.encode() for word in WORDS]))
     return Features(folder / FEATURES)
 
 

@@ -6,7 +6,7 @@ import bisect
 import math
 import mmap
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,12 +14,16 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
+from trainer.contract.runs.characters import runs_of_tokens, without_cut_ends
 from trainer.contract.settings.shards import read_header
 
 # Beside an SAE's weights: what an evaluation writes.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["density", "largest", "latent"]
 NO_TOKEN = -1
+# Latents whose texts are joined to count where they fire most on what is searched for. Of more only those are that have
+# it in no single token: a search is to feel like an answer to the key.
+_MOST_RANKED = 2048
 
 # Of each tensor: its type, as array has it, and how many numbers it has for each latent; None for those of the text.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
@@ -58,7 +62,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A token of a context, and how strongly the latent fires on it; 0 where it does not."""
+    """A token of a context, and how strongly the latent fires on it; 0 where it does not.
+
+    Tokens that have a character in common are told as one, with what is strongest among them.
+    """
 
     text: str
     act: float
@@ -178,16 +185,25 @@ class Features:
         return sorted(alive, key=lambda latent: -keys[latent])
 
     def search(self, words: str) -> list[int]:
-        """Return the latents with a token that holds these words in their contexts; any case.
+        """Return the latents with these words in their contexts, in one token or over several; any case.
 
-        First come those that fire most on one, by the number of contexts, then the others by density.
+        First come those that fire most on a token of them, by the number of contexts, then the others by density.
         """
         wanted = words.casefold()
-        places = [place for place, one in enumerate(self._texts) if wanted in self.text(one).casefold()]
-        if not places:
-            return []
-        strongest = self._strongest_on({self._texts[place] for place in places})
-        others = sorted(self._with_tokens(places) - strongest.keys()) if len(strongest) < self.n_latents else []
+        texts = [self._bytes_at(place) for place in range(len(self._texts))]
+        places = [place for place, one in enumerate(texts) if wanted in one.decode("utf-8", "replace").casefold()]
+        strongest = self._strongest_on({self._texts[place] for place in places}) if places else {}
+        found = {*strongest}
+        if len(found) < self.n_latents:
+            found |= self._with_tokens(places)
+        by_token = dict(zip(self._texts, texts, strict=True))
+        for latent in self._with_parts(words, texts, found):
+            n_contexts = self._n_contexts_on(latent, wanted, by_token)
+            if n_contexts is not None:
+                found.add(latent)
+            if n_contexts:
+                strongest[latent] = n_contexts
+        others = sorted(found - strongest.keys())
         # Both are by number before, and stay so where they are equal.
         fired = self._ints("n_fired")
         return [
@@ -214,6 +230,28 @@ class Features:
             if len(fire) >= self.n_latents:
                 break
         return {latent for latent in fire if 0 <= latent < self.n_latents}
+
+    def _with_parts(self, words: str, texts: Sequence[bytes], found: set[int]) -> set[int]:
+        """Return the latents that may have the words spread over tokens: in some texts their beginning and their end.
+
+        Where these are many, those that are `found` already are left out.
+        """
+        forms = {form.encode("utf-8", "replace").lower() for form in (words, words.casefold(), words.upper())}
+        begins = tuple(form[:n] for form in forms for n in range(1, len(form)))
+        ends = tuple(form[n:] for form in forms for n in range(1, len(form)))
+        lowered = [text.lower() for text in texts]
+        first = self._with_tokens([place for place, text in enumerate(lowered) if text.endswith(begins)])
+        last = self._with_tokens([place for place, text in enumerate(lowered) if text.startswith(ends)])
+        both = first & last
+        return both if len(both) <= _MOST_RANKED else both - found
+
+    def _n_contexts_on(self, latent: int, wanted: str, texts: Mapping[int, bytes]) -> int | None:
+        """Return in how many contexts a latent fires most on a token of the words; None where no context has them."""
+        whole = b"".join(texts.get(token, b"") for token in self._ints("token_ids", latent))
+        if wanted not in whole.decode("utf-8", "replace").casefold():
+            return None
+        on = [_place_of(wanted, context) for context in self._contexts(latent)]
+        return on.count("strongest") if any(on) else None
 
     def feature(self, latent: int) -> Feature:
         """Return all that is known of a latent; raise `UserError` where there is none of that number."""
@@ -246,18 +284,27 @@ class Features:
             if ids[first + self._before] == NO_TOKEN:
                 break
             places = [at for at in range(first, first + width) if ids[at] != NO_TOKEN]
-            tokens = tuple(Token(self.text(ids[at]), acts[at]) for at in places)
-            contexts.append(Context(tokens, places.index(first + self._before)))
+            told = [self._token(ids[at]) for at in places]
+            contexts.append(_context(told, [acts[at] for at in places], places.index(first + self._before)))
         return contexts
 
     def text(self, token: int) -> str:
-        """Return what a token stands for, its number where that is not known."""
+        """Return what a token stands for, its number where that is not known.
+
+        Bytes that are a part of a character only are told as such.
+        """
+        return self._token(token).decode("utf-8", "backslashreplace")
+
+    def _token(self, token: int) -> bytes:
         at = bisect.bisect_left(self._texts, token)
-        if at == len(self._texts) or self._texts[at] != token:
-            return f"[{token}]"
-        first, last = self._ends[at - 1] if at else 0, self._ends[at]
+        is_known = at < len(self._texts) and self._texts[at] == token
+        return self._bytes_at(at) if is_known else f"[{token}]".encode()
+
+    def _bytes_at(self, place: int) -> bytes:
+        """Return the bytes of the token that is in this place among those that are known."""
+        first, last = self._ends[place - 1] if place else 0, self._ends[place]
         begin = self._begin + self._entries["text"].data_offsets[0]
-        return self._content[begin + first : begin + last].decode("utf-8", "replace")
+        return self._content[begin + first : begin + last]
 
     def _ints(self, name: str, latent: int | None = None) -> array[int]:
         numbers: array[int] = array(_CODES[name])
@@ -282,3 +329,22 @@ class Features:
             n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]
+
+
+def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context:
+    """Return a context of which the latent fires most on the token at `at`."""
+    kept = without_cut_ends(tokens, at)
+    runs = runs_of_tokens(kept)
+    joined = (b"".join(kept[run.start : run.stop]).decode("utf-8", "replace") for run in runs)
+    strongest = (max(acts[run.start : run.stop]) for run in runs)
+    told = tuple(Token(text, act) for text, act in zip(joined, strongest, strict=True))
+    return Context(told, next(number for number, run in enumerate(runs) if at in run))
+
+
+def _place_of(wanted: str, context: Context) -> Literal["strongest", "elsewhere", ""]:
+    """Tell whether a context has the words in it: on the token on which the latent fires most, elsewhere, or not."""
+    folded = [token.text.casefold() for token in context.tokens]
+    whole, begin = "".join(folded), len("".join(folded[: context.at]))
+    reach = len(wanted) - 1
+    around = whole[max(0, begin - reach) : begin + len(folded[context.at]) + reach]
+    return "strongest" if wanted in around else "elsewhere" if wanted in whole else ""
