@@ -31,7 +31,9 @@ def write(folder: Path, n_latents: int) -> float:
     contexts._acts = torch.ones(contexts._token_ids.shape)
     contexts._entries.append((torch.arange(n_latents, dtype=torch.int32), torch.ones(n_latents)))
     begun = time.process_time()
-    tensors = contexts.tensors(torch.randn(n_latents, 16), [f" w{number}x{number % 97}".encode() for number in range(N_TOKENS)])
+    tensors = contexts.tensors(
+        torch.randn(n_latents, 16), [f" w{number}x{number % 97}".encode() for number in range(N_TOKENS)]
+    )
     took = time.process_time() - begun
     write_features(folder, tensors)
     return took

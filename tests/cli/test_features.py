@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import MOVED, features_file
+from support.features import MOVED, SPREAD, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -54,6 +54,14 @@ def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
     answer = shell.json("features", job_id, 0)
     assert answer["contexts"][0]["tokens"][1] == {"text": " Lämb", "act": 4.0}
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
+
+
+def test_characters_that_are_spread_over_tokens_are_read_and_found(shell: Shell, job_id: int) -> None:
+    (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
+    assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
+    _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
+    assert row.split()[0] == "0"
+    assert row.split()[3] == "天"
 
 
 def test_a_latent_is_told_with_the_tokens_that_it_promotes_and_suppresses(shell: Shell, job_id: int) -> None:

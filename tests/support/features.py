@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 # Two latents with two contexts of three tokens, the strongest in the middle.
 IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
 ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
+# The same two latents on text of a byte-level tokenizer: 天 is spread over two tokens, and a space is in one of them.
+SPREAD = {5: b" \xe5\xa4", 7: b"\xa9", 9: "气".encode()}
 # What there is in addition where the language model was at hand: of both latents a token each.
 MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
     "promoted": ("I32", "i", [2, 1], [7, 5]),
@@ -23,9 +26,9 @@ def flat(values: Any) -> list[Any]:
     return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
 
 
-def features_file(texts: dict[int, str] = TEXTS, **changes: tuple[str, str, list[int], list[Any]]) -> bytes:
+def features_file(texts: Mapping[int, str | bytes] = TEXTS, **changes: tuple[str, str, list[int], list[Any]]) -> bytes:
     """Return a file of this kind; `changes` are tensors as (type, struct's code, shape, values)."""
-    encoded = [text.encode() for text in texts.values()]
+    encoded = [text.encode() if isinstance(text, str) else text for text in texts.values()]
     ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
     tensors: dict[str, tuple[str, str, list[int], list[Any]]] = {
         "n_fired": ("I32", "i", [2], [3, 8]),

@@ -7,7 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.features import ACTS, IDS, MOVED, features_file, flat
+from rich.cells import cell_len
+from support.features import ACTS, IDS, MOVED, SPREAD, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
@@ -15,7 +16,7 @@ from textual.widgets import Input, Label
 from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.outcome import DONE
-from sae_tui.panels.latents import LatentDetail, LatentList, feature_lines
+from sae_tui.panels.latents import LatentDetail, LatentList, _last_cells, feature_lines
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
@@ -245,3 +246,24 @@ def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path)
             lines = feature_lines(features.feature(latent), features, width)
             assert max(sum(len(text) for text, _ in line) for line in lines[-2:]) <= width
     assert [text for text, style in lines[-1] if style == "full"] == [" the"]
+
+
+def test_a_wide_character_that_is_cut_leaves_no_room_for_what_is_behind_it(tmp_path: Path) -> None:
+    put(tmp_path / "sae", features_file({5: "x", 7: "天气天", 9: "y"}))
+    features = Features(tmp_path / "sae" / FEATURES)
+    for width in range(12, 40):
+        first = feature_lines(features.feature(0), features, width)[-2]
+        text = "".join(text for text, _ in first)
+        assert cell_len(text) <= width
+        assert "天气天" in text or "y" not in text
+    spans = [("z", "text"), ("天", "text"), ("气", "text")]
+    assert ["".join(text for text, _ in _last_cells(spans, width)) for width in (5, 4, 3, 2)] == [
+        "z天气", "天气", " 气", "气"
+    ]  # fmt: skip
+
+
+def test_a_character_over_several_tokens_has_the_shade_of_the_strongest(tmp_path: Path) -> None:
+    put(tmp_path / "sae", features_file(SPREAD))
+    features = Features(tmp_path / "sae" / FEATURES)
+    lines = feature_lines(features.feature(0), features, 80)
+    assert lines[-2][-2:] == ((" 天", "full"), ("气", "faint"))

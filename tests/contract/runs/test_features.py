@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.features import ACTS, MOVED, features_file, flat
+from support.features import ACTS, MOVED, SPREAD, TEXTS, features_file, flat
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Features
@@ -51,6 +51,43 @@ def test_tokens_that_latents_promote_in_another_shape_are_refused(file: Path, na
     file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
     with pytest.raises(UserError, match="is not what `python -m trainer eval` writes"):
         Features(file)
+
+
+def test_a_character_over_several_tokens_is_told_once_with_the_strongest_of_them(file: Path) -> None:
+    file.write_bytes(features_file(SPREAD))
+    features = Features(file)
+    (first, second), (third,) = features.feature(0).contexts, features.feature(1).contexts
+    assert ([(one.text, one.act) for one in first.tokens], first.at) == ([(" 天", 4.0), ("气", 1.0)], 0)
+    # The token on which it fires most is told even where the rest of its character is missing.
+    assert ([one.text for one in second.tokens], second.at, second.act) == (["�"], 0, 2.0)
+    assert ([(one.text, one.act) for one in third.tokens], third.at) == ([("气", 0.0), (" �", 3.0), (" ", 0.0)], 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "latents"), [("天气", [0]), ("天", [0]), ("气", [1, 0]), ("气天", []), (" 天气", [0])]
+)
+def test_a_search_finds_what_is_spread_over_tokens(file: Path, words: str, latents: list[int]) -> None:
+    file.write_bytes(features_file(SPREAD))
+    assert Features(file).search(words) == latents
+
+
+def test_a_search_over_tokens_does_not_mind_case_and_ranks_by_what_fires_most(file: Path) -> None:
+    file.write_bytes(features_file({5: b"L\xc3", 7: b"\xa4M", 9: b"B"}))
+    features = Features(file)
+    assert [features.search(words) for words in ("lämb", "LÄMB", "mb", "bl", "ä")] == [[0], [0], [0], [1], [0]]
+
+
+def test_of_many_latents_those_found_by_a_token_are_not_ranked_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.contract.runs.features._MOST_RANKED", 0)
+    file.write_bytes(features_file(SPREAD))
+    assert [Features(file).search(words) for words in ("天气", "气")] == [[0], [1, 0]]
+
+
+def test_a_token_that_is_a_part_of_a_character_is_told_by_its_bytes(file: Path) -> None:
+    file.write_bytes(features_file(SPREAD, **MOVED))
+    assert [one.text for one in Features(file).feature(0).promoted] == ["\\xa9"]
 
 
 def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
@@ -108,7 +145,7 @@ def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    content = bytearray(features_file())
+    content = bytearray(features_file(data.draw(st.sampled_from([TEXTS, SPREAD]))))
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("damaged") / "features.safetensors"
@@ -117,4 +154,5 @@ def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.T
         features = Features(path)
         for latent in features.order("largest"):
             features.feature(latent)
-        features.search("the")
+        for words in ("the", "天气"):
+            features.search(words)

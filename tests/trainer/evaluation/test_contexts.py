@@ -27,6 +27,7 @@ from trainer.evaluation.contexts import (
     write_features,
 )
 from trainer.extraction.shard_writer import Origin
+from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 D_IN, D_SAE, N_CONTEXTS = 6, 9, 3
@@ -228,3 +229,32 @@ def test_shuffled_rows_of_an_unknown_order_have_no_contexts(tmp_path: Path) -> N
     assert [len(read.x) for read in texts_of(tmp_path)] == [8]
     (tmp_path / "meta.json").write_text('{"shuffled": true}')
     assert list(texts_of(tmp_path)) == []
+
+
+SPREAD_TEXTS = ["今天天气很好，我们去公园。", "naïve 🎉 café", "明天的天气会怎么样？", "the cat sat on the mat"]
+
+
+def test_contexts_of_byte_level_tokens_read_as_the_text_was(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = make_model(tmp_path / "model", "gpt2")
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in SPREAD_TEXTS))
+    job = extraction_job(model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64)
+    run(job)
+    folder = job.folder("resid_post.1")
+    (found,) = texts_of(folder)
+    w_enc = torch.randn(found.x.shape[1], D_SAE, generator=torch.Generator().manual_seed(1))
+    contexts = contexts_of(lambda x: DenseActs((x @ w_enc).relu()), [found], no_outliers(), D_SAE, 10)
+    assert contexts
+    write_features(tmp_path, contexts.tensors(w_enc.T.contiguous(), read_tokens(folder)))
+    read = Features(tmp_path / FEATURES)
+    told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
+            for latent in read.order()}  # fmt: skip
+    assert sum(map(len, told.values())) > 10
+    # The first token of each document is left out: of its first character it may be a part.
+    assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
+    for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
+        assert sorted(read.search(words)) == sorted(
+            latent for latent, texts in told.items() if any(words in text for text in texts)
+        )
+    assert read.search("天气")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from support.features import features_file
+from support.features import SPREAD, features_file
 from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
@@ -203,6 +203,16 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     read = theirs.to_dict()
     for feature, again in zip(batch["features"], read["features"], strict=True):
         assert {name: again[name] for name in feature} == feature
+
+
+def test_neuronpedia_has_characters_that_are_spread_over_tokens_as_one(tmp_path: Path) -> None:
+    shared = with_features(tmp_path)
+    (tmp_path / "features.safetensors").write_bytes(features_file(SPREAD))
+    form_of("neuronpedia").write(shared, tmp_path / "out")
+    batch = json.loads((tmp_path / "out" / "batch-0.json").read_text())
+    strongest = batch["features"][0]["activations"][0]
+    assert (strongest["tokens"], strongest["values"]) == ([" 天", "气"], [4.0, 1.0])
+    assert strongest["qualifying_token_index"] == 0
 
 
 def test_neuronpedia_is_refused_where_nothing_of_the_sae_is_stored(tmp_path: Path) -> None:
