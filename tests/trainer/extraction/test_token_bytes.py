@@ -24,7 +24,7 @@ ANY = st.text(st.characters(exclude_categories=["Cs"]))
 
 def with_byte_fallback() -> Any:
     """Return a tokenizer as SentencePiece makes them: a few words, and a token for each byte of all others."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thecasomégaà天"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁thecasomégà天"]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True)

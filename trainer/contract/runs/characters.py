@@ -25,10 +25,24 @@ def _starts(text: bytes) -> Container[int]:
     return {0, *accumulate(len(char.encode("utf-8", "surrogateescape")) for char in characters)}
 
 
+def whole_characters(text: bytes, begin: int, end: int) -> tuple[int, int]:
+    """Return where the characters begin and end that have bytes from `begin` to `end`."""
+    while 0 < begin < len(text) and _continues(text[begin]):
+        begin -= 1
+    while end < len(text) and _continues(text[end]):
+        end += 1
+    return begin, end
+
+
+def _continues(byte: int) -> bool:
+    """Tell whether a byte is one of a character after its first."""
+    return 0x80 <= byte < 0xC0
+
+
 def without_cut_ends(tokens: Sequence[bytes], at: int) -> list[bytes]:
     """Return the tokens without what is left, before and after the one at `at`, of characters cut at the ends."""
     before, after = b"".join(tokens[:at]), b"".join(tokens[at + 1 :])
-    first = next((n for n, byte in enumerate(before) if not 0x80 <= byte < 0xC0), len(before))
+    first = next((n for n, byte in enumerate(before) if not _continues(byte)), len(before))
     last = sum(map(len, tokens)) - _unfinished(after)
     kept, begin = [], 0
     for token in tokens:

@@ -6,7 +6,7 @@ import bisect
 import math
 import mmap
 from array import array
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,15 +14,15 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
-from trainer.contract.runs.characters import runs_of_tokens, without_cut_ends
+from trainer.contract.runs.characters import runs_of_tokens, whole_characters, without_cut_ends
 from trainer.contract.settings.shards import read_header
 
 # Beside an SAE's weights: what an evaluation writes.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["density", "largest", "latent"]
 NO_TOKEN = -1
-# Latents whose texts are joined to count where they fire most on what is searched for. Of more only those are that have
-# it in no single token: a search is to feel like an answer to the key.
+# Latents of which is counted how often they fire most on words that are spread over tokens, the most frequent first;
+# where more may have them, not those that have them in a single token. A search is to feel like an answer to the key.
 _MOST_RANKED = 2048
 
 # Of each tensor: its type, as array has it, and how many numbers it has for each latent; None for those of the text.
@@ -99,6 +99,13 @@ class Feature(msgspec.Struct, frozen=True):
     contexts: tuple[Context, ...]
     promoted: tuple[Moved, ...] = ()
     suppressed: tuple[Moved, ...] = ()
+
+
+class _Table(dict[int, bytes]):
+    """The bytes of tokens by their numbers; none of others."""
+
+    def __missing__(self, token: int) -> bytes:
+        return b""
 
 
 class _Entry(msgspec.Struct):
@@ -191,23 +198,22 @@ class Features:
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
-        places = [place for place, one in enumerate(texts) if wanted in one.decode("utf-8", "replace").casefold()]
+        places = [place for place, one in enumerate(texts) if wanted in _folded(one)]
         strongest = self._strongest_on({self._texts[place] for place in places}) if places else {}
         found = {*strongest}
         if len(found) < self.n_latents:
             found |= self._with_tokens(places)
-        by_token = dict(zip(self._texts, texts, strict=True))
-        for latent in self._with_parts(words, texts, found):
-            n_contexts = self._n_contexts_on(latent, wanted, by_token)
-            if n_contexts is not None:
-                found.add(latent)
-            if n_contexts:
+        table = _Table(zip(self._texts, texts, strict=True))
+        over_tokens = [latent for latent in self._with_parts(words, texts, found) if self._has(latent, wanted, table)]
+        found.update(over_tokens)
+        fired = self._ints("n_fired")
+        for latent in sorted(over_tokens, key=lambda latent: -fired[latent])[:_MOST_RANKED]:
+            if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
         # Both are by number before, and stay so where they are equal.
-        fired = self._ints("n_fired")
         return [
-            *sorted(strongest, key=strongest.__getitem__, reverse=True),
+            *sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
             *sorted(others, key=fired.__getitem__, reverse=True),
         ]
 
@@ -245,13 +251,20 @@ class Features:
         both = first & last
         return both if len(both) <= _MOST_RANKED else both - found
 
-    def _n_contexts_on(self, latent: int, wanted: str, texts: Mapping[int, bytes]) -> int | None:
-        """Return in how many contexts a latent fires most on a token of the words; None where no context has them."""
-        whole = b"".join(texts.get(token, b"") for token in self._ints("token_ids", latent))
-        if wanted not in whole.decode("utf-8", "replace").casefold():
-            return None
-        on = [_place_of(wanted, context) for context in self._contexts(latent)]
-        return on.count("strongest") if any(on) else None
+    def _has(self, latent: int, wanted: str, table: _Table) -> bool:
+        """Tell whether a context of a latent has the words in it."""
+        # A byte that is in no text is between contexts.
+        return wanted in _folded(b"\xff".join(b"".join(tokens) for tokens in self._tokens_of(latent, table)))
+
+    def _n_contexts_on(self, latent: int, wanted: str, table: _Table) -> int:
+        """Return in how many contexts a latent fires most on a token of the words."""
+        return sum(_are_on(wanted, list(tokens), self._before) for tokens in self._tokens_of(latent, table))
+
+    def _tokens_of(self, latent: int, table: _Table) -> Iterator[Iterator[bytes]]:
+        """Yield the tokens of each context of a latent."""
+        ids, width = self._ints("token_ids", latent), self._entries["token_ids"].shape[2]
+        for first in range(0, len(ids), max(1, width)):
+            yield map(table.__getitem__, ids[first : first + width])
 
     def feature(self, latent: int) -> Feature:
         """Return all that is known of a latent; raise `UserError` where there is none of that number."""
@@ -341,10 +354,17 @@ def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context
     return Context(told, next(number for number, run in enumerate(runs) if at in run))
 
 
-def _place_of(wanted: str, context: Context) -> Literal["strongest", "elsewhere", ""]:
-    """Tell whether a context has the words in it: on the token on which the latent fires most, elsewhere, or not."""
-    folded = [token.text.casefold() for token in context.tokens]
-    whole, begin = "".join(folded), len("".join(folded[: context.at]))
+def _are_on(wanted: str, tokens: Sequence[bytes], at: int) -> bool:
+    """Tell whether words are in a text, and a part of them in the token at `at`."""
+    text = b"".join(tokens)
+    if wanted not in _folded(text):
+        return False
+    begin = len(b"".join(tokens[:at]))
+    begin, end = whole_characters(text, begin, begin + len(tokens[at]))
+    before, own, after = (_folded(part) for part in (text[:begin], text[begin:end], text[end:]))
     reach = len(wanted) - 1
-    around = whole[max(0, begin - reach) : begin + len(folded[context.at]) + reach]
-    return "strongest" if wanted in around else "elsewhere" if wanted in whole else ""
+    return wanted in before[max(0, len(before) - reach) :] + own + after[:reach]
+
+
+def _folded(text: bytes) -> str:
+    return text.decode("utf-8", "replace").casefold()
