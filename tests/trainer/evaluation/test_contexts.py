@@ -255,7 +255,8 @@ def test_contexts_of_byte_level_tokens_read_as_the_text_was(tmp_path: Path) -> N
     told = {latent: ["".join(one.text for one in context.tokens) for context in read.feature(latent).contexts]
             for latent in read.order()}  # fmt: skip
     assert sum(map(len, told.values())) > 10
-    assert all(any(text in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
+    # A character that the end of the model's context cuts is told as such.
+    assert all(any(text.strip("�") in whole for whole in SPREAD_TEXTS) for texts in told.values() for text in texts)
     for words in ("天气", "🎉", "ïve", "the cat sat", "很好，"):
         assert sorted(read.search(words)) == sorted(
             latent for latent, texts in told.items() if any(words in text for text in texts)
