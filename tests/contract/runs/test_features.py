@@ -77,12 +77,14 @@ def test_a_search_over_tokens_does_not_mind_case_and_ranks_by_what_fires_most(fi
     assert [features.search(words) for words in ("lämb", "LÄMB", "mb", "bl", "ä")] == [[0], [0], [0], [1], [0]]
 
 
-def test_of_many_latents_those_found_by_a_token_are_not_ranked_again(
+def test_of_many_latents_only_the_most_frequent_are_looked_at_for_words_over_tokens(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.contract.runs.features._MOST_RANKED", 0)
-    file.write_bytes(features_file(SPREAD))
-    assert [Features(file).search(words) for words in ("天气", "气")] == [[0], [1, 0]]
+    monkeypatch.setattr("trainer.contract.runs.features._MOST_JOINED", 1)
+    file.write_bytes(features_file(SPREAD, n_fired=("I32", "i", [2], [1, 2])))
+    assert Features(file).search("天气") == []
+    file.write_bytes(features_file(SPREAD, n_fired=("I32", "i", [2], [2, 1])))
+    assert [Features(file).search(words) for words in ("天气", "气")] == [[0], [0, 1]]
 
 
 def test_a_token_that_is_a_part_of_a_character_is_told_by_its_bytes(file: Path) -> None:

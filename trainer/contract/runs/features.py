@@ -21,9 +21,9 @@ from trainer.contract.settings.shards import read_header
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["density", "largest", "latent"]
 NO_TOKEN = -1
-# Latents of which is counted how often they fire most on words that are spread over tokens, the most frequent first;
-# where more may have them, not those that have them in a single token. A search is to feel like an answer to the key.
-_MOST_RANKED = 2048
+# Latents whose texts are put together to look for words that are spread over tokens, the most frequent first; where
+# more may have them, not those that have them in a single token. A search is to feel like an answer to the key.
+_MOST_JOINED = 1024
 
 # Of each tensor: its type, as array has it, and how many numbers it has for each latent; None for those of the text.
 _LAYOUT: dict[str, tuple[str, str, int | None]] = {
@@ -194,7 +194,8 @@ class Features:
     def search(self, words: str) -> list[int]:
         """Return the latents with these words in their contexts, in one token or over several; any case.
 
-        First come those that fire most on a token of them, by the number of contexts, then the others by density.
+        First come those that fire most on a token of them, by the number of contexts, then the others by density. Of
+        the latents that may have them over several tokens only the `_MOST_JOINED` most frequent are looked at.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -204,10 +205,11 @@ class Features:
         if len(found) < self.n_latents:
             found |= self._with_tokens(places)
         table = _Table(zip(self._texts, texts, strict=True))
-        over_tokens = [latent for latent in self._with_parts(words, texts, found) if self._has(latent, wanted, table)]
-        found.update(over_tokens)
         fired = self._ints("n_fired")
-        for latent in sorted(over_tokens, key=lambda latent: -fired[latent])[:_MOST_RANKED]:
+        joined = sorted(self._with_parts(words, texts, found), key=lambda latent: -fired[latent])[:_MOST_JOINED]
+        over_tokens = [latent for latent in joined if self._has(latent, wanted, table)]
+        found.update(over_tokens)
+        for latent in over_tokens:
             if n_contexts := self._n_contexts_on(latent, wanted, table):
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
@@ -249,7 +251,7 @@ class Features:
         first = self._with_tokens([place for place, text in enumerate(lowered) if text.endswith(begins)])
         last = self._with_tokens([place for place, text in enumerate(lowered) if text.startswith(ends)])
         both = first & last
-        return both if len(both) <= _MOST_RANKED else both - found
+        return both if len(both) <= _MOST_JOINED else both - found
 
     def _has(self, latent: int, wanted: str, table: _Table) -> bool:
         """Tell whether a context of a latent has the words in it."""
