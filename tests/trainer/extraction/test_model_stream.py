@@ -9,10 +9,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
+from trainer.extraction.readers import AHEAD, Readers
 from trainer.parallel.threads import Threads, on_all
 
 ROOT = Path(__file__).parents[3]
@@ -51,6 +53,19 @@ def stream_of(job: ExtractJob, **settings: Any) -> ModelStream:
     """Return the stream of the first hook of an extraction."""
     given = {"model": job.model.path, "hook": job.model.hooks[0], "text": job.text.path, "context": job.text.context}
     return ModelStream(**given | {"batch_tokens": job.extract.batch_tokens} | settings)
+
+
+def stream_of_hooks(job: ExtractJob, hooks: Sequence[str]) -> ModelStream:
+    first, *others = [stream_of(job, hook=hook) for hook in hooks]
+    return first.beside(others) if others else first
+
+
+def assert_same(pairs: Sequence[Pair | None], expected: Sequence[Pair]) -> None:
+    """Assert that rows are the same to the bit, batch by batch."""
+    assert len(pairs) == len(expected)
+    for pair, wanted in zip(pairs, expected, strict=True):
+        assert pair
+        assert all(map(torch.equal, pair, wanted))
 
 
 def rest_of(stream: StreamSource) -> Tensor:
@@ -167,6 +182,123 @@ def test_ranks_with_the_same_tokens_read_a_share_of_the_text_each_and_have_the_r
     of_each = [n for n in n_read.values() if n]
     assert len(of_each) == size
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
+
+
+@pytest.mark.parametrize("hooks", [["resid_post.1"], ["resid_post.0", "resid_post.1"], ["mlp.0"]])
+def test_models_on_devices_of_their_own_give_the_rows_of_one_in_its_order(make: Make, hooks: list[str]) -> None:
+    alone, several = (stream_of_hooks(make(), hooks) for _ in range(2))
+    several.own_devices = [CPU] * 3
+    for stream in (alone, several):
+        stream.begin(0, 1, CPU)
+    whole, others = pairs_of(alone), pairs_of(several)
+    assert_same(others, whole)
+    assert all((x is y) == (hooks != ["mlp.0"]) for x, y in others)
+    assert several.next_rows() is None
+    for n in (0, 4, 1):
+        several.restore({"batch": n})
+        assert_same([several.next_rows() for _ in range(2)], whole[n : n + 2])
+        assert several.state() == {"batch": n + 2}
+    assert_same(pairs_of(several), whole[3:])
+
+
+def test_ranks_that_share_the_reading_deal_their_shares_out_to_their_own_devices(make: Make) -> None:
+    alone, *streams = (stream_of(make()) for _ in range(3))
+    for stream in streams:
+        stream.own_devices = [CPU] * 2
+    for stream in (alone, *streams):
+        stream.begin(0, 1, CPU)
+    whole = pairs_of(alone)
+
+    def read_all(group: Threads) -> tuple[list[Pair], list[Pair]]:
+        stream = streams[group.index]
+        stream.divide(group)
+        first = pairs_of(stream)
+        stream.restore({"batch": 3})
+        return first, pairs_of(stream)
+
+    for first, again in on_all(2, read_all, timeout_s=60):
+        assert_same(first, whole)
+        assert_same(again, whole[3:])
+
+
+def test_models_of_their_own_read_ahead_without_being_asked_and_no_further_than_they_may(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_devices = 2
+    n_read, is_ahead = Counter[LanguageModel](), threading.Event()
+    read = LanguageModel.rows
+
+    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+        rows = read(self, batch, places)
+        n_read[self] += 1
+        if n_read.total() == 1 + n_devices * AHEAD:
+            is_ahead.set()
+        return rows
+
+    monkeypatch.setattr(LanguageModel, "rows", counted)
+    stream = stream_of(make())
+    stream.own_devices = [CPU] * n_devices
+    stream.begin(0, 1, CPU)
+    stream.next_rows()
+    assert is_ahead.wait(60)
+    # Ends its threads, so that none of them could read on.
+    stream.restore({"batch": 0})
+    assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
+    assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
+
+
+def test_what_one_of_several_models_cannot_read_is_told_once_after_the_rows_before_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, several = (stream_of(make()) for _ in range(2))
+    several.own_devices = [CPU] * 2
+    for stream in (alone, several):
+        stream.begin(0, 1, CPU)
+    whole = pairs_of(alone)
+    first_of_fourth = whole[3][0][0]
+    read = LanguageModel.rows
+
+    def failing(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+        rows = read(self, batch, places)
+        if torch.equal(rows[0][0], first_of_fourth):
+            raise UserError("text.column: holds the token id 7")
+        return rows
+
+    monkeypatch.setattr(LanguageModel, "rows", failing)
+    assert_same([several.next_rows() for _ in range(3)], whole[:3])
+    with pytest.raises(UserError, match="holds the token id 7"):
+        several.next_rows()
+    assert several.next_rows() is None
+    monkeypatch.setattr(LanguageModel, "rows", read)
+    several.restore({"batch": 3})
+    assert_same(pairs_of(several), whole[3:])
+
+
+def test_a_fault_of_the_text_comes_after_the_rows_before_it(make: Make) -> None:
+    def cut_off() -> Iterator[int]:
+        yield from range(5)
+        raise UserError("text.path: cannot be read")
+
+    readers = Readers([lambda number: number] * 2, cut_off())  # type: ignore[arg-type, list-item]
+    assert [readers.next() for _ in range(5)] == [*range(5)]
+    with pytest.raises(UserError, match=r"^text.path: cannot be read$"):
+        readers.next()
+    assert readers.next() is None
+
+
+def test_threads_that_read_end_with_whoever_has_them_and_keep_no_process_alive() -> None:
+    readers = Readers([lambda number: number], itertools.count())  # type: ignore[arg-type, list-item]
+    readers.next()
+    threads = list(readers._threads)
+    del readers
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    code = (
+        "import threading; from trainer.extraction.readers import Readers\n"
+        "readers = Readers([lambda number: number and threading.Event().wait()], iter(range(9))); readers.next()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("mode", ["tensor", "sweep"])
