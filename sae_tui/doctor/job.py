@@ -9,11 +9,11 @@ import msgspec
 
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -80,8 +80,10 @@ def job_rows(
     """Forecast the job on the GPUs that can be read, of which its file may name some; on the CPU if there are none.
 
     `busy` are the indices of those that somebody uses, which are taken last. Without `cuda` the GPUs are simulated:
-    they have memory, and are as fast as the processes that stand in for them.
+    they have memory, and are as fast as the processes that stand in for them. A language model counts as on those that
+    train, wherever `data.model_gpus` has it.
     """
+    job = with_model_gpus(job, wanted_devices(job), 0)
     cards = sorted(cards_for(job, samples), key=lambda card: card.index in busy)
     kinds = (
         [_cards(cards, count, cuda, busy) for count in COUNTS]
@@ -113,7 +115,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 def _cpu_counts(job: JobConfig) -> list[int]:
     """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
-    asked = wanted_ranks(job) if job.on_cpu else 1
+    asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
 

@@ -107,7 +107,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
         return Plan(config, where, 0, has_checkpoint=False)
     run = stored_run(paths.root)
     _refuse_finished(job, run, was, config)
-    config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
+    config, shared = with_same_step(was, config, run.last.n_devices, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
     return Plan(config, where, run.position.step, notes)
 

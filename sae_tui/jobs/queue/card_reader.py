@@ -20,6 +20,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.hardware import slowest
 from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
@@ -77,6 +78,12 @@ def vendor_of(data: DataDir, job: Job) -> str:
     # Several vendors' cards: those of the job were read when it took them.
     samples = CardReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
+
+
+def name_of(data: DataDir, job: Job) -> str:
+    """Return the name of the slowest GPU that a job has, as they were last read; "" where that is not known."""
+    samples = CardReader(data, resolve(job.gpu_source)).samples(math.inf)
+    return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
