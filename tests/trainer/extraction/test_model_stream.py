@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import tomli_w
@@ -453,6 +454,15 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
     plan = Plan(mode, 4, 1, 256, 64, 1, step_s=1.0, needs_bytes=1, model_share=0.25, text_parts=n_parts)
     which = "all of the text" if n_parts == 1 else "one of 4 parts of the text"
     assert plan.sentence() == f"{mode} on 4; every rank runs the language model, on {which}: 25 % of a step"
+    apart = msgspec.structs.replace(
+        plan, ranks=2, reason="ddp on 2", model_gpus=2, text_parts=2, model_why="so it fits"
+    )
+    assert apart.sentence() == (
+        "ddp on 2; the language model has 2 of 4 GPUs to itself: so it fits; each reads one of 2 parts of the text, for "
+        "25 % of a step"
+    )
+    beside = msgspec.structs.replace(plan, model_why="on 2 of 4 of its own it would not fit")
+    assert beside.sentence() == f"{plan.sentence()}; on 2 of 4 of its own it would not fit"
 
 
 def with_stored_data(job: JobConfig) -> JobConfig:

@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches of {self.micro_batch:,} tokens")
-        if self.model_share:
+        if self.model_share or self.model_gpus:
             parts.append(self._words_of_model())
         return "; ".join([*parts, *words_of_shares(self.token_shares, self.latent_shares)])
 
@@ -56,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True):
         share = f"{100 * self.model_share:.0f} % of a step"
         if self.model_gpus:
             where = words_of_place(self.model_gpus, self.ranks + self.model_gpus, self.model_why)
-            return f"{where}; each reads {text}, in {share}"
+            return f"{where}; {'it' if self.model_gpus == 1 else 'each'} reads {text}, for {share}"
         return (
             f"every rank runs the language model, on {text}: {share}{f'; {self.model_why}' if self.model_why else ''}"
         )
