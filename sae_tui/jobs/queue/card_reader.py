@@ -25,6 +25,8 @@ from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
 FRESH_S = 5.0
+# Cards keep their names, but nobody may have read those that a job was given by their numbers.
+NAMED_S = 86_400.0
 # Python's own start, and what opening the driver and reading a card may take.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
 
@@ -81,8 +83,8 @@ def vendor_of(data: DataDir, job: Job) -> str:
 
 
 def name_of(data: DataDir, job: Job) -> str:
-    """Return the name of the slowest GPU that a job has, as they were last read; "" where that is not known."""
-    samples = CardReader(data, resolve(job.gpu_source)).samples(math.inf)
+    """Return the name of the slowest GPU that a job has; "" where that cannot be read."""
+    samples = CardReader(data, resolve(job.gpu_source)).samples(NAMED_S)
     return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 

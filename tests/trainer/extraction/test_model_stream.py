@@ -458,8 +458,8 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
         plan, ranks=2, reason="ddp on 2", model_gpus=2, text_parts=2, model_why="so it fits"
     )
     assert apart.sentence() == (
-        "ddp on 2; the language model has 2 of 4 GPUs to itself: so it fits; each reads one of 2 parts of the text, for "
-        "25 % of a step"
+        "ddp on 2; the language model has 2 of 4 GPUs to itself: so it fits; each reads one of 2 parts of the text, "
+        "for 25 % of a step"
     )
     beside = msgspec.structs.replace(plan, model_why="on 2 of 4 of its own it would not fit")
     assert beside.sentence() == f"{plan.sentence()}; on 2 of 4 of its own it would not fit"
