@@ -23,6 +23,7 @@ from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, batches
 from trainer.extraction.readers import Readers
 from trainer.parallel.group import Group, gather_rows
+from trainer.runtime.out_of_memory import is_shortage
 
 _CPU = torch.device("cpu")
 
@@ -145,11 +146,20 @@ class _Reader(NamedTuple):
         return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
 
     def rows_on_cpu(self, batch: Batch) -> Pair:
-        """Read a batch in a thread that has this model's device for itself."""
+        """Read a batch in a thread that has this model's device for itself.
+
+        Raise `UserError` where its memory runs out, which a smaller SAE or batch would not mend.
+        """
         if self.model.device.type == "cuda":
             # Kernels that a model brings along run on the current device of their thread.
             torch.cuda.set_device(self.model.device)
-        return to_device(self.rows_of(batch), _CPU)
+        try:
+            return to_device(self.rows_of(batch), _CPU)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            lower = f"give fewer than {self.job.extract.batch_tokens}, or a shorter data.context"
+            raise UserError(f"data.batch_tokens: the language model's device has too little memory; {lower}") from None
 
 
 def _side_by_side(of_hooks: list[Tensor]) -> Tensor:

@@ -275,6 +275,20 @@ def test_what_one_of_several_models_cannot_read_is_told_once_after_the_rows_befo
     assert_same(pairs_of(several), whole[3:])
 
 
+def test_memory_that_runs_out_where_only_the_model_is_does_not_blame_the_sae(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stream = stream_of(make())
+    stream.own_devices = [CPU]
+    stream.begin(0, 1, CPU)
+    monkeypatch.setattr(LanguageModel, "rows", out_of_memory)
+    with pytest.raises(UserError, match=r"^data.batch_tokens: the language model's device has too little memory; give"):
+        stream.next_rows()
+
+
 def test_a_fault_of_the_text_comes_after_the_rows_before_it(make: Make) -> None:
     def cut_off() -> Iterator[int]:
         yield from range(5)
