@@ -11,6 +11,7 @@ import pytest
 
 from sae_tui.jobs import detach, edits
 from sae_tui.jobs.launch import launching
+from trainer.contract.errors import JobFileError
 from trainer.contract.runs.rank_spec import read_spec
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.states import JobState
@@ -81,6 +82,10 @@ def test_gpus_of_the_model_alone_are_leased_and_pinned_without_a_rank_in_every_a
         assert (spec.world_size, spec.model_gpus) == (n_ranks, 4 - n_ranks)
         assert spec.gpu_uuids == ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
     assert f"of {n_ranks} begins" in box.data.run(job_id).log(0).read_text()
+    with pytest.raises(JobFileError, match=r"^data.model_gpus: of 4 GPUs 2 and 3 work"):
+        box.resume(job_id, "train.n_steps=40", "data.model_gpus=1", gpus=(0, 1, 2, 3))
+    box.resume(job_id, "train.n_steps=40", "data.model_gpus=3", gpus=(0, 1, 2, 3))
+    assert (box.wait_ended(job_id).step, read_spec(box.data.run(job_id).rank_spec(3)).model_gpus) == (40, 3)
 
 
 @pytest.mark.parametrize(

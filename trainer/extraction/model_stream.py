@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -71,7 +72,7 @@ class ModelStream(StreamSource):
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._knobs, self._hooks)
         # One after the other, so that the memory of the host holds the weights of one at a time.
-        models = [LanguageModel(self._job, one) for one in self.own_devices or [device]]
+        models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
         self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
         self.restore({"batch": 0})
@@ -127,6 +128,12 @@ class ModelStream(StreamSource):
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
 
 
+def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
+    # Kernels that a model brings along run on the current device, which is that of the rank.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return LanguageModel(job, device)
+
+
 class _Reader(NamedTuple):
     """A language model, and which rows of what it reads are wanted: those of all inputs, and of all targets if any."""
 
@@ -151,7 +158,6 @@ class _Reader(NamedTuple):
         Raise `UserError` where its memory runs out, which a smaller SAE or batch would not mend.
         """
         if self.model.device.type == "cuda":
-            # Kernels that a model brings along run on the current device of their thread.
             torch.cuda.set_device(self.model.device)
         try:
             return to_device(self.rows_of(batch), _CPU)

@@ -35,6 +35,7 @@ from trainer.contract.planning.memory import estimate
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.step_time import source_s, step_time, text_parts
 from trainer.contract.planning.workload import Workload
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
@@ -45,6 +46,7 @@ from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
 from trainer.extraction.readers import AHEAD, Readers
 from trainer.parallel.threads import Threads, on_all
+from trainer.ranks.foreground import Foreground, new_run
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
@@ -340,6 +342,27 @@ def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_ranks_with_models_of_their_own_learn_the_very_weights_of_as_many_without(
+    make: Make, long_text: Path, tmp_path: Path
+) -> None:
+    table = table_of(make(), long_text, n_steps=40)
+    table |= {"parallel": {"mode": "tensor"}, "train": table["train"] | {"deterministic": True}}
+    weights = []
+    for model_gpus in (0, 4):
+        table["launch"]["gpus"] = f"auto:{2 + model_gpus}"
+        job, problems = parse_job(table | {"data": table["data"] | {"model_gpus": model_gpus}})
+        assert job, problems
+        run_dir = tmp_path / f"{model_gpus}"
+        # Processes on the CPU stand for GPUs, as simulated ones do.
+        spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=2, device="cpu", model_gpus=model_gpus)
+        with new_run(job, run_dir) as lock:
+            assert Foreground(job, spec, lock).run() == EXIT_FINISHED
+        weights.append(load_file(run_dir / "sae" / "sae_weights.safetensors"))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    log = (tmp_path / "4" / "logs" / "rank0.log").read_text()
+    assert "the language model has 4 of 6 GPUs to itself; each reads one of 4 parts of the text, for " in log
 
 
 def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_text: Path, tmp_path: Path) -> None:

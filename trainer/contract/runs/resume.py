@@ -28,7 +28,7 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
-# Where rows are made; the same rows.
+# Where rows are made, which are the same everywhere.
 _PLACE = "data.model_gpus"
 
 
