@@ -16,7 +16,8 @@ import msgspec
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
-from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.planning.workload import ranks_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import take_back_signals
 from trainer.contract.runs.lock import RunLock
@@ -37,7 +38,7 @@ from trainer.contract.settings.series import CRITERION, held_out, held_out_metri
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
 from trainer.parser import make_parser
-from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
+from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
@@ -96,17 +97,18 @@ def _run(flags: argparse.Namespace) -> int:
     gpus = [] if job.on_cpu else visible_gpus()
     run_dir = (flags.out or RUNS / _folder_name(job.name)).absolute()
     refuse_bad(job, gpus, run_dir)
-    uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
+    taken = chosen(job, gpus)
     spec = RankSpec(
         run_dir=run_dir,
         output_dir=run_dir / "sae",
         attempt=1,
-        world_size=len(uuids) or wanted_ranks(job),
-        device="cuda" if uuids else "cpu",
-        gpu_uuids=uuids,
-        gpu_vendor=torch_vendor() if uuids else "",
+        world_size=len(taken) or wanted_devices(job),
+        device="cuda" if taken else "cpu",
+        gpu_uuids=tuple(gpu.uuid for gpu in taken),
+        gpu_vendor=torch_vendor() if taken else "",
         as_one_process=job.parallel.mode in ONE_PROCESS,
     )
+    spec = with_places(spec, job, taken)
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
 
@@ -148,10 +150,12 @@ def _resume(flags: argparse.Namespace) -> int:
         run = stored_run(run_dir)
         if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
             return _already_finished(job, run, flags)
-        spec = run.next_attempt(*devices_again(job, run.last, flags.overrides))
+        devices, kind, taken, vendor = devices_again(job, run.last, flags.overrides)
+        spec = run.next_attempt(devices, kind, tuple(gpu.uuid for gpu in taken), vendor)
         spec = msgspec.structs.replace(spec, as_one_process=job.parallel.mode in ONE_PROCESS)
-        job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
-        for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
+        job, shared = with_same_step(was, job, run.last.n_devices, devices)
+        spec = with_places(spec, job, taken)
+        for note in (*run.notes, *length_notes(was, job, run, devices), *shared):
             _warn(f"warning: {note}")
         write_job(job, RunPaths(run_dir))
         return _train(job, spec, lock, flags, run.position.step)
@@ -293,7 +297,9 @@ def _bench(flags: argparse.Namespace) -> int:
     # Without a job file there is no data to look at.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
-    figures = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
+    figures = measure(
+        job, shape, flags.steps, world_size=ranks_of(job, len(uuids) or wanted_devices(job)), gpu_uuids=uuids
+    )
     _say(json.dumps(figures) if flags.json else table(figures))
     return EXIT_FINISHED
 

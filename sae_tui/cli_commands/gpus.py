@@ -18,7 +18,7 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
-from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.wording import gibibytes
 
 
@@ -78,7 +78,7 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     job = read_training(flags.job, flags.overrides)
     if context.gpus.is_broken:
         return 1
-    count = flags.count or wanted_ranks(job)
+    count = flags.count or wanted_devices(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
     gpus, data, past = context.gpus, job.data_shape(), context.past()

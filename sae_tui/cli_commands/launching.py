@@ -162,8 +162,10 @@ def _needs(look: AnyOutlook, measured: Measured | None) -> str:
     """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
     if isinstance(look, ExtractionOutlook):
         return extraction.needs(look)
-    each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
-    needs = f"needs {gibibytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
+    each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.devices, 'GPU' if look.on_gpus else 'CPU process')}"
+    needs = f"needs {gibibytes(look.needs_bytes)}{each if look.devices > 1 else ''}, {look.mode}"
+    if look.placed and (look.placed.model_gpus or look.placed.why):
+        needs += f"; {look.placed.sentence}"
     return f"{needs}; {measured}" if measured else needs
 
 

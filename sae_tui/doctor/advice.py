@@ -11,7 +11,7 @@ from sae_tui.doctor.job import JobRow, cards_for, job_rows
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.planning import memory
 from trainer.contract.planning.hardware import Box
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import duration, gibibytes, join_words, plural
@@ -110,7 +110,8 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         f"it takes at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
         f"of {gibibytes(room)} that a {each} has"
     )
-    work = Workload(job.replace("parallel", mode=least.mode), least.ranks, data)
+    beside = with_model_gpus(job, least.ranks, 0)
+    work = Workload(beside.replace("parallel", mode=least.mode), least.ranks, data)
     cures = memory.remedies(work, room) if least.n_gpus else []
     remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
     return Finding("error", "job", sentence, remedy)

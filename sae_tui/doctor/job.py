@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.model_placement import ModelPlacement, place_model
+from trainer.contract.planning.workload import Workload, model_gpus_of, with_model_gpus
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -80,7 +82,9 @@ def job_rows(
     """Forecast the job on the GPUs that can be read, of which its file may name some; on the CPU if there are none.
 
     `busy` are the indices of those that somebody uses, which are taken last. Without `cuda` the GPUs are simulated:
-    they have memory, and are as fast as the processes that stand in for them.
+    they have memory, and are as fast as the processes that stand in for them. In the mode that the job comes to,
+    its language model has GPUs of its own where `data.model_gpus = "auto"` would give it some, also if the job has a
+    number there; in others it runs on those that train.
     """
     cards = sorted(cards_for(job, samples), key=lambda card: card.index in busy)
     kinds = (
@@ -113,7 +117,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 def _cpu_counts(job: JobConfig) -> list[int]:
     """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
-    asked = wanted_ranks(job) if job.on_cpu else 1
+    asked = wanted_devices(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
 
@@ -125,9 +129,15 @@ def _processes(count: int) -> Devices:
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
     """Yield the mode that the job comes to, then every other mode with as many tokens in a step."""
-    chosen = _forecast(job, data, devices, speeds, price)
-    yield _row(chosen, devices, chosen=True)
-    settled = chosen.settled.work
+    beside = with_model_gpus(job, devices.count, 0)
+    chosen = _forecast(beside, data, devices, speeds, price)
+    placed = _placed(job, data, devices, speeds)
+    if placed and placed.model_gpus:
+        apart = _row(_as(chosen, placed.settled), devices, chosen=True)
+        yield msgspec.structs.replace(apart, reason=placed.sentence, **_fits(devices, placed.needs_bytes))
+    else:
+        yield _row(chosen, devices, chosen=True)
+    job, settled = beside, chosen.settled.work
     work = Workload(job, devices.count, data, devices.name)
     same_step = work.with_settings("train", global_batch_size=settled.tokens_per_step)
     for mode in _modes(job, devices.count, data):
@@ -135,6 +145,15 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
             as_mode = same_step.with_settings("parallel", mode=mode)
             other, _ = settle_on(as_mode, speeds, Room(devices.room.total_bytes), devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
+
+
+def _placed(job: JobConfig, data: DataShape, devices: Devices, speeds: Box) -> ModelPlacement | None:
+    """Return where the language model of a job would run if the job left it open; None where there is no question."""
+    if not devices.are_cards or model_gpus_of(job) == 0:
+        return None
+    knobs = msgspec.structs.replace(job.data.knobs, model_gpus="auto")
+    left_open = job.replace("data", knobs=knobs)
+    return place_model(left_open, data, devices.count, devices.name, speeds, devices.room, devices.memory_of)
 
 
 def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Forecast:
@@ -169,14 +188,13 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
 
 
 def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
-    settled, needed = expected.settled, expected.settled.needs_bytes
+    settled = expected.settled
     return JobRow(
         n_gpus=devices.count if devices.are_cards else 0,
         ranks=devices.count,
         mode=settled.job.parallel.mode,
         latent_ranks=settled.work.latent_ranks,
         chosen=chosen,
-        memory_bytes=needed,
         seconds=expected.seconds,
         tokens_per_s=expected.tokens_per_s,
         speed_up=expected.speed_up,
@@ -186,6 +204,14 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         reason=settled.reason,
         gpus=devices.gpus,
         room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_cards else None,
-        fits=devices.has(needed, devices.room.total_bytes),
-        fits_now=False if devices.in_use else devices.has(needed, devices.room.free_bytes),
+        **_fits(devices, settled.needs_bytes),
     )
+
+
+def _fits(devices: Devices, needed: int) -> dict[str, Any]:
+    """Return the fields that tell what a device needs, and whether it has that."""
+    return {
+        "memory_bytes": needed,
+        "fits": devices.has(needed, devices.room.total_bytes),
+        "fits_now": False if devices.in_use else devices.has(needed, devices.room.free_bytes),
+    }

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 
 import msgspec
@@ -9,7 +10,7 @@ from support.cards import GIB, Cards
 from support.workloads import workload
 
 from sae_tui.doctor.base import look_at
-from sae_tui.doctor.job import job_rows
+from sae_tui.doctor.job import JobRow, job_rows
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, Box, Speeds
@@ -120,3 +121,26 @@ def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(g
     assert all(row.fits is not None for row in forecasts)
     (expected,) = forecast(Workload(job(), 1, job().data_shape(), CPU), Box(), counts=(1,))
     assert forecasts[0].seconds == expected.seconds
+
+
+def test_a_model_that_fits_only_alone_on_a_card_counts_as_having_cards_of_its_own(tmp_path) -> None:
+    (tmp_path / "text.txt").write_text("a cat sat")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"hidden_size": 3584, "num_hidden_layers": 40, "dtype": "float16"})
+    )
+    (tmp_path / "pytorch_model.bin").touch()
+    os.truncate(tmp_path / "pytorch_model.bin", 21 * 10**9)
+    data = {"source": "model", "model": str(tmp_path), "hook": "resid_post.9", "text": str(tmp_path / "text.txt")}
+
+    def told(model_gpus) -> dict[int, JobRow]:
+        config, problems = parse_job(
+            {"data": data | {"model_gpus": model_gpus}, "sae": {"d_sae": 65536}, "train": {"n_steps": 9}}
+        )
+        assert config, problems
+        return {row.n_gpus: row for row in job_rows(config, config.data_shape(), cards(8, 24), Box()) if row.chosen}
+
+    assert not any(row.fits for row in told(0).values())
+    for model_gpus in ("auto", 6):
+        row = told(model_gpus)[8]
+        assert row.fits
+        assert " of 8 GPUs to itself: beside the SAE it would not fit into 2" in row.reason

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_models import make_model, sentences
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.view.reader import JobReader
+from trainer.contract.runs.rank_spec import read_spec
+from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.states import JobState
 
 TWO_CARDS = Placement("cpu", ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1")), 2)
@@ -74,3 +80,35 @@ def test_a_stop_before_the_first_step_ends_the_job_and_two_jobs_of_one_second_do
     edits.stop(box.data, first)
     assert box.wait_ended(second, timeout_s=START_S).state == JobState.FINISHED
     assert box.wait_ended(first, timeout_s=START_S).state == JobState.STOPPED
+
+
+@pytest.mark.timeout(200)
+def test_a_model_with_a_gpu_of_its_own_gives_the_very_weights_that_it_gives_beside_the_sae(box, tmp_path):
+    model, text = make_model(tmp_path / "model", "gpt2"), tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(300)))
+
+    def launched(model_gpus: int, where: Placement, source: str) -> int:
+        data = {
+            "source": "model", "model": str(model), "hook": "resid_post.1", "text": str(text), "context": 32,
+            "batch_tokens": 128, "shuffle_tokens": 300, "held_out_tokens": 100, "model_gpus": model_gpus,
+        }  # fmt: skip
+        sae, train = {"d_sae": 64, "k": 4}, {"batch_size": 64, "n_steps": 30, "deterministic": True}
+        gpus = [index for index, _ in where.gpus] or "cpu"
+        job, problems = parse_job({"data": data, "sae": sae, "train": train, "launch": {"gpus": gpus}})
+        assert job, problems
+        return launching.launch(box.data, job, where, gpu_source=source)
+
+    apart = launched(1, TWO_CARDS, "simulated")
+    together = launched(0, Placement("cpu", (), 1), "none")
+    for job_id in (apart, together):
+        job = box.wait_ended(job_id, timeout_s=START_S)
+        assert (job.state, job.error) == (JobState.FINISHED, None)
+    job, spec = box.job(apart), read_spec(box.data.run(apart).rank_spec(1))
+    assert (job.world_size, job.gpu_uuids, job.step) == (2, ("GPU-51a0-sim-0", "GPU-51a0-sim-1"), 30)
+    assert (spec.world_size, spec.model_gpus) == (1, 1)
+    assert [rank.rank for rank in box.control.ranks(apart)] == [0]
+    log = box.data.run(apart).log(0).read_text()
+    assert "plan: single on 1; the language model has 1 of 2 GPUs to itself; it reads all of the text, for " in log
+    weights = [load_file(box.data.sae(one) / "sae_weights.safetensors") for one in (apart, together)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import edits
+from sae_tui.jobs import detach, edits
+from sae_tui.jobs.launch import launching
+from trainer.contract.errors import JobFileError
+from trainer.contract.runs.rank_spec import read_spec
+from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
+FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
 
 
 def ranks_by_attempt(box, job_id: int) -> list[tuple[int, int | None, int | None]]:
@@ -44,6 +52,40 @@ def test_a_job_keeps_its_cards_from_one_attempt_to_the_next(box):
     assert box.wait_ended(first).attempt == 3
     assert box.wait_ended(second).started >= box.job(first).ended
     assert not (box.data.root / "runs" / "double-booking").exists()
+
+
+@pytest.mark.parametrize(("model_gpus", "n_ranks"), [(2, 2), (3, 1), ("auto", 4)])
+def test_gpus_of_the_model_alone_are_leased_and_pinned_without_a_rank_in_every_attempt(
+    box, tmp_path, model_gpus, n_ranks
+):
+    (tmp_path / "text.txt").write_text("a cat sat")
+    data = {
+        "source": "model",
+        "model": "a/model",
+        "d_in": 8,
+        "hook": "resid_post.0",
+        "text": str(tmp_path / "text.txt"),
+    }
+    table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
+    table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
+    config, problems = parse_job(table)
+    assert config, problems
+    start = functools.partial(detach.start, command=FAKE_SUPERVISOR)
+    job_id = launching.launch(box.data, config, box.placement((0, 1, 2, 3)), gpu_source="none", start=start)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.error, job.attempt, job.world_size) == (JobState.FINISHED, None, 2, 4)
+    assert sorted({(rank.attempt, rank.rank) for rank in box.control.ranks(job_id)}) == [
+        (attempt, rank) for attempt in (1, 2) for rank in range(n_ranks)
+    ]
+    for attempt in (1, 2):
+        spec = read_spec(box.data.run(job_id).rank_spec(attempt))
+        assert (spec.world_size, spec.model_gpus) == (n_ranks, 4 - n_ranks)
+        assert spec.gpu_uuids == ("GPU-0", "GPU-1", "GPU-2", "GPU-3")
+    assert f"of {n_ranks} begins" in box.data.run(job_id).log(0).read_text()
+    with pytest.raises(JobFileError, match=r"^data.model_gpus: of 4 GPUs 2 and 3 work"):
+        box.resume(job_id, "train.n_steps=40", "data.model_gpus=1", gpus=(0, 1, 2, 3))
+    box.resume(job_id, "train.n_steps=40", "data.model_gpus=3", gpus=(0, 1, 2, 3))
+    assert (box.wait_ended(job_id).step, read_spec(box.data.run(job_id).rank_spec(3)).model_gpus) == (40, 3)
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,19 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.tiny_models import sentences
 from tqdm import tqdm
 
+from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.cli import main
 from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
-from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
+from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, load_job
+from trainer.contract.settings.job_file import dump_job, load_job, parse_job
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
 from trainer.parser import make_parser
+from trainer.ranks.devices import Device
 from trainer.ranks.foreground import BAR, Foreground, new_run
 
 FIELDS = {
@@ -347,3 +351,59 @@ def test_where_the_working_folder_was_deleted_a_run_of_absolute_paths_trains_and
     exported = run_where_the_folder_was_deleted(tmp_path, "export", out, "--out", tmp_path / "sae")
     assert exported.returncode == EXIT_FINISHED, exported.stderr
     assert (tmp_path / "sae" / "cfg.json").exists()
+
+
+@pytest.fixture
+def on_four_gpus(tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a job on a model, for a machine of four GPUs whose ranks only print their environment."""
+    gpus = [Device(index, f"GPU-{index}", "NVIDIA H100", 80 * 2**30) for index in range(4)]
+    for module in ("trainer.cli", "trainer.ranks.device_choice"):
+        monkeypatch.setattr(f"{module}.visible_gpus", lambda: gpus)
+        monkeypatch.setattr(f"{module}.torch_vendor", lambda: "nvml")
+    names = ("RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+    code = f"import os; print(*(os.environ[name] for name in {names}))"
+    monkeypatch.setattr("trainer.ranks.foreground.rank_command", lambda *_, **__: [sys.executable, "-c", code])
+    monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "data"))
+    (text := tmp_path / "text.txt").write_text("\n".join(sentences(9)))
+    data = {"source": "model", "model": str(tiny("gpt2")), "hook": "resid_post.1", "text": str(text), "context": 32}
+    job, problems = parse_job({"data": data, "sae": {"d_sae": 64, "k": 4}, "train": {"n_steps": 20}})
+    assert job, problems
+    (file := tmp_path / "job.toml").write_text(dump_job(job.replace("launch", gpus="auto:4")))
+    return file
+
+
+def test_gpus_of_a_model_alone_have_no_rank_and_a_resumed_run_may_place_it_anew(
+    on_four_gpus: Path, tmp_path: Path
+) -> None:
+    out, apart = tmp_path / "out", ["--set", "data.model_gpus=2"]
+    assert main(["run", str(on_four_gpus), "--out", str(out), *apart]) == EXIT_FINISHED
+    logs = [file.read_text() for file in sorted((out / "logs").glob("rank*"))]
+    assert logs == [f"{rank} 2 GPU-0,GPU-1,GPU-2,GPU-3\n" for rank in range(2)]
+    Checkpoints(out / "checkpoints").save({}, Position(10, 1280))
+    placed = []
+    for attempt, overrides in enumerate(
+        ([], ["data.model_gpus=auto"], ["data.model_gpus=3"], ["data.model_gpus=0"]), 2
+    ):
+        assert main(["resume", str(out), *(part for one in overrides for part in ("--set", one))]) == EXIT_FINISHED
+        spec = read_spec(out / f"attempt{attempt}" / "ranks.json")
+        placed.append((spec.world_size, spec.model_gpus, len(spec.gpu_uuids)))
+    assert placed == [(2, 2, 4), (2, 2, 4), (1, 3, 4), (4, 0, 4)]
+
+
+def test_an_estimate_tells_what_a_gpu_of_the_model_alone_takes(
+    on_four_gpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def estimate(*overrides: str) -> dict[str, Any]:
+        arguments = ["estimate", str(on_four_gpus), *overrides]
+        assert main([*arguments, "--json"]) == EXIT_FINISHED
+        answer = json.loads(capsys.readouterr().out)
+        assert main(arguments) == EXIT_FINISHED
+        return dict(answer | {"lines": capsys.readouterr().out})
+
+    apart, together = estimate("--set", "data.model_gpus=2"), estimate("--set", "data.model_gpus=0")
+    assert (apart["model_gpus"], together["model_gpus"], together["per_model_gpu"]) == (2, 0, None)
+    assert apart["per_gpu"]["weights"] < together["per_gpu"]["weights"]
+    assert apart["per_gpu"]["weights"] + apart["per_model_gpu"]["weights"] == together["per_gpu"]["weights"]
+    assert "\nper GPU that only runs the language model: " in apart["lines"]
+    assert "\nthe language model has 2 of 4 GPUs to itself\n" in apart["lines"]
+    assert "\nthe language model runs on the GPUs that train: on " in estimate()["lines"]

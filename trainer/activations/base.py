@@ -118,12 +118,14 @@ class StreamSource(Source):
     shuffle_tokens: int
     # Whether rows cost so much that ranks with the same part make a share of them each; `divide` is then called.
     is_divided: bool = False
+    # Devices of this rank that only make rows, set before `begin`; without one they are made where they are trained on.
+    own_devices: Sequence[torch.device] = ()
 
     @abstractmethod
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts.
 
-        `device` is where rows are trained on, and where they can be made.
+        `device` is where rows are trained on, and where they can be made if there are no `own_devices`.
         """
 
     @abstractmethod

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Pair, StreamSource
+from trainer.activations.base import Pair, StreamSource, to_device
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Extract, ExtractJob
 from trainer.contract.settings.hooks import ends_of, parse_hook
@@ -21,15 +22,20 @@ from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, batches
+from trainer.extraction.readers import Readers
 from trainer.parallel.group import Group, gather_rows
+from trainer.runtime.out_of_memory import is_shortage
+
+_CPU = torch.device("cpu")
 
 
 class ModelStream(StreamSource):
     """The rows of its hooks, a forward pass after the other; part r of n has the contexts r, r + n, r + 2n and so on.
 
-    Each part goes through the whole text. A rank has a model of its own, and where several read the same part, it reads
-    every n-th batch of it and gets what the others have read of the rest. To go on, the text is tokenized again from
-    its start, which the model does not read again.
+    Each part goes through the whole text. A rank has a model of its own on the device that trains, or one on each of
+    its `own_devices`, which then read ahead; where several ranks read the same part, it reads every n-th batch of it
+    and gets what the others have read of the rest. The rows and their order are the same wherever models are. To go on,
+    the text is tokenized again from its start, which the model does not read again.
     """
 
     is_divided = True
@@ -39,6 +45,7 @@ class ModelStream(StreamSource):
         self.d_in, self.d_out, _ = knobs.shape()
         self.place, self.shuffle_tokens = knobs.place, knobs.shuffle_tokens
         self._of_hooks = [self]
+        self._readers: Readers | None = None
         hook, target = map(parse_hook, ends_of(knobs.hook))
         self.meta = {
             "model_name": knobs.model,
@@ -64,7 +71,10 @@ class ModelStream(StreamSource):
     def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._knobs, self._hooks)
-        self._model = LanguageModel(self._job, device)
+        # One after the other, so that the memory of the host holds the weights of one at a time.
+        models = [_load(self._job, one) for one in self.own_devices or [device]]
+        self._model = models[0]
+        self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
         self.restore({"batch": 0})
 
     def divide(self, peers: Group) -> None:
@@ -81,8 +91,7 @@ class ModelStream(StreamSource):
 
     def _next_of_all(self) -> list[Pair]:
         """Return the rows of the next batches, one of each peer, in their order in the text; fewer where it ends."""
-        batch = next(self._batches, None)
-        own = None if batch is None else self._rows_of(batch)
+        own = self._next_own()
         if self._peers.size == 1:
             return [] if own is None else [own]
         widths = [self.n_hooks * width for width in (self.d_in, self.d_out or 0)]
@@ -91,14 +100,12 @@ class ModelStream(StreamSource):
         of_all = gather_rows(self._peers, together.cpu(), is_there=own is not None)
         return [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
 
-    def _rows_of(self, batch: Batch) -> Pair:
-        places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
-        of_hooks = self._model.rows(batch, places)
-        for hook, rows in zip(self._hooks, of_hooks, strict=True):
-            if rows.shape[1] != self.d_in:
-                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
-        x = _side_by_side(of_hooks[: self.n_hooks])
-        return x, x if self.d_out is None else _side_by_side(of_hooks[self.n_hooks :])
+    def _next_own(self) -> Pair | None:
+        if self.own_devices:
+            self._readers = self._readers or Readers([model.rows_on_cpu for model in self._models], self._batches)
+            return self._readers.next()
+        batch = next(self._batches, None)
+        return None if batch is None else self._models[0].rows_of(batch)
 
     @property
     def _hooks(self) -> list[str]:
@@ -110,13 +117,55 @@ class ModelStream(StreamSource):
         return {"batch": self._n_given}
 
     def restore(self, state: dict[str, int]) -> None:
-        self._n_given, self._ready = state["batch"], deque[Pair]()
+        if self._readers:
+            self._readers.close()
+        self._readers, self._n_given, self._ready = None, state["batch"], deque[Pair]()
         first = self._n_given + self._peers.index
         self._batches = itertools.islice(self._all_batches(), first, None, self._peers.size)
 
     def _all_batches(self) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)
         return batches(contexts, contexts_at_once(self._job), fills=not self._model.packs)
+
+
+def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
+    # Kernels that a model brings along run on the current device, which is that of the rank.
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        return LanguageModel(job, device)
+
+
+class _Reader(NamedTuple):
+    """A language model, and which rows of what it reads are wanted: those of all inputs, and of all targets if any."""
+
+    model: LanguageModel
+    job: ExtractJob
+    d_in: int
+    n_hooks: int
+    has_targets: bool
+
+    def rows_of(self, batch: Batch) -> Pair:
+        places = kept_places(batch, self.model.tokenizer.special, self.job.extract).places
+        of_hooks = self.model.rows(batch, places)
+        for hook, rows in zip(self.job.model.hooks, of_hooks, strict=True):
+            if rows.shape[1] != self.d_in:
+                raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
+        x = _side_by_side(of_hooks[: self.n_hooks])
+        return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
+
+    def rows_on_cpu(self, batch: Batch) -> Pair:
+        """Read a batch in a thread that has this model's device for itself.
+
+        Raise `UserError` where its memory runs out, which a smaller SAE or batch would not mend.
+        """
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)
+        try:
+            return to_device(self.rows_of(batch), _CPU)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            lower = f"give fewer than {self.job.extract.batch_tokens}, or a shorter data.context"
+            raise UserError(f"data.batch_tokens: the language model's device has too little memory; {lower}") from None
 
 
 def _side_by_side(of_hooks: list[Tensor]) -> Tensor:

@@ -55,7 +55,10 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the measurements of rank 0; raise `UserError` with the reason of the first rank that failed."""
+    """Return the measurements of rank 0; raise `UserError` with the reason of the first rank that failed.
+
+    No language model runs, neither on ranks nor on GPUs of its own: `data.model_gpus = "auto"` counts as 0.
+    """
     if job.parallel.mode == "dp":
         raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]

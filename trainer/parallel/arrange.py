@@ -36,12 +36,18 @@ class Arranged(NamedTuple):
 
 
 def arrange(
-    world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None, may_take: int | None = None
+    world: World,
+    job: JobConfig,
+    shape: DataShape,
+    box_file: Path | None = None,
+    may_take: int | None = None,
+    model_why: str = "",
 ) -> Arranged:
     """Measure the ranks, settle what `job` leaves open, and return the result with the parallel mode of this rank.
 
     All ranks return the same job and plan, since all decide by the same measurements. `shape` gives the widths of the
-    data, `box_file` holds the speeds measured earlier, and `may_take` is the most bytes that a rank may take.
+    data, `box_file` holds the speeds measured earlier, `may_take` is the most bytes that a rank may take, and
+    `model_why` says why its language model is where it is.
     """
     precision, device = resolve_precision(job.train.precision, world.device), world.device
     set_matmul_precision(precision)
@@ -67,7 +73,7 @@ def arrange(
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
-    return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares))
+    return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -128,7 +134,7 @@ def _processes_here(world: World) -> int:
     return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 
-def _plan(settled: Settled, speeds: Speeds, shares: Shares) -> Plan:
+def _plan(settled: Settled, speeds: Speeds, shares: Shares, model_why: str) -> Plan:
     work = settled.work
     return Plan(
         mode=work.mode,
@@ -144,4 +150,6 @@ def _plan(settled: Settled, speeds: Speeds, shares: Shares) -> Plan:
         reason=settled.reason,
         text_parts=step_time.text_parts(work),
         model_share=step_time.source_s(work, speeds) / settled.time.total_s,
+        model_gpus=work.model_gpus,
+        model_why=model_why,
     )

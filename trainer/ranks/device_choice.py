@@ -11,8 +11,12 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
-from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_ranks
+from trainer.contract.paths import data_dir
+from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_devices
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import CPU, read_box, slowest
 from trainer.contract.printable import printable
+from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
@@ -45,28 +49,38 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
     """Return the GPUs to run on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
     by_index = {gpu.index: gpu for gpu in gpus}
-    indices = chosen_indices(job) or list(by_index)[: wanted_ranks(job)]
+    indices = chosen_indices(job) or list(by_index)[: wanted_devices(job)]
     return [by_index[index] for index in indices] if gpus else []
+
+
+def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankSpec:
+    """Return the spec of an attempt on these GPUs, or on the CPU, with some for the language model alone if it is so.
+
+    What others use of their memory is not known here.
+    """
+    name = slowest(gpu.name for gpu in gpus) if gpus else CPU
+    room = Room(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
+    return with_model_placed(spec, job, name, read_box(data_dir().box_file), room)
 
 
 def devices_again(
     job: JobConfig, last: RankSpec, overrides: Sequence[str]
-) -> tuple[int, DeviceType, tuple[str, ...], str]:
-    """Return world size, device ("cuda" or "cpu"), GPU UUIDs and their vendor for a resumed run.
+) -> tuple[int, DeviceType, list[Device], str]:
+    """Return the number of devices, their kind ("cuda" or "cpu"), GPUs and their vendor for a resumed run.
 
     They are those of the last attempt, unless `overrides` set launch.gpus or a GPU of it is gone.
     """
     job = here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
     if not asked and last.device == "cpu":
-        job = job.replace("launch", gpus=f"cpu:{last.world_size}")
+        job = job.replace("launch", gpus=f"cpu:{last.n_devices}")
     gpus = [] if job.on_cpu else visible_gpus()
     if not asked and last.gpu_uuids:
         again = [gpu.index for gpu in gpus if gpu.uuid in last.gpu_uuids]
-        job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")
+        job = job.replace("launch", gpus=again if len(again) == last.n_devices else f"auto:{last.n_devices}")
     refuse_bad(job, gpus, last.run_dir)
-    uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
-    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids, torch_vendor() if uuids else ""
+    taken = chosen(job, gpus)
+    return len(taken) or wanted_devices(job), "cuda" if taken else "cpu", taken, torch_vendor() if taken else ""
 
 
 def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:

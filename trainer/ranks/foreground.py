@@ -54,7 +54,7 @@ class Foreground:
 
     def __init__(self, job: AnyJob, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
-        self._first_step, self._total_steps = first_step, steps_of(job, spec.world_size)
+        self._first_step, self._total_steps = first_step, steps_of(job, spec.n_devices)
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,7 +21,7 @@ from trainer.contract.json_file import write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.plan import Plan
-from trainer.contract.planning.workload import steps_of
+from trainer.contract.planning.workload import steps_of, with_model_gpus
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
@@ -88,6 +88,8 @@ def _train(
 
     paths = RunPaths(spec.run_dir)
     job = job or load_any(paths.job_file, read=read_own_text)
+    if isinstance(job, JobConfig):
+        job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
     progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
@@ -119,7 +121,7 @@ def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Even
 
     # An extraction goes on after its last shard, and its curves are of the time that it took.
     is_training = isinstance(job, JobConfig)
-    total_steps = steps_of(job, spec.world_size)
+    total_steps = steps_of(job, spec.n_devices)
     at = _begins_at(spec, total_steps) if is_training and paths.metrics_db.exists() else None
     if spec.by_files:
         from trainer.reporting.jsonl_file import FileRequests, LineFile
@@ -175,7 +177,7 @@ def _run(
             refuse_link(meeting_place)
         world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
         on_met()
-        return _train_with(world, spec, job, paths, progress, stop)
+        return _train_with(world, spec, job, paths, progress, stop, model_devices(spec, _local_rank()))
 
     def of_thread(group: Threads) -> bool:
         from trainer.reporting import rank_log
@@ -189,16 +191,25 @@ def _run(
 
 
 def _train_with(
-    world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
+    world: World,
+    spec: RankSpec,
+    job: JobConfig,
+    paths: RunPaths,
+    progress: Progress,
+    stop: threading.Event,
+    own_devices: Sequence[torch.device] = (),
 ) -> bool:
+    from trainer.activations.base import StreamSource
     from trainer.activations.open_source import open_source
     from trainer.evaluation.at_end import Cards
     from trainer.parallel.arrange import arrange
     from trainer.training.loop import Trainer
 
     source = open_source(job)
+    if isinstance(source, StreamSource):
+        source.own_devices = own_devices
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
-    settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes)
+    settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes, spec.model_gpus_why)
     if parallel.is_main:
         _tell_plan(plan, paths.attempt(spec.attempt) / "plan.json", progress)
     trainer = Trainer(
@@ -226,7 +237,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
 
     with contextlib.suppress(OSError):
         write_json(file, plan)
-    if plan.ranks > 1:
+    if plan.ranks > 1 or plan.model_gpus:
         progress.event("plan", plan.sentence())
         rank_log.say(f"plan: {plan.sentence()}")
 
@@ -256,12 +267,33 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    n_gpus = torch.cuda.device_count()
-    if local_rank >= n_gpus:
-        reason = f"PyTorch {torch.__version__} sees {n_gpus} GPUs, so rank {local_rank} has none"
-        raise UserError(f'launch.gpus: {reason}; install a PyTorch built for this driver, or choose "cpu"')
+    _require_gpu(local_rank, f"rank {local_rank} has none")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def model_devices(spec: RankSpec, local_rank: int) -> list[torch.device]:
+    """Return the devices that only run a language model for this rank.
+
+    Raise `UserError` where PyTorch sees too few GPUs.
+    """
+    import torch
+
+    gpus = spec.model_gpus_of(local_rank)
+    if spec.device != "cuda":
+        return [torch.device("cpu") for _ in gpus]
+    for gpu in gpus:
+        _require_gpu(gpu, f"the language model of rank {local_rank} has not all of its own")
+    return [torch.device("cuda", gpu) for gpu in gpus]
+
+
+def _require_gpu(index: int, lack: str) -> None:
+    """Raise `UserError` where PyTorch sees no GPU of this number."""
+    import torch
+
+    if index >= (n_gpus := torch.cuda.device_count()):
+        reason = f"PyTorch {torch.__version__} sees {n_gpus} GPUs, so {lack}"
+        raise UserError(f'launch.gpus: {reason}; install a PyTorch built for this driver, or choose "cpu"')
 
 
 def end_with_parent() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from trainer.contract.errors import JobFileError, Problem, UsageError
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.printable import printable
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
@@ -26,12 +27,16 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def join(job: JobConfig, run_dir: Path) -> int:
     """Run this process as the rank that torchrun says it is, and return its exit code.
 
+    A language model runs on the GPUs that train.
     A run folder with a checkpoint is resumed, so that a restart by torchrun or the same command given again continues
     the run. Raise `UsageError` without torchrun.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
         message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
+    if model_gpus_of(job) not in (0, "auto"):
+        message = 'torchrun starts a rank for each GPU, so that none is left for the model alone; use 0 or "auto"'
+        raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
     job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
@@ -74,7 +79,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
                 f"[{section}] is not that of the run in {paths.root}, which would be resumed; choose another --out"
             )
             raise JobFileError([Problem(section, message)])
-    job, notes = with_same_step(was, job, stored.last.world_size, world_size)
+    job, notes = with_same_step(was, job, stored.last.n_devices, world_size)
     return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
 
 

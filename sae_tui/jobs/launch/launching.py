@@ -23,11 +23,12 @@ from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
 from trainer.contract.planning.extraction import ExtractionOutlook, mode_of
-from trainer.contract.planning.forecast import Room, settle_on
+from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
+from trainer.contract.planning.model_placement import place_model
 from trainer.contract.planning.outlook import Outlook
-from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.planning.workload import steps_of
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, dump_job, with_paths
@@ -160,7 +161,7 @@ def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
 
 
 def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    device, ranks, look = placement.device, placement.world_size, placement.look
+    device, look = placement.device, placement.look
     if not isinstance(look, Outlook):
         look = _outlook_as_before(data, job, job.data_shape(), placement)
     settled = look.settled
@@ -172,7 +173,7 @@ def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iter
         "estimated_memory_bytes": in_rank,
         "expected_s": expected_seconds(job, look, device, past)[0],
         "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
-        "total_steps": Layout(job, ranks).total_steps,
+        "total_steps": steps_of(job, placement.world_size),
         "d_in": settled.work.shape.d_in,
         "d_out": settled.work.shape.d_out,
     }
@@ -187,11 +188,11 @@ def visible_devices(placement: Placement, gpu_source: str) -> str | None:
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
     """Return the outlook of a job on cards of which no more is known than what it had of them before."""
-    ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
+    devices, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
-    settled, is_measured = settle_on(Workload(job, ranks, shape, name), read_box(data.box_file), room, memory_of)
-    return Outlook(settled, on_gpus, is_measured)
+    placed = place_model(job, shape, devices, name, read_box(data.box_file), room, memory_of)
+    return Outlook(placed.settled, on_gpus, placed.is_measured, placed=placed)
 
 
 def _machine_of(data: DataDir, placement: Placement, promises: Promises) -> Machine:

@@ -16,7 +16,7 @@ from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, parse_job
@@ -91,7 +91,7 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
     if not look.on_gpus or not machine.cuda:
         # The size of a process says nothing of a card.
         return look
-    past_peak = measured_peak(job, data, look.ranks, look.mode, "cuda", past)
+    past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
     took = Took(past_peak.job_id, past_peak.peak_bytes + memory.CUDA_CONTEXT_BYTES) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 
@@ -102,17 +102,16 @@ def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: 
     `device` is where the ranks run, the CPU where GPUs are simulated.
     """
     takes = Need(
-        look.settled.memory,
-        sharing=1 if look.on_gpus else look.ranks,
-        measured=measured_peak(job, data, look.ranks, look.mode, device, past),
+        look.fullest,
+        sharing=1 if look.on_gpus else look.devices,
+        measured=measured_peak(job, data, look.devices, look.mode, device, past),
         taken_bytes=look.needs_bytes,
         on_gpus=look.on_gpus,
     )
     if not takes.lacks(room):
         return takes
     free = room.free_bytes or 0
-    remedies = memory.remedies(look.settled.held, free) if look.on_gpus else []
-    return msgspec.structs.replace(takes, remedies=tuple(remedies), judged_lacking=True)
+    return msgspec.structs.replace(takes, remedies=tuple(look.remedies(free)), judged_lacking=True)
 
 
 def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
@@ -147,10 +146,10 @@ def expected_bytes(job: Job) -> int | None:
 
 
 def measured_peak(
-    job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
+    job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Measured | None:
     """Return the peak of the newest finished job of the same shape and mode; `past` holds jobs, newest first."""
-    alike = of_same_shape(job, data, ranks, mode, device, past)
+    alike = of_same_shape(job, data, devices, mode, device, past)
     return next(
         (Measured(done.id, done.peak_memory_bytes, device) for done in alike if done.peak_memory_bytes is not None),
         None,
@@ -158,25 +157,25 @@ def measured_peak(
 
 
 def of_same_shape(
-    job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
+    job: JobConfig, data: DataShape, devices: int, mode: str, device: str, past: Iterable[Job]
 ) -> Iterator[Job]:
     """Yield the finished jobs on such a device whose steps take the same memory and work, in the order of `past`."""
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.d_in is None:
             continue
-        same_place = (done.device, done.world_size, done.mode) == (device, ranks, mode)
+        same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        wanted = wanted or _shape(job, data, ranks, mode, device)
-        if _recorded_shape(done.config, done.d_in, done.d_out, ranks, mode, device) == wanted:
+        wanted = wanted or _shape(job, data, devices, mode, device)
+        if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done
 
 
-def _shape(job: JobConfig, data: DataShape, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
+def _shape(job: JobConfig, data: DataShape, devices: int, mode: str, device: str) -> tuple[Any, ...]:
     """Return all that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
-    asked = job.parallel
-    work = Workload(job.replace("parallel", mode=mode), ranks, data, CPU if device == "cpu" else "")
+    asked = job.parallel, model_gpus_of(job)
+    work = Workload(job.replace("parallel", mode=mode), ranks_of(job, devices), data, CPU if device == "cpu" else "")
     saes = [
         (one.sae.architecture, one.sae.width(data.d_in), work.micro_batch, one.train.precision, one.train.optimizer)
         for one in work.members.values()
@@ -186,8 +185,8 @@ def _shape(job: JobConfig, data: DataShape, ranks: int, mode: str, device: str) 
 
 @functools.lru_cache(maxsize=512)
 def _recorded_shape(
-    config: str, d_in: int, d_out: int | None, ranks: int, mode: str, device: str
+    config: str, d_in: int, d_out: int | None, devices: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
     """Return the shape of a job file as it was stored; None where this version cannot read it."""
     job, _ = parse_job(table_of(config))
-    return _shape(job, DataShape(d_in, d_out, 0), ranks, mode, device) if job else None
+    return _shape(job, DataShape(d_in, d_out, 0), devices, mode, device) if job else None

@@ -14,7 +14,7 @@ from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlo
 from sae_tui.jobs.launch.pytorch import cuda_problem
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import AnyOutlook, Machine, MachineGpu, memory_problems, wanted_ranks
+from trainer.contract.planning.check_job import AnyOutlook, Machine, MachineGpu, memory_problems, wanted_devices
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_mixture
 from trainer.contract.planning.hardware import Box, read_box
@@ -40,10 +40,10 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
+    """Where a job runs, on `world_size` devices; on simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that a cluster chooses
-    are none of this machine's.
+    With `any_gpus` the job takes so many, whichever can be had first. Those that a cluster chooses are none of this
+    machine's.
     """
 
     device: Device
@@ -94,7 +94,7 @@ def place(
 
 def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
-    count = wanted_ranks(job)
+    count = wanted_devices(job)
     if job.cluster:
         return Placement("cpu" if job.on_cpu else "cuda", (), count)
     if job.on_cpu or (gpus == "auto" and not choices):
@@ -156,12 +156,12 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
 
     The time is that of a finished job on such a device, or else that of the model.
     """
-    ranks, work = look.ranks, look.settled.work
-    where = plural(ranks, "GPU" if look.on_gpus else "CPU process")
+    devices, work = look.devices, look.settled.work
+    where = plural(devices, "GPU" if look.on_gpus else "CPU process")
     batch, factors = str(work.tokens_per_step), _factors(work)
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
-    each = f" per {'GPU' if look.on_gpus else 'process'}" if ranks > 1 else ""
+    each = f" per {'GPU' if look.on_gpus else 'process'}" if devices > 1 else ""
     seconds, measured = expected_seconds(job, look, device, past)
     parts = [
         *([_sweep(job)] if job.sweep else []),
@@ -169,6 +169,7 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
         f"effective batch {batch}",
         f"needs {gibibytes(look.needs_bytes)}{each}",
         f"about {duration(seconds)}" + ("" if measured else " by the model"),
+        *([look.placed.sentence] if look.placed and (look.placed.model_gpus or look.placed.why) else []),
     ]
     return " · ".join(parts)
 
@@ -179,7 +180,7 @@ def expected_seconds(job: JobConfig, look: Outlook, device: str, past: Iterable[
     Otherwise they are those of the model.
     """
     work = look.settled.work
-    alike = of_same_shape(job, work.shape, look.ranks, look.mode, device, past)
+    alike = of_same_shape(job, work.shape, look.devices, look.mode, device, past)
     if rate := next((done.tokens_per_s for done in alike if done.tokens_per_s), None):
         return work.total_tokens / rate, True
     return max(1.0, work.total_steps * look.settled.time.total_s), False

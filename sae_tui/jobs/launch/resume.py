@@ -24,6 +24,7 @@ from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, RunPaths, private_folder
+from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
@@ -35,7 +36,7 @@ from trainer.contract.store.states import JobState
 
 Place = Callable[[AnyJob], Placement]
 # What decides where a job runs, and on how many ranks.
-_PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
+_PLACE = ("launch.gpus", "launch.backend", "launch.nodes", "data.model_gpus")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -103,11 +104,13 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
     refuse_options_of_others(paths.job_file, config, overrides)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
+    if refusal := refusal_of_model_gpus(config, where.world_size):
+        raise JobFileError([Problem("data.model_gpus", refusal)])
     if not newest_first(paths.checkpoints):
         return Plan(config, where, 0, has_checkpoint=False)
     run = stored_run(paths.root)
     _refuse_finished(job, run, was, config)
-    config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
+    config, shared = with_same_step(was, config, run.last.n_devices, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
     return Plan(config, where, run.position.step, notes)
 

@@ -20,10 +20,13 @@ from trainer.contract.json_file import read_json
 from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.hardware import slowest
 from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
 FRESH_S = 5.0
+# Cards keep their names, but nobody may have read those that a job was given by their numbers.
+NAMED_S = 86_400.0
 # Python's own start, and what opening the driver and reading a card may take.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
 
@@ -77,6 +80,12 @@ def vendor_of(data: DataDir, job: Job) -> str:
     # Several vendors' cards: those of the job were read when it took them.
     samples = CardReader(data, source).samples(math.inf)
     return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
+
+
+def name_of(data: DataDir, job: Job) -> str:
+    """Return the name of the slowest GPU that a job has; "" where that cannot be read."""
+    samples = CardReader(data, resolve(job.gpu_source)).samples(NAMED_S)
+    return slowest([sample.name for sample in samples if sample.uuid in job.gpu_uuids] or [""])
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:

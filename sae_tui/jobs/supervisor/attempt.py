@@ -15,17 +15,21 @@ from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
-from sae_tui.jobs.queue.card_reader import vendor_of
+from sae_tui.jobs.queue.card_reader import name_of, vendor_of
 from sae_tui.jobs.queue.promised import refuse_other_rows
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import CPU, read_box
+from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
+from trainer.contract.runs.model_gpus import with_model_placed
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_any
+from trainer.contract.settings.job_file import AnyJob, load_any
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat
@@ -93,6 +97,7 @@ class OneAttempt:
             as_one_process=self._job.mode in ONE_PROCESS,
             may_take_bytes=_memory_limit(self._job),
         )
+        spec = self._with_model_placed(spec, config)
         self._launch = config.launch
         beginning = Beginning(self._job.id, config, self._paths, spec, self._locks, self._command)
         attempt = launcher(config.launch.backend, beginning)
@@ -102,6 +107,15 @@ class OneAttempt:
             self._failure = f"its ranks could not be started: {sentence(error)}"
         self._record(attempt.rows())
         return attempt
+
+    def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
+        """Settle which GPUs only run the language model, by the memory that the job has waited for."""
+        if model_gpus_of(config) == 0:
+            return spec
+        had, is_simulated = self._job.card_memory_bytes, bool(self._job.gpus_wanted) and self._job.device == "cpu"
+        name = CPU if self._job.device == "cpu" else name_of(self._data, self._job)
+        box, memory_of = read_box(self._data.box_file), "" if is_simulated else None
+        return with_model_placed(spec, config, name, box, Room(had, had), memory_of)
 
     def _watch(self, attempt: Attempt) -> set[str]:
         """Follow the ranks until the last is gone, and return what was asked for meanwhile.

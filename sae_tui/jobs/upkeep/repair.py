@@ -138,12 +138,12 @@ def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
     except (OSError, ValueError):
         return None
     spec = _last_spec(paths)
-    n_ranks, device = (spec.world_size, spec.device) if spec else (1, "cpu")
+    n_devices, device = (spec.n_devices, spec.device) if spec else (1, "cpu")
     made = paths.root.stat().st_mtime
     return Job(
         id=job_id, name=name, state=JobState.LOST, config=text, user=user_name(), host=socket.gethostname(),
         device=device, gpu_source="auto", gpu_uuids=spec.gpu_uuids if spec else (),
-        gpu_ids=tuple(range(len(spec.gpu_uuids))) if spec else (), distributed=n_ranks > 1, world_size=n_ranks,
+        gpu_ids=tuple(range(len(spec.gpu_uuids))) if spec else (), distributed=n_devices > 1, world_size=n_devices,
         attempt=spec.attempt if spec else 0, created=made, queued=made,
         error="how it ended is not known: its store was lost",
     )  # fmt: skip

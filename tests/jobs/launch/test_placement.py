@@ -25,7 +25,7 @@ from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import Axis
-from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.store.states import JobState
@@ -407,3 +407,25 @@ def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
     many = swept(Axis("sae.k", (4, 8)), Axis("train.seed", tuple(range(10))))
     shown = ", ".join(f"k=4 seed={seed}" for seed in range(5))
     assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
+
+
+def test_the_summary_and_the_row_of_a_job_count_the_gpus_of_its_model(tmp_path):
+    (tmp_path / "text.txt").write_text("a cat sat")
+    data = {
+        "source": "model",
+        "model": "a/model",
+        "d_in": 8,
+        "hook": "resid_post.0",
+        "text": str(tmp_path / "text.txt"),
+    }
+
+    def said_of(model_gpus) -> str:
+        config, problems = parse_job({"data": data | {"model_gpus": model_gpus}, "train": {"n_steps": 100}})
+        assert config, problems
+        return said(config, config.data_shape(), 4)
+
+    assert said_of(2).startswith("4 GPUs, ddp · effective batch 8192 = 4096 × 2 · ")
+    assert said_of(2).endswith(" · the language model has 2 of 4 GPUs to itself")
+    assert "16384 = 4096 × 4" in said_of("auto")
+    assert " · the language model runs on the GPUs that train: on " in said_of("auto")
+    assert "language model" not in said_of(0)

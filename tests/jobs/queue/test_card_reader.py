@@ -7,7 +7,7 @@ from support.driver import environment
 
 from sae_tui.gpu import once
 from sae_tui.jobs.queue import card_reader
-from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.queue.card_reader import CardReader, name_of
 from sae_tui.jobs.queue.waiting_job import Line
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
@@ -84,3 +84,12 @@ def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypat
 
 def test_the_reader_is_given_more_time_than_the_driver():
     assert card_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.CARD_LIMIT_S
+
+
+def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_driver):
+    on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
+    job = box.job(box.record(gpu_source="nvml", gpu_ids=(1,), gpu_uuids=(UUIDS[1],)))
+    (name,) = {sample.name for sample in CardReader(box.data, "nvml").samples()}
+    (box.data.root / "cards-nvml.json").unlink()
+    assert name_of(box.data, job) == name
+    assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""

@@ -9,13 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import tomli_w
@@ -33,6 +35,7 @@ from trainer.contract.planning.memory import estimate
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.step_time import source_s, step_time, text_parts
 from trainer.contract.planning.workload import Workload
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
@@ -41,7 +44,9 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
+from trainer.extraction.readers import AHEAD, Readers
 from trainer.parallel.threads import Threads, on_all
+from trainer.ranks.foreground import Foreground, new_run
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
@@ -51,6 +56,19 @@ def stream_of(job: ExtractJob, **settings: Any) -> ModelStream:
     """Return the stream of the first hook of an extraction."""
     given = {"model": job.model.path, "hook": job.model.hooks[0], "text": job.text.path, "context": job.text.context}
     return ModelStream(**given | {"batch_tokens": job.extract.batch_tokens} | settings)
+
+
+def stream_of_hooks(job: ExtractJob, hooks: Sequence[str]) -> ModelStream:
+    first, *others = [stream_of(job, hook=hook) for hook in hooks]
+    return first.beside(others) if others else first
+
+
+def assert_same(pairs: Sequence[Pair | None], expected: Sequence[Pair]) -> None:
+    """Assert that rows are the same to the bit, batch by batch."""
+    assert len(pairs) == len(expected)
+    for pair, wanted in zip(pairs, expected, strict=True):
+        assert pair
+        assert all(map(torch.equal, pair, wanted))
 
 
 def rest_of(stream: StreamSource) -> Tensor:
@@ -169,6 +187,137 @@ def test_ranks_with_the_same_tokens_read_a_share_of_the_text_each_and_have_the_r
     assert max(of_each) <= 2 * -(-n_batches // size) + 2
 
 
+@pytest.mark.parametrize("hooks", [["resid_post.1"], ["resid_post.0", "resid_post.1"], ["mlp.0"]])
+def test_models_on_devices_of_their_own_give_the_rows_of_one_in_its_order(make: Make, hooks: list[str]) -> None:
+    alone, several = (stream_of_hooks(make(), hooks) for _ in range(2))
+    several.own_devices = [CPU] * 3
+    for stream in (alone, several):
+        stream.begin(0, 1, CPU)
+    whole, others = pairs_of(alone), pairs_of(several)
+    assert_same(others, whole)
+    assert all((x is y) == (hooks != ["mlp.0"]) for x, y in others)
+    assert several.next_rows() is None
+    for n in (0, 4, 1):
+        several.restore({"batch": n})
+        assert_same([several.next_rows() for _ in range(2)], whole[n : n + 2])
+        assert several.state() == {"batch": n + 2}
+    assert_same(pairs_of(several), whole[3:])
+
+
+def test_ranks_that_share_the_reading_deal_their_shares_out_to_their_own_devices(make: Make) -> None:
+    alone, *streams = (stream_of(make()) for _ in range(3))
+    for stream in streams:
+        stream.own_devices = [CPU] * 2
+    for stream in (alone, *streams):
+        stream.begin(0, 1, CPU)
+    whole = pairs_of(alone)
+
+    def read_all(group: Threads) -> tuple[list[Pair], list[Pair]]:
+        stream = streams[group.index]
+        stream.divide(group)
+        first = pairs_of(stream)
+        stream.restore({"batch": 3})
+        return first, pairs_of(stream)
+
+    for first, again in on_all(2, read_all, timeout_s=60):
+        assert_same(first, whole)
+        assert_same(again, whole[3:])
+
+
+def test_models_of_their_own_read_ahead_without_being_asked_and_no_further_than_they_may(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_devices = 2
+    n_read, is_ahead = Counter[LanguageModel](), threading.Event()
+    read = LanguageModel.rows
+
+    def counted(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+        rows = read(self, batch, places)
+        n_read[self] += 1
+        if n_read.total() == 1 + n_devices * AHEAD:
+            is_ahead.set()
+        return rows
+
+    monkeypatch.setattr(LanguageModel, "rows", counted)
+    stream = stream_of(make())
+    stream.own_devices = [CPU] * n_devices
+    stream.begin(0, 1, CPU)
+    stream.next_rows()
+    assert is_ahead.wait(60)
+    # Ends its threads, so that none of them could read on.
+    stream.restore({"batch": 0})
+    assert sorted(n_read.values()) == [AHEAD, 1 + AHEAD]
+    assert not [thread for thread in threading.enumerate() if thread.name == "model-reader"]
+
+
+def test_what_one_of_several_models_cannot_read_is_told_once_after_the_rows_before_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, several = (stream_of(make()) for _ in range(2))
+    several.own_devices = [CPU] * 2
+    for stream in (alone, several):
+        stream.begin(0, 1, CPU)
+    whole = pairs_of(alone)
+    first_of_fourth = whole[3][0][0]
+    read = LanguageModel.rows
+
+    def failing(self: LanguageModel, batch: Batch, places: Tensor) -> list[Tensor]:
+        rows = read(self, batch, places)
+        if torch.equal(rows[0][0], first_of_fourth):
+            raise UserError("text.column: holds the token id 7")
+        return rows
+
+    monkeypatch.setattr(LanguageModel, "rows", failing)
+    assert_same([several.next_rows() for _ in range(3)], whole[:3])
+    with pytest.raises(UserError, match="holds the token id 7"):
+        several.next_rows()
+    assert several.next_rows() is None
+    monkeypatch.setattr(LanguageModel, "rows", read)
+    several.restore({"batch": 3})
+    assert_same(pairs_of(several), whole[3:])
+
+
+def test_memory_that_runs_out_where_only_the_model_is_does_not_blame_the_sae(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    stream = stream_of(make())
+    stream.own_devices = [CPU]
+    stream.begin(0, 1, CPU)
+    monkeypatch.setattr(LanguageModel, "rows", out_of_memory)
+    with pytest.raises(UserError, match=r"^data.batch_tokens: the language model's device has too little memory; give"):
+        stream.next_rows()
+
+
+def test_a_fault_of_the_text_comes_after_the_rows_before_it(make: Make) -> None:
+    def cut_off() -> Iterator[int]:
+        yield from range(5)
+        raise UserError("text.path: cannot be read")
+
+    readers = Readers([lambda number: number] * 2, cut_off())  # type: ignore[arg-type, list-item]
+    assert [readers.next() for _ in range(5)] == [*range(5)]
+    with pytest.raises(UserError, match=r"^text.path: cannot be read$"):
+        readers.next()
+    assert readers.next() is None
+
+
+def test_threads_that_read_end_with_whoever_has_them_and_keep_no_process_alive() -> None:
+    readers = Readers([lambda number: number], itertools.count())  # type: ignore[arg-type, list-item]
+    readers.next()
+    threads = list(readers._threads)
+    del readers
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    code = (
+        "import threading; from trainer.extraction.readers import Readers\n"
+        "readers = Readers([lambda number: number and threading.Event().wait()], iter(range(9))); readers.next()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 @pytest.mark.parametrize("mode", ["tensor", "sweep"])
 def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on_to_the_very_weights(
     mode: str, make: Make, long_text: Path, tmp_path: Path
@@ -193,6 +342,27 @@ def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_ranks_with_models_of_their_own_learn_the_very_weights_of_as_many_without(
+    make: Make, long_text: Path, tmp_path: Path
+) -> None:
+    table = table_of(make(), long_text, n_steps=40)
+    table |= {"parallel": {"mode": "tensor"}, "train": table["train"] | {"deterministic": True}}
+    weights = []
+    for model_gpus in (0, 4):
+        table["launch"]["gpus"] = f"auto:{2 + model_gpus}"
+        job, problems = parse_job(table | {"data": table["data"] | {"model_gpus": model_gpus}})
+        assert job, problems
+        run_dir = tmp_path / f"{model_gpus}"
+        # Processes on the CPU stand for GPUs, as simulated ones do.
+        spec = RankSpec(run_dir, run_dir / "sae", attempt=1, world_size=2, device="cpu", model_gpus=model_gpus)
+        with new_run(job, run_dir) as lock:
+            assert Foreground(job, spec, lock).run() == EXIT_FINISHED
+        weights.append(load_file(run_dir / "sae" / "sae_weights.safetensors"))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    log = (tmp_path / "4" / "logs" / "rank0.log").read_text()
+    assert "the language model has 4 of 6 GPUs to itself; each reads one of 4 parts of the text, for " in log
 
 
 def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_text: Path, tmp_path: Path) -> None:
@@ -321,6 +491,15 @@ def test_ranks_of_one_machine_divide_the_text_and_the_plan_says_so(
     plan = Plan(mode, 4, 1, 256, 64, 1, step_s=1.0, needs_bytes=1, model_share=0.25, text_parts=n_parts)
     which = "all of the text" if n_parts == 1 else "one of 4 parts of the text"
     assert plan.sentence() == f"{mode} on 4; every rank runs the language model, on {which}: 25 % of a step"
+    apart = msgspec.structs.replace(
+        plan, ranks=2, reason="ddp on 2", model_gpus=2, text_parts=2, model_why="so it fits"
+    )
+    assert apart.sentence() == (
+        "ddp on 2; the language model has 2 of 4 GPUs to itself: so it fits; each reads one of 2 parts of the text, "
+        "for 25 % of a step"
+    )
+    beside = msgspec.structs.replace(plan, model_why="on 2 of 4 of its own it would not fit")
+    assert beside.sentence() == f"{plan.sentence()}; on 2 of 4 of its own it would not fit"
 
 
 def with_stored_data(job: JobConfig) -> JobConfig:

@@ -13,16 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.checkpoint_manifest import damage, read_state
-from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, rank_command
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
-from trainer.ranks.rank import _report, wait_until_stuck
+from trainer.ranks.rank import _report, model_devices, wait_until_stuck
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
@@ -258,3 +259,17 @@ def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
 def test_a_line_of_the_log_which_may_be_a_terminal_steers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     rank_log.say("checkpoint saved: /data/\x1b]2;owned\x07\x9b31m\u202e\udcff")
     assert capsys.readouterr().out.removesuffix("\n").isprintable()
+
+
+def test_a_rank_knows_the_devices_of_its_language_model_and_misses_those_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=2, model_gpus=4, device="cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    assert model_devices(spec, 1) == [torch.device("cuda", 3), torch.device("cuda", 5)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert model_devices(spec, 0) == [torch.device("cuda", 2), torch.device("cuda", 4)]
+    with pytest.raises(UserError, match="sees 5 GPUs, so the language model of rank 1 has not all of its own"):
+        model_devices(spec, 1)
+    simulated = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, model_gpus=2, device="cpu")
+    assert model_devices(simulated, 0) == [torch.device("cpu")] * 2

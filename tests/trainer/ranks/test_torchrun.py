@@ -16,7 +16,7 @@ from trainer.cli import main
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import SeriesReader
 
 MakeJob = Callable[..., JobConfig]
@@ -92,3 +92,23 @@ def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
     (tmp_path / "job.toml").write_text(dump_job(make_job(sae={"d_sae": 65})))
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(run_dir)]) == EXIT_USAGE
     assert "sae: [sae] is not that of the run in" in capsys.readouterr().err
+
+
+def test_torchrun_leaves_no_gpu_to_a_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "text.txt").write_text("a cat sat")
+    data = {
+        "source": "model",
+        "model": "a/model",
+        "d_in": 8,
+        "hook": "resid_post.0",
+        "text": str(tmp_path / "text.txt"),
+    }
+    table = {"data": data | {"model_gpus": 2}, "train": {"n_steps": 9}, "launch": {"gpus": "auto:4"}}
+    job, problems = parse_job(table)
+    assert job, problems
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so that none is")
+    assert not (tmp_path / "run").exists()

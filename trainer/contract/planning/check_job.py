@@ -14,8 +14,9 @@ from trainer.contract.planning.extraction import ExtractionOutlook, check_extrac
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.gpu_vendors import refusal_of_mixture
 from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
-from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.planning.workload import Layout, Workload, ranks_of
 from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
 from trainer.contract.settings.extract import ExtractJob
@@ -67,6 +68,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         of_extraction = expected if isinstance(expected, ExtractionOutlook) else outlook_of(job, machine)
         return problems + check_extraction(job, of_extraction)
     problems += _check_mirrors(job)
+    problems += _check_model_gpus(job)
     problems += _check_mode(Layout(job, wanted_ranks(job)))
     try:
         data = job.data_shape(machine.promises)
@@ -76,7 +78,8 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     problems += _check_saes(work)
     problems += _check_length(work)
     # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
-    if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
+    unknown = ("launch.gpus", "parallel.", "data.model_gpus")
+    if not any(problem.path.startswith(unknown) for problem in errors(problems)):
         wrong_paths = {problem.path for problem in errors(problems)}
         of_training = expected if isinstance(expected, Outlook) else outlook_on(job, data, machine)
         problems += [problem for problem in of_training.problems(job) if problem.path not in wrong_paths]
@@ -99,12 +102,22 @@ def chosen_indices(job: AnyJob) -> list[int]:
 
 
 def wanted_ranks(job: AnyJob) -> int:
-    """Return how many ranks the job file asks for, on all nodes; "auto" and "cpu" count as 1 per node."""
+    """Return how many ranks the job file asks for: its devices, but those that only run its language model."""
+    return ranks_of(job, wanted_devices(job))
+
+
+def wanted_devices(job: AnyJob) -> int:
+    """Return how many GPUs or processes the job file asks for, on all nodes; "auto" and "cpu" are 1 per node."""
     gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
     _, _, count = gpus.partition(":")
     return nodes * int(count or 1)
+
+
+def _check_model_gpus(job: JobConfig) -> list[Problem]:
+    refusal = refusal_of_model_gpus(job, wanted_devices(job))
+    return [Problem("data.model_gpus", refusal)] if refusal else []
 
 
 def _check_devices(job: AnyJob, machine: Machine) -> list[Problem]:
@@ -169,12 +182,12 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
-    ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
-    if str(job.launch.gpus).startswith("auto:") and ranks > usable:
-        here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{ranks}"'
-        return [Problem("launch.gpus", f"asks for {plural(ranks, 'GPU')}, but this machine has {here}")]
-    if str(job.launch.gpus).startswith("cpu:") and ranks > machine.cpu_count:
-        message = f"starts {ranks} processes on {machine.cpu_count} cores, which is slower than one for each core"
+    devices, usable = wanted_devices(job), sum(not gpu.unhealthy for gpu in machine.gpus)
+    if str(job.launch.gpus).startswith("auto:") and devices > usable:
+        here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{devices}"'
+        return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
+    if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
+        message = f"starts {devices} processes on {machine.cpu_count} cores, which is slower than one for each core"
         return [Problem("launch.gpus", message, "warning")]
     return []
 
@@ -247,8 +260,8 @@ def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
     """Return the outlook of the job on this machine; for "auto", on the GPUs that it would take now."""
-    cards, ranks = _best_first(machine), wanted_ranks(job)
-    return outlook(job, data, ranks, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    cards, devices = _best_first(machine), wanted_devices(job)
+    return outlook(job, data, devices, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def memory_problems(look: AnyOutlook, job: AnyJob) -> list[Problem]:

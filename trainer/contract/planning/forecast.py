@@ -74,7 +74,7 @@ def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | N
     speeds = box.speeds(work.device_name, work.precision, work.ranks)
     asked = work.job.parallel.mode
     # On one device every mode is `single`; a mode that was asked for holds where there are several.
-    mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not _can_share(work) else asked
+    mode = "single" if work.ranks == 1 else "auto" if asked == "single" or not can_share(work) else asked
     room_bytes = room.total_bytes if room.free_bytes is None else room.free_bytes
     work, place = work.with_settings("parallel", mode=mode), Place(speeds, room_bytes, memory_of)
     settled = settle(work, place)
@@ -83,7 +83,7 @@ def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | N
     return settled, speeds.is_measured
 
 
-def _can_share(work: Workload) -> bool:
+def can_share(work: Workload) -> bool:
     """Tell whether so many ranks can share the work in the mode that the job asks for."""
     if work.mode == "sweep":
         return work.ranks <= len(work.members)

@@ -86,6 +86,23 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     )
 
 
+def of_reader(work: Workload) -> Memory | None:
+    """Return the bytes of a GPU that only runs a language model; None where no GPU does."""
+    if not work.model_gpus:
+        return None
+    on_cuda = work.device == "cuda"
+    held = work.job.data.knobs.held_alone(len(work.job.hooks) * work.shape.width, on_cuda=on_cuda)
+    return Memory(
+        weights=held.weights,
+        gradients=0,
+        optimizer=0,
+        activations=held.activations,
+        communication=0,
+        slack=round(ALLOCATOR_SLACK * sum(held)) if on_cuda else 0,
+        context=context_bytes(work.device),
+    )
+
+
 def context_bytes(device: str) -> int:
     """Return a rank's bytes before any tensor: its CUDA context on a GPU, the process itself on the CPU."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES

@@ -16,7 +16,9 @@ from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import NO_ROOM, Room, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.memory import Memory
+from trainer.contract.planning.model_placement import ModelPlacement, place_model
+from trainer.contract.planning.workload import Workload, with_model_gpus
 from trainer.contract.settings.job import JobConfig, Launch
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import distinct_sizes, gibibytes
@@ -50,6 +52,7 @@ class Outlook(msgspec.Struct, frozen=True):
     """The job with its mode settled, and the memory there is for each of its ranks.
 
     `lack` says which memory is missing now, `excess` what exceeds even the devices' total memory; "" if nothing does.
+    `placed` says which devices run the language model, where there is one.
     """
 
     settled: Settled
@@ -59,6 +62,18 @@ class Outlook(msgspec.Struct, frozen=True):
     lack: str = ""
     excess: str = ""
     took: Took | None = None
+    placed: ModelPlacement | None = None
+
+    @property
+    def devices(self) -> int:
+        """The ranks, and the devices that only run a language model."""
+        return self.ranks + self.settled.work.model_gpus
+
+    @property
+    def fullest(self) -> Memory:
+        """What the device holds that needs most: one that trains, or one that only runs a language model."""
+        reader = self._fullest_reader
+        return reader or self.settled.memory
 
     @property
     def ranks(self) -> int:
@@ -70,11 +85,11 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Bytes per rank: the estimate, or what such a job was seen to take where that is more and is free.
+        """Bytes per device: the estimate, or what such a job was seen to take where that is more and is free.
 
         A measured amount that is not free does not count: PyTorch reserves more of a card than it needs if it can.
         """
-        estimate, free = self.settled.needs_bytes, self.room.free_bytes
+        estimate, free = self.fullest.total, self.room.free_bytes
         if self.took and estimate < self.took.n_bytes <= (self.took.n_bytes if free is None else free):
             return self.took.n_bytes
         return estimate
@@ -96,14 +111,30 @@ class Outlook(msgspec.Struct, frozen=True):
     def _cure(self, room_bytes: int, others: str) -> str:
         """Say which single settings would make the job fit, or what to lower where none of them is enough."""
         job = self.settled.job
-        fitting = memory.remedies(self.settled.held, room_bytes) if self.on_gpus else []
+        if (reader := self._fullest_reader) and reader.total > room_bytes:
+            return f"lower data.batch_tokens, or choose a smaller model or {others}"
+        fitting = self.remedies(room_bytes)
         other = f", or choose {others}" if self.on_gpus else ""
         if fitting:
             return f"it fits with {' or '.join(fitting)}{other}"
         return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "") + other
 
+    def remedies(self, room_bytes: int) -> list[str]:
+        """List single settings that would make the job fit into so much of each device."""
+        reader = self._fullest_reader
+        can_help = self.on_gpus and not (reader and reader.total > room_bytes)
+        return memory.remedies(self.settled.held, room_bytes) if can_help else []
+
+    @property
+    def _fullest_reader(self) -> Memory | None:
+        """What a device holds that only runs a language model, where that is more than one that trains does."""
+        reader = self.placed.reader if self.placed else None
+        return reader if reader and reader.total > self.settled.needs_bytes else None
+
     def _culprit(self, job: JobConfig) -> str:
         """Name the setting that most of the memory is due to."""
+        if self._fullest_reader:
+            return "data.model"
         parts = self.settled.memory
         by_tokens = parts.activations + parts.communication
         if by_tokens > parts.weights + parts.gradients + parts.optimizer and job.train.batch_size != "auto":
@@ -114,7 +145,7 @@ class Outlook(msgspec.Struct, frozen=True):
 def outlook(
     job: JobConfig,
     shape: DataShape,
-    ranks: int,
+    devices: int,
     cards: Sequence[Card],
     *,
     speeds: Box = NOTHING_MEASURED,
@@ -128,13 +159,12 @@ def outlook(
     """
     cards = () if job.cluster else cards
     if job.on_cpu or (job.launch.gpus == "auto" and not cards and not job.cluster):
-        return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.cluster else host)
-    chosen = ChosenCards(job.launch, cards, ranks)
+        return _in_processes(job, shape, devices, speeds, NO_ROOM if job.cluster else host)
+    chosen = ChosenCards(job.launch, cards, devices)
     name = CPU if not cuda else slowest(card.name for card in chosen.now) if chosen.now else ""
-    work = Workload(job, ranks, shape, name)
-    settled, is_measured = settle_on(work, speeds, chosen.room, None if cuda else "")
-    lack, excess = chosen.lack(settled.needs_bytes), chosen.excess(settled.needs_bytes)
-    return Outlook(settled, True, is_measured, chosen.room, lack, excess)
+    placed = place_model(job, shape, devices, name, speeds, chosen.room, None if cuda else "")
+    lack, excess = chosen.lack(placed.needs_bytes), chosen.excess(placed.needs_bytes)
+    return Outlook(placed.settled, True, placed.is_measured, chosen.room, lack, excess, placed=placed)
 
 
 class ChosenCards:
@@ -169,6 +199,7 @@ class ChosenCards:
 
 def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
+    job = with_model_gpus(job, ranks, 0)
     room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
     settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, room)
     lack, excess = lack_of_host(ranks * settled.needs_bytes, host, ranks)

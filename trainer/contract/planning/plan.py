@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from trainer.contract.json_file import read_json
+from trainer.contract.planning.model_placement import words_of_place
 from trainer.contract.store.rows import Count, Name
 
 # A rank whose own work takes so many times as long as the median rank's is late, and keeps the others waiting.
@@ -20,8 +21,9 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 class Plan(msgspec.Struct, frozen=True):
     """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios.
 
-    `model_share` is the part of a step in which a rank's language model reads, 0 where the data is not made by one; it
-    reads one of `text_parts` parts of the text.
+    `model_share` is the part of a step in which a language model reads, 0 where the data is not made by one; it reads
+    one of `text_parts` parts of the text. It is on each of `model_gpus`, which do nothing else, or if there are none on
+    every rank; `model_why` says in a clause why.
     """
 
     mode: Name
@@ -37,19 +39,27 @@ class Plan(msgspec.Struct, frozen=True):
     reason: str = ""
     model_share: float = 0.0
     text_parts: Count = 1
+    model_gpus: Count = 0
+    model_why: str = ""
 
     def sentence(self) -> str:
         """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches of {self.micro_batch:,} tokens")
-        if self.model_share:
+        if self.model_share or self.model_gpus:
             parts.append(self._words_of_model())
         return "; ".join([*parts, *words_of_shares(self.token_shares, self.latent_shares)])
 
     def _words_of_model(self) -> str:
         text = "all of the text" if self.text_parts == 1 else f"one of {self.text_parts} parts of the text"
-        return f"every rank runs the language model, on {text}: {100 * self.model_share:.0f} % of a step"
+        share = f"{100 * self.model_share:.0f} % of a step"
+        if self.model_gpus:
+            where = words_of_place(self.model_gpus, self.ranks + self.model_gpus, self.model_why)
+            return f"{where}; {'it' if self.model_gpus == 1 else 'each'} reads {text}, for {share}"
+        return (
+            f"every rank runs the language model, on {text}: {share}{f'; {self.model_why}' if self.model_why else ''}"
+        )
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:

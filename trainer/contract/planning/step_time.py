@@ -56,21 +56,28 @@ def step_time(work: Workload, speeds: Speeds) -> StepTime:
     """Return the expected time of a step of a job whose mode is settled, on ranks of the same speed."""
     wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
-    of_ranks, made_s = [], source_s(work, speeds)
+    of_ranks, made_s = [], 0.0 if work.model_gpus else source_s(work, speeds)
     for saes in work.members_by_rank[: work.ranks if work.mode == "sweep" else 1]:
         passes = [_passes_s(work, one.sae, speeds) + _skip_s(work, one.sae, speeds) for one in saes.values()]
         updates = [_update_bytes(work, one) / speeds.memory_bytes_per_s for one in saes.values()]
         busy = StepTime(sum(passes) + made_s, sum(updates), exchange_s)
         host = StepTime(_HOST_PASS_S * work.micro_batches * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
         of_ranks.append(max(busy, host, key=_total) if work.device == "cuda" else _both(busy, host))
-    return max(of_ranks, key=_total)
+    slowest = max(of_ranks, key=_total)
+    if not work.model_gpus:
+        return slowest
+    # Meanwhile the next rows are made; where that takes longer, the ranks wait for them before their passes.
+    busy_s = slowest.update_s + slowest.exchange_s
+    return msgspec.structs.replace(slowest, passes_s=max(slowest.passes_s, source_s(work, speeds) - busy_s))
 
 
 def source_s(work: Workload, speeds: Speeds) -> float:
-    """Return the seconds of a step in which a rank makes its tokens, where they are not read; it waits for them.
+    """Return the seconds of a step in which a device makes its share of the tokens, where they are not read.
 
-    All ranks run the language model. On GPUs of its own it would take longer: of a seconds for the model and b for the
-    SAEs, m of n GPUs need max(a / m, b / (n - m)), which is never below the (a + b) / n of those that do both.
+    A rank that runs the language model itself waits for them; GPUs that do nothing else read while the SAEs train. Of a
+    seconds for the model and b for the SAEs, m of n GPUs for the model need max(a / m, b / (n - m)), which is never
+    below the (a + b) / n of n that do both. So GPUs of its own are faster only by what that leaves out: fewer ranks
+    exchange less, and without the model beside it an SAE fits that otherwise would not, or in larger micro-batches.
     """
     # A forward pass up to the last hook gives the rows of all of them.
     flops = max(knobs.flops_per_token() for knobs in work.job.hooks.values())
@@ -78,8 +85,11 @@ def source_s(work: Workload, speeds: Speeds) -> float:
 
 
 def text_parts(work: Workload) -> int:
-    """Return into how many parts the text is divided that language models read: ranks of one machine share the work."""
-    return work.ranks if work.job.launch.nodes == 1 else work.data_ranks
+    """Return into how many parts the text is divided that language models read: ranks of one machine share the work.
+
+    GPUs that only read have a part each.
+    """
+    return work.model_gpus or (work.ranks if work.job.launch.nodes == 1 else work.data_ranks)
 
 
 def _total(time: StepTime) -> float:

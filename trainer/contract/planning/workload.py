@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,6 +15,7 @@ from trainer.contract.planning.hardware import CPU, auto_precision, is_fast_at_b
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
 from trainer.contract.settings.job_file import AnyJob, members
+from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import DataShape
 
 
@@ -35,6 +36,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         if self.job.parallel.mode != "auto":
             return self.job.parallel.mode
         return "ddp" if self.ranks > 1 else "single"
+
+    @property
+    def model_gpus(self) -> int:
+        """How many GPUs beside those of the ranks only run a language model; 0 where that is yet to be settled."""
+        asked = model_gpus_of(self.job)
+        return 0 if asked == "auto" else asked
 
     @property
     def latent_ranks(self) -> int:
@@ -113,9 +120,38 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return USUAL_BATCH if self.job.train.batch_size == "auto" else self.job.train.batch_size
 
 
-def steps_of(job: AnyJob, ranks: int) -> int:
+def steps_of(job: AnyJob, devices: int) -> int:
     """Return the steps of a whole run: those of the optimiser, or the rows of an extraction."""
-    return Layout(job, ranks).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
+    return Layout(job, ranks_of(job, devices)).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
+
+
+def model_gpus_of(job: AnyJob) -> int | Literal["auto"]:
+    """Return how many GPUs are to run a job's language model alone."""
+    knobs = job.data.knobs if isinstance(job, JobConfig) else None
+    return knobs.model_gpus if isinstance(knobs, ModelKnobs) else 0
+
+
+def ranks_of(job: AnyJob, devices: int) -> int:
+    """Return how many of its devices a job asks to train on: all but those that only run its language model.
+
+    Where it leaves that open, all of them: wherever the model runs then, a step has the tokens of so many ranks.
+    """
+    asked = model_gpus_of(job)
+    return devices if asked == "auto" else max(1, devices - asked)
+
+
+def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
+    """Return the job with so many of its devices for its language model alone.
+
+    Where it left that open, its steps keep the tokens that they have without; see `ranks_of`.
+    """
+    knobs = job.data.knobs
+    if not isinstance(knobs, ModelKnobs) or knobs.model_gpus == model_gpus:
+        return job
+    placed = job.replace("data", knobs=msgspec.structs.replace(knobs, model_gpus=model_gpus))
+    if knobs.model_gpus != "auto" or not model_gpus:
+        return placed
+    return placed.replace("train", global_batch_size=Layout(job, devices).tokens_per_step)
 
 
 class Workload(Layout, frozen=True, dict=True):

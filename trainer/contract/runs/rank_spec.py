@@ -54,6 +54,18 @@ class RankSpec(msgspec.Struct, frozen=True):
     by_files: bool = False
     # The bytes that a rank may take of a shared device; None for all of it.
     may_take_bytes: Count | None = None
+    # Devices beside those of the ranks that only run a language model, and in a clause why so many, if that was open.
+    model_gpus: Count = 0
+    model_gpus_why: str = ""
+
+    @property
+    def n_devices(self) -> int:
+        """All GPUs of the job: that of each rank, and then those that only run a language model."""
+        return self.world_size + self.model_gpus
+
+    def model_gpus_of(self, local_rank: int) -> list[int]:
+        """Return which of the devices run a language model for this rank alone."""
+        return list(range(self.world_size + local_rank, self.n_devices, self.world_size))
 
     @property
     def n_processes(self) -> int:

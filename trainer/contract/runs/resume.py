@@ -9,7 +9,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import RunPaths
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.workload import Layout, ranks_of, steps_of
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.settings.job import JobConfig
@@ -28,6 +28,8 @@ _CADENCE = (
     "train.keep_checkpoints",
     "train.mirror",
 )
+# Where rows are made, which are the same everywhere.
+_PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
@@ -41,7 +43,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     def is_finished(self, was: JobConfig) -> bool:
         """Tell whether all steps of the job, as it last ran, are taken and its SAE is written."""
-        is_over = self.position.step >= Layout(was, self.last.world_size).total_steps
+        is_over = self.position.step >= steps_of(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
     def next_attempt(
@@ -70,7 +72,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
-    free = (*_LENGTH, *_CADENCE)
+    free = (*_LENGTH, *_CADENCE, _PLACE)
     refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
@@ -137,8 +139,9 @@ def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
     """Return the job with the tokens per step that it had, on another number of ranks or in another mode, and notes.
 
-    `was` ran on `before` ranks, `job` is to run on `now`. Micro-batches become no larger than the job's own.
+    `was` ran on `before` devices, `job` is to run on `now`. Micro-batches become no larger than the job's own.
     """
+    before, now = ranks_of(was, before), ranks_of(job, now)
     whole = Layout(was, before).tokens_per_step
     if Layout(job, now).tokens_per_step == whole:
         return job, []
@@ -149,9 +152,9 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
     return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
 
 
-def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int) -> list[str]:
+def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -> list[str]:
     """Warn where schedules follow a new length; raise `JobFileError` where the run is already beyond that length."""
-    before, now = Layout(was, run.last.world_size).total_steps, Layout(job, world_size).total_steps
+    before, now = steps_of(was, run.last.n_devices), steps_of(job, devices)
     position = run.position
     if before == now:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook
@@ -30,7 +30,7 @@ from trainer.contract.wording import plural
 
 
 class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
-    """A language model that reads a text beside the training, on the same devices."""
+    """A language model that reads a text as the training goes on, on the same devices or on GPUs of its own."""
 
     model: ModelPath
     hook: Annotated[
@@ -53,6 +53,18 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     batch_tokens: BatchTokens = 8192
     skip_first: SkipFirst = 1
     keep_special: KeepSpecial = False
+    model_gpus: (
+        Annotated[
+            int,
+            about(
+                "GPUs of the job that only run the model; 0: it runs on those that train; auto: what fits and is fast.",
+                unit="GPUs",
+                advanced=True,
+                ge=0,
+            ),
+        ]
+        | Literal["auto"]
+    ) = "auto"
 
     paths: ClassVar[tuple[str, ...]] = ("text",)
     hub_paths: ClassVar[tuple[str, ...]] = ("model",)
@@ -72,15 +84,25 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         return DataShape(width, width if is_of_transcoder(self.hook) else None, None)
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
-        """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them."""
+        """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them.
+
+        Of GPUs of its own, the model holds nothing where it is trained.
+        """
         mixed = super().held(width, on_cuda=on_cuda)
-        if (size := self._size) is None:
+        if self.model_gpus not in (0, "auto"):
             return mixed
+        reads = self.held_alone(width, on_cuda=on_cuda)
+        return Held(reads.weights, reads.activations + mixed.activations)
+
+    def held_alone(self, width: int, *, on_cuda: bool) -> Held:
+        """Return the model's weights and a forward pass; nothing where its files do not tell."""
+        if (size := self._size) is None:
+            return Held()
         each = size.value_bytes(self.dtype, on_cuda=on_cuda)
         in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
         # The rows of all hooks stand beside each other before they are one, and those of the first are in the pass.
         taken = 2 * self.batch_tokens * (width - (self.d_in or size.width)) * each
-        return Held(size.n_parameters * each, in_pass + taken + mixed.activations)
+        return Held(size.n_parameters * each, in_pass + taken)
 
     def flops_per_token(self) -> float:
         """Return the operations of a forward pass, as if it reached the speed of a training's products."""

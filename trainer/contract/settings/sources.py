@@ -73,8 +73,12 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """
         return Held()
 
+    def held_alone(self, width: int, *, on_cuda: bool) -> Held:
+        """Return what the source holds of a device that only makes rows, where it has such."""
+        return Held()
+
     def flops_per_token(self) -> float:
-        """Return the operations that make a row on the device of the rank that trains on it."""
+        """Return the operations that make a row, on the device of the rank that trains on it or on one for that."""
         return 0.0
 
 

@@ -1,0 +1,165 @@
+"""Which GPUs run the language model of a training: those that train, or some that do nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from trainer.contract.planning import memory
+from trainer.contract.planning.choose_mode import LEAST_GAIN, Settled
+from trainer.contract.planning.forecast import NO_ROOM, Room, can_share, settle_on
+from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.memory import Memory
+from trainer.contract.planning.workload import Workload, model_gpus_of, ranks_of, with_model_gpus
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import gibibytes, join_words, plural
+
+# Modes that leave nothing to choose: one device, or one process that has all of them.
+_FIXED = ("single", "dp")
+
+
+class ModelPlacement(msgspec.Struct, frozen=True):
+    """A job with `model_gpus` of its devices for its language model alone, and settled on the others.
+
+    `reader` is what one of these holds; `why` says in a clause why they are so many, where that was open.
+    """
+
+    model_gpus: int
+    settled: Settled
+    is_measured: bool
+    reader: Memory | None = None
+    why: str = ""
+
+    @property
+    def devices(self) -> int:
+        return self.settled.work.ranks + self.model_gpus
+
+    @property
+    def needs_bytes(self) -> int:
+        """Bytes of the fullest device."""
+        return max(self.settled.needs_bytes, self.reader.total if self.reader else 0)
+
+    @property
+    def sentence(self) -> str:
+        """Say `the language model has 6 of 8 GPUs to itself: beside the SAE it would not fit into 24.0 GiB`."""
+        return words_of_place(self.model_gpus, self.devices, self.why)
+
+
+def words_of_place(model_gpus: int, devices: int, why: str = "") -> str:
+    """Say where the language model of a training runs, and in a clause why."""
+    where = "runs on the GPUs that train"
+    if model_gpus:
+        where = f"has {model_gpus} of {devices} GPUs to itself"
+    return f"the language model {where}{f': {why}' if why else ''}"
+
+
+def counts_that_work(devices: int) -> list[int]:
+    """Return how many of so many GPUs can run the model alone: as many, or several times as many, as train."""
+    return [own for own in range(1, devices) if own % (devices - own) == 0]
+
+
+def refusal_of_model_gpus(job: JobConfig, devices: int) -> str:
+    """Return what is wrong with `data.model_gpus` on so many devices, in a sentence; "" if nothing is."""
+    asked = model_gpus_of(job)
+    if asked in (0, "auto"):
+        return ""
+    if obstacle := _obstacle(job):
+        return f'{asked} GPUs for the model alone do not go with {obstacle}; use 0 or "auto"'
+    counts = counts_that_work(devices)
+    if asked in counts:
+        return ""
+    if not counts:
+        return f'{plural(devices, "GPU")} cannot spare {asked}; use 0 or "auto", or give launch.gpus at least 2'
+    works = f"{join_words([str(count) for count in counts])} {'works' if len(counts) == 1 else 'work'}"
+    return f"of {devices} GPUs {works}, where each GPU that trains has equally many, not {asked}"
+
+
+def _obstacle(job: JobConfig) -> str:
+    """Name what keeps a job from having GPUs for its model alone; "" if nothing does."""
+    if job.on_cpu:
+        return f'launch.gpus = "{job.launch.gpus}"'
+    if job.cluster:
+        return f'launch.backend = "{job.launch.backend}"'
+    return f'parallel.mode = "{job.parallel.mode}"' if job.parallel.mode == "dp" else ""
+
+
+def place_model(
+    job: JobConfig,
+    shape: DataShape,
+    devices: int,
+    device_name: str,
+    box: Box,
+    room: Room = NO_ROOM,
+    memory_of: str | None = None,
+    *,
+    ranks_before: int | None = None,
+) -> ModelPlacement:
+    """Settle a job on so many devices of this name, and how many of them run its language model alone.
+
+    Where the job leaves that open, it is what fits into the memory that is free, else into all of it, and of that the
+    fastest: none, unless GPUs of its own are clearly faster. A run that goes on keeps the `ranks_before` where it can,
+    each of which reads a part of the text. See `settle_on` for the other arguments.
+    """
+    whole = Workload(job, devices, shape, device_name)
+
+    def on(own: int) -> ModelPlacement:
+        placed = with_model_gpus(job, devices, own)
+        work = Workload(placed, ranks_of(placed, devices), shape, device_name)
+        settled, is_measured = settle_on(work, box, room, memory_of)
+        return ModelPlacement(own, settled, is_measured, memory.of_reader(settled.held))
+
+    asked = model_gpus_of(job)
+    if asked != "auto":
+        return on(asked)
+    counts = list(_counts(whole))
+    if ranks_before is not None and devices - ranks_before in counts and len(counts) > 1:
+        return msgspec.structs.replace(on(devices - ranks_before), why="as before, since each rank has read a part")
+    ways = [on(own) for own in counts]
+    if len(ways) == 1:
+        return ways[0]
+    best = min(ways, key=lambda way: _rank(way, room))
+    return msgspec.structs.replace(best, why=_why(best, ways, room))
+
+
+def _counts(whole: Workload) -> Iterator[int]:
+    """List how many devices could run the model alone; 0 first."""
+    yield 0
+    job = whole.job
+    if job.parallel.mode in _FIXED or ":" in job.parallel.shares or _obstacle(job):
+        return
+    for own in counts_that_work(whole.ranks):
+        placed = with_model_gpus(job, whole.ranks, own)
+        if job.parallel.mode == "auto" or can_share(Workload(placed, whole.ranks - own, whole.shape)):
+            yield own
+
+
+def _rank(way: ModelPlacement, room: Room) -> tuple[int, float]:
+    """Return what is least for the best way: whether it fits now, ever or never, and its time or else its bytes."""
+    lack = _lack(way, room)
+    if lack == 2:
+        return lack, way.needs_bytes
+    return lack, way.settled.time.total_s * (LEAST_GAIN if way.model_gpus else 1.0)
+
+
+def _lack(way: ModelPlacement, room: Room) -> int:
+    """Return 0 where it fits into the memory that is free, 1 where into all that there is, else 2."""
+    limits = [limit for limit in (room.free_bytes, room.total_bytes) if limit is not None]
+    fits = [way.needs_bytes <= limit for limit in limits]
+    return 0 if all(fits) else 1 if any(fits) else 2
+
+
+def _why(best: ModelPlacement, ways: list[ModelPlacement], room: Room) -> str:
+    """Say in a clause what is better than with the model elsewhere."""
+    lack = _lack(best, room)
+    if lack == 2:
+        return f"that needs least memory, {gibibytes(best.needs_bytes)} of a GPU, but there is less"
+    others = [way for way in ways if (way.model_gpus == 0) != (best.model_gpus == 0)]
+    other = min(others, key=lambda way: _rank(way, room))
+    where = "beside the SAE" if best.model_gpus else f"on {other.model_gpus} of {best.devices} of its own"
+    if _lack(other, room) > lack:
+        limit = (room.free_bytes, room.total_bytes)[lack] or room.total_bytes or 0
+        return f"{where} it would not fit into {gibibytes(limit)}"
+    times = other.settled.time.total_s / best.settled.time.total_s
+    return f"{where} a step would take {f'{times:.1f}× as long' if times >= LEAST_GAIN else 'hardly less time'}"

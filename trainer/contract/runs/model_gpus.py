@@ -1,0 +1,41 @@
+"""Settles which devices of an attempt only run its language model, before its ranks are started."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.model_placement import place_model
+from trainer.contract.planning.workload import model_gpus_of
+from trainer.contract.runs.rank_spec import RankSpec
+from trainer.contract.runs.resume import last_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
+
+
+def with_model_placed(
+    spec: RankSpec, job: AnyJob, device_name: str, box: Box, room: Room, memory_of: str | None = None
+) -> RankSpec:
+    """Return the spec of an attempt that was given all devices of its job as ranks, fewer where some only run a model.
+
+    See `place_model` for the other arguments; a run that is resumed keeps its ranks where it can.
+    """
+    if not isinstance(job, JobConfig) or model_gpus_of(job) == 0:
+        return spec
+    placed = place_model(
+        job, job.data_shape(), spec.n_devices, device_name, box, room, memory_of, ranks_before=_ranks_before(spec)
+    )
+    ranks = placed.devices - placed.model_gpus
+    return msgspec.structs.replace(spec, world_size=ranks, model_gpus=placed.model_gpus, model_gpus_why=placed.why)
+
+
+def _ranks_before(spec: RankSpec) -> int | None:
+    """Return how many ranks the run had that is resumed; None where it begins."""
+    if spec.resume_from is None:
+        return None
+    try:
+        return last_spec(spec.run_dir).world_size
+    except UserError:
+        return None
