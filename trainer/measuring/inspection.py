@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.contract.settings.job import MAX_NORM
@@ -19,7 +20,6 @@ from trainer.contract.wording import gibibytes, join_words, plural
 
 # Rows that are looked at where a set has more: at d_in 4096 a gibibyte in fp32.
 SAMPLE_ROWS = 65_536
-_ROWS_AT_ONCE = 4096
 # From here on the mean takes digits from what is learnt, if it is not taken off.
 LARGE_GAMMA = 3.0
 # A share of equal rows above this is no accident of short texts.
@@ -38,7 +38,7 @@ class Inspection(msgspec.Struct, frozen=True):
     """What stored activations are like, by `n_looked_at` rows of them.
 
     `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm.
+    data.max_norm times the median norm. `heavy_dimensions` are few that hold most of the variance, `heavy_share` of it.
     """
 
     n_tokens: int
@@ -54,6 +54,8 @@ class Inspection(msgspec.Struct, frozen=True):
     not_finite: int
     constant_dimensions: int
     duplicates: int
+    heavy_dimensions: list[int] = []
+    heavy_share: float = 0.0
     findings: list[Finding] = []
 
 
@@ -65,7 +67,8 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     norms = torch.linalg.vector_norm(rows[finite].float(), dim=1)
     outliers = Outliers(rows[finite], rows[finite], max_norm) if finite.any() else None
     ordinary = outliers.leave_out(rows[finite], rows[finite])[0] if outliers else rows[finite]
-    mean, variance = _moments(ordinary)
+    mean, variance = moments(ordinary)
+    heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
     facts = Inspection(
         n_tokens=source.n_tokens,
@@ -81,6 +84,8 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         not_finite=int((~finite).sum()),
         constant_dimensions=int((variance == 0).sum()),
         duplicates=len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()}),
+        heavy_dimensions=heavy.numbers if heavy else [],
+        heavy_share=heavy.share if heavy else 0.0,
     )
     return msgspec.structs.replace(facts, findings=list(_findings(facts, max_norm)))
 
@@ -114,6 +119,9 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     elif facts.constant_dimensions:
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} are the same in every row"
         yield Finding("warning", sentence, "see that the hook is the one you mean")
+    if facts.heavy_dimensions:
+        sentence = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share).sentence()
+        yield Finding("warning", sentence, "leave them out of the rows or scale them down; an FVU tells of little else")
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
         yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
@@ -130,13 +138,3 @@ def _sample(source: Shards, seed: int) -> Tensor:
     n = source.n_tokens
     indices = np.arange(n) if n <= SAMPLE_ROWS else np.random.default_rng(seed).choice(n, SAMPLE_ROWS, replace=False)
     return source.rows(indices)
-
-
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of each dimension, float64 [d_in] each; zeros where there is no row."""
-    n, mean, spread = max(1, len(rows)), *(torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(2))
-    for part in rows.split(_ROWS_AT_ONCE):
-        mean += part.double().sum(0) / n
-    for part in rows.split(_ROWS_AT_ONCE):
-        spread += (part.double() - mean).square().sum(0) / n
-    return mean, spread

@@ -70,6 +70,19 @@ def test_rows_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -> 
     assert main(["inspect", str(tmp_path / "a")]) == 1
 
 
+def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) -> None:
+    rows = ordinary()
+    assert inspect_data(store(tmp_path / "a", rows)).heavy_dimensions == []
+    rows[:, 17] *= 1000
+    facts = inspect_data(store(tmp_path / "b", rows), max_norm=0)
+    assert facts.heavy_dimensions == [17]
+    assert facts.heavy_share > 0.999
+    (told,) = facts.findings
+    assert told.severity == "warning"
+    assert told.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
+    assert "FVU" in told.remedy
+
+
 def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Path) -> None:
     rows = ordinary() + 20
     rows[:, [1, 4]] = 7.0
