@@ -79,6 +79,12 @@ class Tokenizer:
         is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"
         return [_text_of(str(name), text, is_wordpiece) for name, text in zip(names, texts, strict=True)]
 
+    def rules(self) -> list[Any]:
+        """Return, in values that JSON has, all by which a text becomes ids."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
+        return [own, self.before, self.after, self._tokenizer.chat_template]
+
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:
             return []
