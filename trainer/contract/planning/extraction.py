@@ -19,6 +19,7 @@ from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
+from trainer.contract.planning.stored_extraction import what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.promised import Promise
@@ -115,6 +116,8 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
         problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
     if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):
         problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
+    if there := what_is_there(job):
+        problems.append(Problem("extract.output", there, "warning"))
     return problems + _check_disk(job, outlook)
 
 
