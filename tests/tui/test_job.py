@@ -85,6 +85,8 @@ async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(
         assert shown[:4] == ["model.path", "hooks", "text.path", "context"]
         assert re.search(r"\d+ more at their defaults", settings)
         assert "remote_code" not in settings
+        assert "blocks.1.hook_resid_post" in settings
+        assert "blocks.0.hook_mlp_out" in settings
         await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 

@@ -11,7 +11,6 @@ from trainer.extraction.provenance import tokenizer_hash, weights_facts
 from trainer.extraction.shard_writer import ShardFile, Sums
 from trainer.extraction.text import is_data_set
 
-META = "meta.json"
 # What each token stands for, by its number.
 TOKENS = "tokens.json"
 

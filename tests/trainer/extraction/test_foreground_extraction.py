@@ -76,6 +76,17 @@ def test_a_finished_extraction_says_so_again_without_the_model(job_file: Path, t
     assert "loading" not in again.err
 
 
+def test_each_hook_is_told_by_its_names_in_transformer_lens_and_in_the_model(
+    job_file: Path, tmp_path: Path, capsys
+) -> None:
+    assert main(["extract", str(job_file), "--set", 'model.hooks=["resid_post.1", "h.0.mlp"]']) == EXIT_FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
+    assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
+    # The path of a module is all the names that it has.
+    assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
+
+
 def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:
     assert main(["extract", str(job_file), "--set", "extract.n_tokens=1M"]) == EXIT_FINISHED
     assert "the text has ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
