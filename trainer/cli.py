@@ -32,11 +32,13 @@ from trainer.contract.runs.rank_spec import (
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_any, load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
+from trainer.measuring.estimate_extraction import ExtractionEstimate
 from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
@@ -315,12 +317,16 @@ def _probe(flags: argparse.Namespace) -> int:
 
 
 def _estimate(flags: argparse.Namespace) -> int:
-    job = load_job(flags.job, flags.overrides)
-    # Problems of this machine or its GPUs do not count: the job may be for another one.
-    refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
-    estimate = Estimate.of(job)
+    job = load_any(flags.job, flags.overrides)
+    estimate = ExtractionEstimate.of(job) if isinstance(job, ExtractJob) else _estimate_of_training(job)
     _say(json.dumps(estimate.as_json()) if flags.json else "\n".join(estimate.lines()))
     return EXIT_FINISHED
+
+
+def _estimate_of_training(job: JobConfig) -> Estimate:
+    # Problems of this machine or its GPUs do not count: the job may be for another one.
+    refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
+    return Estimate.of(job)
 
 
 def _rank(flags: argparse.Namespace) -> int:

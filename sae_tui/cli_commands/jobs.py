@@ -89,10 +89,8 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
 def _show_cause(postmortem: Postmortem, job_id: int) -> None:
     """Print what to do, the exception and last lines of the first rank that failed, and how the others ended."""
     advice = [postmortem.remedy] if postmortem.remedy else []
-    if postmortem.resume_step is not None:
-        step = postmortem.resume_step
-        how = f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
-        advice.append(f"`sae-tui resume {job_id}` {how}")
+    if postmortem.resumes:
+        advice.append(f"`sae-tui resume {job_id}` {postmortem.resumes}")
     if advice:
         say()
         say(f"What to do: {'; '.join(advice)}")

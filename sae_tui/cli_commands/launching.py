@@ -49,7 +49,8 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
         memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
-        show_json({"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode} | memory)
+        told = {"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode}
+        show_json(told | memory | _of_extraction(look))
     else:
         for kind, messages in (("error", errors), ("warning", warnings)):
             for message in messages:
@@ -58,6 +59,13 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
         if look:
             say(_needs(look, measured))
     return 1 if errors else 0
+
+
+def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
+    """Return what an extraction takes of disk and time; nothing for a training."""
+    if not isinstance(look, ExtractionOutlook):
+        return {}
+    return {name: getattr(look, name) for name in ("disk_bytes", "disk_free_bytes", "seconds")}
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:

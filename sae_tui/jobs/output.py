@@ -6,6 +6,8 @@ import functools
 from pathlib import Path
 
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.job_file import is_extraction, parse_extraction
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
@@ -26,6 +28,22 @@ def output_of(data: DataDir, job: Job) -> str | None:
 def name_of_output(job: Job) -> str:
     """Return what a job makes, as in "its SAE is in ..."."""
     return "activations are" if extracts(job.config) else "SAE is"
+
+
+def names_of_hooks(job: Job) -> dict[str, list[str]]:
+    """Return the other names of the place of each hook of an extraction: its module's too, once rows are stored."""
+    extraction = _extraction(job.config)
+    if extraction is None:
+        return {}
+    return {hook: other_names(hook, extraction.folder(hook)) for hook in extraction.model.hooks}
+
+
+@functools.lru_cache(maxsize=16)
+def _extraction(config: str) -> ExtractJob | None:
+    if not extracts(config):
+        return None
+    extraction, _ = parse_extraction(table_of(config))
+    return extraction
 
 
 @functools.lru_cache(maxsize=256)

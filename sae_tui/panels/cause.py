@@ -34,7 +34,7 @@ class CausePanel(DetailPanel, can_focus=True):
 def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     """Return the error and what to do in full, and as much of the traceback as fits into `most` lines."""
     lines = _beside_sign("✗", postmortem.error, width, "bad")
-    for advice in filter(None, (postmortem.remedy, _resume(postmortem.resume_step))):
+    for advice in filter(None, (postmortem.remedy, postmortem.resumes and f"g {postmortem.resumes}")):
         lines += _beside_sign("→", advice, width, "accent")
     for other in postmortem.others[:3]:
         lines += _beside_sign(" ", other, width, "dim")
@@ -58,9 +58,3 @@ def _wrap_indented(text: str, width: int) -> list[str]:
     """Wrap a line of a traceback, and keep its indentation."""
     margin = " " * (len(text) - len(text.lstrip()))
     return [margin + line for line in wrap(text.strip(), max(10, width - len(margin)))]
-
-
-def _resume(step: int | None) -> str:
-    if step is None:
-        return ""
-    return f"g resumes it from step {step:,}" if step else "g starts it again: it had saved no checkpoint"

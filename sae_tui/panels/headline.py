@@ -48,14 +48,15 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     name = job.name if cell_len(job.name) <= room else fit(job.name, room)
     first: tuple[Span, ...] = (head, (name, "title"), *rest)
     first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
+    unit, rate = ("row", "rows/s") if extracts(job.config) else ("step", "tok/s")
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     second: Line = (
         (" ", "text"),
         (bar(job.progress, max(10, width - 72)), "bar trough"),
         (fit(percent(100 * job.progress), 5, right=True), "title"),
-        (f"  step {count(job.step)}/{total}", "text"),
-        (f"  {count(job.tokens_per_s)} tok/s", "text"),
+        (f"  {unit} {count(job.step)}/{total}", "text"),
+        (f"  {count(job.tokens_per_s)} {rate}", "text"),
         ("".join(_metrics(detail, member)), "text"),
         (left, "text"),
     )

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from sae_tui.format import UNKNOWN, count, fit, gibibytes, sparkline
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
@@ -25,6 +26,11 @@ class RanksPanel(DetailPanel):
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 1fr; }"
+
+    def show_detail(self, detail: JobDetail) -> None:
+        """Draw the job as it is now; hidden for an extraction, which counts rows and takes no steps."""
+        self.display = not extracts(detail.view.config)
+        super().show_detail(detail)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sae_tui.format import fit, wrap
 from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.output import names_of_hooks
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
@@ -24,7 +25,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
         settings, n_others = summary(detail.view.config)
-        more = _more(detail.view)
+        more = [*_hooks(detail.view), *_more(detail.view)]
         name_width = min(_LONGEST_NAME, max(len(name) for name, _ in (*settings, *more, ("", ""))))
         lines: list[Line] = [((fit(" settings", width), "title"),)]
         for name, value in settings:
@@ -35,6 +36,11 @@ class SettingsPanel(DetailPanel, can_focus=True):
         for name, value in more:
             lines += _entry(name, value, name_width, width)
         return lines
+
+
+def _hooks(job: JobView) -> list[tuple[str, str]]:
+    """Return for each hook of an extraction, with its name, the other names of its place."""
+    return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:

@@ -270,7 +270,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             return
         self.review = event.review
         for form in self.query(KnobForm):
-            form.say(event.review.by_field, event.overridden)
+            form.say(event.review.by_field, event.overridden, event.review.warned_fields)
         self.query_one(ReviewText).show_review(event.review)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")

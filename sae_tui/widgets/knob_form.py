@@ -79,6 +79,7 @@ class KnobRow(Horizontal):
     KnobRow:focus-within { height: auto; }
     KnobRow:focus-within > .hint { height: auto; text-wrap: wrap; }
     KnobRow.-wrong > .hint { color: $text-error; }
+    KnobRow.-warned > .hint { color: $text-warning; }
     KnobRow.-changed > Label { color: $text-accent; text-style: bold; }
     KnobRow.-overridden > Input { color: $text-disabled; text-style: dim; }
     """
@@ -89,7 +90,7 @@ class KnobRow(Horizontal):
         self.field = field
         self.start = value
         self.original: str | None = None
-        self._problem = self._overridden = ""
+        self._problem = self._overridden = self._warning = ""
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
@@ -133,9 +134,10 @@ class KnobRow(Horizontal):
             self._editor.value = self.field.show(value)
             self._editor.cursor_position = len(self._editor.value)
 
-    def say(self, problem: str, overridden: str = "") -> None:
-        """Show what is wrong, or else what another setting makes of the value, what it was, and the help."""
-        self._problem, self._overridden = problem, overridden
+    def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
+        """Show what is wrong, or else what to be warned of, what another setting makes of the value, and the help."""
+        self._problem, self._overridden, self._warning = problem, overridden, warning
+        self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
         self.set_class(bool(overridden), "-overridden")
@@ -152,7 +154,9 @@ class KnobRow(Horizontal):
 
     def _hint_text(self) -> str:
         was = f"was {self.original or 'default'}" if self.is_changed else ""
-        return f"✗ {self._problem}" if self._problem else " · ".join(filter(None, (self._overridden, was, self.help)))
+        if self._problem or self._warning:
+            return f"✗ {self._problem}" if self._problem else f"! {self._warning}"
+        return " · ".join(filter(None, (self._overridden, was, self.help)))
 
     @property
     def is_changed(self) -> bool:
@@ -282,10 +286,11 @@ class KnobForm(Vertical):
         for row in self.rows:
             row.set_value(values.get(row.field.path, row.field.knob.default))
 
-    def say(self, problems: dict[str, str], overridden: dict[str, str]) -> None:
-        """Show at each field what is wrong with it, or what another setting makes of it."""
+    def say(self, problems: dict[str, str], overridden: dict[str, str], warnings: dict[str, str]) -> None:
+        """Show at each field what is wrong with it, what to be warned of, or what another setting makes of it."""
         for row in self.rows:
-            row.say(problems.get(row.field.path, ""), overridden.get(row.field.path, ""))
+            path = row.field.path
+            row.say(problems.get(path, ""), overridden.get(path, ""), warnings.get(path, ""))
 
     @on(Input.Changed)
     @on(Select.Changed)

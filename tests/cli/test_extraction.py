@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
     write(job, shell, launch={"gpus": gpus, "max_restarts": 1})
     valid = shell.json("validate", shell.job_file)
     assert (valid["valid"], valid["errors"], valid["mode"]) == (True, [], "single")
+    assert valid["disk_free_bytes"] > valid["disk_bytes"] > 2 * 4 * 32 * N_ROWS
+    assert valid["seconds"] > 0
+    assert re.search(r" of disk, [\d.]+ GiB free; about ", shell.run("validate", shell.job_file).stdout)
     launched = shell.json("launch", shell.job_file)
     rows = Path(job.extract.output)
     wait_for(lambda: len(digests(rows)) >= 4, "two shards of each hook", 120)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.tiny_models import sentences
 from tqdm import tqdm
 
@@ -68,6 +68,22 @@ def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(job_file: Pa
     assert load_file(Path(result["output_path"]) / "sae_weights.safetensors")["W_enc"].shape == (16, 64)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert load_job(run_dir / "job.toml").launch.gpus == "cpu:2"
+
+
+def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than_its_interval(
+    job_file: Path, activations: Path, tmp_path: Path
+) -> None:
+    rows = load_file(activations / "a.safetensors")["activations"]
+    rows[::50] *= 1000
+    save_file({"activations": rows}, activations / "a.safetensors")
+    process = start("run", job_file, "--set", "train.n_steps=3", "--set", "train.log_every=10", "--json", cwd=tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == EXIT_FINISHED, errors
+    json.loads(output)
+    (told,) = (line for line in errors.splitlines() if "left out" in line)
+    assert re.match(r"[\d.]+ % of a sample of \d,\d+ rows have a norm of more than 10 times the median", told)
+    assert told.endswith("are left out (data.max_norm)")
+    assert " % of a sample" in (next((tmp_path / "runs").iterdir()) / "logs" / "rank0.log").read_text()
 
 
 def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_file: Path, tmp_path: Path) -> None:

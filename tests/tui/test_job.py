@@ -74,12 +74,19 @@ async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(
         (plot,) = shown_plots(screen)
         assert "rows/s" in plot.plain
         assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain)
-        assert "FVU" not in screen.query_one(Headline).plain
+        headline = screen.query_one(Headline).plain
+        assert "FVU" not in headline
+        assert re.search(r" row \d+/400 .* rows/s", headline)
+        assert "step" not in headline
+        assert "tok/s" not in headline
+        assert not screen.query_one(RanksPanel).display
         settings = screen.query_one(SettingsPanel).plain
         shown = [line.split()[0] for line in settings.splitlines()[1:] if line[1:2].strip()]
         assert shown[:4] == ["model.path", "hooks", "text.path", "context"]
         assert re.search(r"\d+ more at their defaults", settings)
         assert "remote_code" not in settings
+        assert "blocks.1.hook_resid_post" in settings
+        assert "blocks.0.hook_mlp_out" in settings
         await pilot.press("y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 

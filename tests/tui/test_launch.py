@@ -453,6 +453,22 @@ async def test_the_preset_of_an_extraction_shows_its_own_settings(make_app, data
         await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
 
 
+async def test_an_output_in_which_rows_lie_already_is_told_at_its_field(make_app, data, tmp_path) -> None:
+    (tmp_path / "acts" / "resid_post.6").mkdir(parents=True)
+    (tmp_path / "acts" / "resid_post.6" / "acts.safetensors").touch()
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await pick_extraction(pilot, screen)
+        await type_into(pilot, screen, "model.hooks", "resid_post.6")
+        await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
+        row = screen.query_one("#row-extract-output")
+        await wait_until(pilot, lambda: row.has_class("-warned"))
+        assert "holds shards of something else" in str(row.query_one(".hint", Static).content)
+        await type_into(pilot, screen, "extract.output", str(tmp_path / "new"))
+        await wait_until(pilot, lambda: not row.has_class("-warned"))
+
+
 async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
     make_app, data, monkeypatch, tmp_path
 ) -> None:

@@ -22,7 +22,8 @@ class Data(msgspec.Struct, frozen=True):
     """The rows that were measured: `is_held_out` where they are some of the `n_held_out` that none was trained on.
 
     Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
-    counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`.
+    counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`. `heavy` tells in a sentence of few
+    dimensions that hold most of the variance; "" where there are none.
     """
 
     place: str
@@ -33,6 +34,7 @@ class Data(msgspec.Struct, frozen=True):
     max_norm: float
     n_held_out: int = 0
     is_trained_on: bool = False
+    heavy: str = ""
 
     def rows(self, n: int) -> str:
         """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
@@ -93,7 +95,8 @@ def summary(card: Card) -> str:
     one = card.figures
     quality = f"FVU {one.fvu:.4f} ± {one.fvu_error:.4f}, L0 {one.l0:.1f}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
-    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}"
+    heavy = f"; {card.data.heavy}" if card.data.heavy else ""
+    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{heavy}"
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
@@ -114,6 +117,8 @@ def facts(card: Card) -> list[tuple[str, str]]:
     ]
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
+    if card.data.heavy:
+        told.append(("read FVU with care", card.data.heavy))
     return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
 
 

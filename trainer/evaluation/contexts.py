@@ -18,9 +18,9 @@ from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import FEATURES, NO_TOKEN
+from trainer.contract.settings.hook_names import META
 from trainer.contract.settings.shards import TENSOR, inspect_shards, read_header
 from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
-from trainer.extraction.meta import META
 from trainer.extraction.shard_writer import Origin, order_of_shard
 from trainer.saes.sparse_acts import Acts, SparseActs
 from trainer.training.learner import Learner

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trainer.activations.base import Pair, Source, on_device
+from trainer.activations.heavy_dimensions import heavy_dimensions
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HookRows, are_finite, open_data
 from trainer.contract.errors import UserError
@@ -76,20 +77,23 @@ class Rows:
 
     def describe(self, place: str, n_measured: int, *, is_trained_on: bool = True) -> Data:
         """Return what is known of the rows after they were gone through."""
-        total, squares = torch.zeros(()), 0.0
-        for x, _ in self.batches():
-            exact = x.double()
-            total, squares = total.to(x.device) + exact.sum(0), squares + float(exact.square().sum())
-        mean = float((total / n_measured).square().sum())
+        inputs, targets = _Moments(), _Moments()
+        for x, y in self.batches():
+            inputs.add(x)
+            if y is not x:
+                targets.add(y)
+        mean, variance = inputs.mean_and_variance()
+        heavy = heavy_dimensions(targets.mean_and_variance()[1] if targets.n_rows else variance)
         return Data(
             place=place,
             is_held_out=self.n_held_out > 0,
             n_held_out=self.n_held_out,
             is_trained_on=is_trained_on and not self.n_held_out,
-            gamma=(mean / max(squares / n_measured - mean, 1e-300)) ** 0.5,
+            gamma=float(mean.square().sum() / variance.sum().clamp(min=1e-300)) ** 0.5,
             outlier_fraction=self.n_outliers / (n_measured + self.n_outliers),
             not_finite=self.n_not_finite,
             max_norm=self._job.data.max_norm,
+            heavy=heavy.sentence() if heavy else "",
         )
 
     def _stored(self) -> Iterator[Pair]:
@@ -99,6 +103,24 @@ class Rows:
         for x, y in self._data.held_out(BATCH * self._every):
             inputs = x[:: self._every]
             yield inputs, inputs if y is x else y[:: self._every]
+
+
+class _Moments:
+    """The mean and the variance of each dimension of rows that come in parts."""
+
+    def __init__(self) -> None:
+        self.n_rows = 0
+        self._total, self._squares = torch.zeros(()), torch.zeros(())
+
+    def add(self, rows: Tensor) -> None:
+        exact = rows.double()
+        self.n_rows += len(rows)
+        self._total = self._total.to(rows.device) + exact.sum(0)
+        self._squares = self._squares.to(rows.device) + exact.square().sum(0)
+
+    def mean_and_variance(self) -> tuple[Tensor, Tensor]:
+        mean = self._total / self.n_rows
+        return mean, self._squares / self.n_rows - mean.square()
 
 
 def _in_parts(x: Tensor, y: Tensor) -> Iterator[Pair]:

@@ -19,10 +19,11 @@ from trainer.contract.json_file import write_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.hook_names import META
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
-from trainer.extraction.meta import META, meta_of
+from trainer.extraction.meta import facts_of_all, facts_of_hook
 from trainer.extraction.packing import Batch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
 from trainer.extraction.shard_writer import Blocks, Origin, add_sums
@@ -313,13 +314,14 @@ class Extraction:
         return self._result("finished")
 
     def _describe(self) -> None:
+        state = self._state
+        of_all = facts_of_all(self._job, self.model) | {"dtype": state.dtype, "left_out": state.left_out}
         for number, hook in enumerate(self._job.model.hooks):
-            sums = self._state.sums[number]
+            sums, limit = state.sums[number], state.limits[number]
             assert sums is not None
-            facts = meta_of(self._job, number, self.model, sums, self._state.shards[number])
-            of_all = {"dtype": self._state.dtype, "left_out": self._state.left_out}
+            facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
             write_tokens(self._job.folder(hook), self.model.tokenizer.token_bytes())
-            write_json(self._job.folder(hook) / META, facts | of_all)
+            write_json(self._job.folder(hook) / META, of_all | facts)
 
     def _result(self, word: str) -> Result:
         rate = self._n_read / (time.monotonic() - self._began) if self._n_read else None

@@ -7,38 +7,61 @@ from typing import Any
 
 from trainer.contract.settings.extract import ExtractJob
 from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.provenance import tokenizer_hash, weights_facts
 from trainer.extraction.shard_writer import ShardFile, Sums
+from trainer.extraction.text import is_data_set
 
-META = "meta.json"
 
+def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
+    """Return the facts that the rows of all hooks share: the model, its tokenizer, the text, and which rows are kept.
 
-def meta_of(job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile]) -> dict[str, Any]:
-    """Return the facts of a hook's rows, by number.
-
-    `gamma` is ‖mean‖/‖std‖: how far the rows are from the origin, in their spread. `scale` is ‖std‖.
+    Where a text is one file or a folder of them, it has no `dataset_split`.
     """
-    hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
+    revision = job.model.revision or getattr(model.config, "_commit_hash", None)
+    kept = job.extract
     return {
         "model_name": job.model.path,
-        "model_revision": job.model.revision or getattr(model.config, "_commit_hash", None),
+        "model_revision": revision,
+        **weights_facts(job.model.path),
         "model_class": model.class_name,
-        "hook_name": hook.transformer_lens or hook.name,
-        "hook": hook.name,
-        "module": model.points[number].path,
-        "is_module_input": model.points[number].of_input,
-        "d_in": len(sums.total),
         "model_dtype": str(model.dtype).removeprefix("torch."),
         "attention": model.attention,
         "tokenizer": model.tokenizer.name,
+        "tokenizer_name": job.model.path,
+        "tokenizer_sha256": tokenizer_hash(model.tokenizer),
         "tokens_before_text": model.tokenizer.before,
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
         "dataset_path": job.text.path or job.text.dataset,
-        "special_tokens_dropped": not job.extract.keep_special,
-        "n_tokens": sums.n,
+        "dataset_subset": job.text.subset,
+        "dataset_split": job.text.split if job.text.dataset or is_data_set(str(job.text.path)) else None,
+        "dataset_column": job.text.column,
+        "special_tokens_dropped": not kept.keep_special,
+        "keep_special": kept.keep_special,
+        "skip_first": kept.skip_first,
+        "max_norm": kept.max_norm,
         "shuffled": True,
-        "seed": job.extract.seed,
+        "seed": kept.seed,
+    }
+
+
+def facts_of_hook(
+    job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile], limit: float
+) -> dict[str, Any]:
+    """Return the facts of a hook's rows, by number; `limit` is the largest norm of a row that was kept.
+
+    `gamma` is ‖mean‖/‖std‖: how far the rows are from the origin, in their spread. `scale` is ‖std‖.
+    """
+    hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
+    return {
+        "hook_name": hook.transformer_lens or hook.name,
+        "hook": hook.name,
+        "module": model.points[number].path,
+        "is_module_input": model.points[number].of_input,
+        "d_in": len(sums.total),
+        "n_tokens": sums.n,
+        "norm_limit": limit if job.extract.max_norm else None,
         "mean": sums.mean,
         "scale": spread,
         "gamma": math.hypot(*sums.mean) / spread if spread else None,

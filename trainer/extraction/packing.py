@@ -75,6 +75,12 @@ class Tokenizer:
         """Return what each token stands for, by its number: with the space before a word, where it has one."""
         return token_bytes(self._tokenizer)
 
+    def rules(self) -> list[Any]:
+        """Return, in values that JSON has, all by which a text becomes ids."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        own = backend.to_str() if backend else sorted(self._tokenizer.get_vocab().items())
+        return [own, self.before, self.after, self._tokenizer.chat_template]
+
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:
             return []

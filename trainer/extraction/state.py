@@ -12,14 +12,12 @@ import msgspec
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json, write_json
-from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import plural
 from trainer.extraction.shard_writer import ShardFile, Sums, add_sums
 
 SPECIAL, FIRST, OUTLIERS = "special tokens", "first tokens", "outlier norms"
-# In the output folder while several processes extract: a folder for each of them.
-PARTS = ".parts"
 
 
 class State(msgspec.Struct):
@@ -52,7 +50,7 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
 
     That of several processes is the sum of theirs.
     """
-    output, asked = Path(job.extract.output), _identity(job)
+    output, asked = Path(job.extract.output), identity(job)
     if output.exists() and not output.is_dir():
         raise UsageError(f"extract.output: {output} is not a folder; choose another")
     if job.text.path and output.is_relative_to(job.text.path):
@@ -84,7 +82,7 @@ def part_folder(job: ExtractJob, rank: int, n_ranks: int) -> Path:
 def part_state(job: ExtractJob, rank: int, n_ranks: int) -> State:
     """Return how far one process is."""
     state = read_json(part_folder(job, rank, n_ranks) / STATE, State)
-    return state if state and state.n_stored else _new_state(_identity(job), n_ranks)
+    return state if state and state.n_stored else _new_state(identity(job), n_ranks)
 
 
 def write_state(folder: Path, state: State) -> None:
@@ -144,10 +142,3 @@ def _refuse_strangers(job: ExtractJob) -> None:
         if any((folder := job.folder(hook)).glob("*.safetensors")):
             message = f"{folder} holds shards of something else; choose another folder or delete them"
             raise UsageError(f"extract.output: {message}")
-
-
-def _identity(job: ExtractJob) -> dict[str, Any]:
-    """Return the settings that decide what is stored, by their paths."""
-    sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
-    table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}

@@ -27,11 +27,16 @@ def documents(text: Text) -> Iterator[Document]:
         yield from _of_rows(_hub_rows(text), text, str(text.dataset))
         return
     root = Path(text.path)
-    if (root / "dataset_info.json").is_file() or (root / "dataset_dict.json").is_file():
+    if is_data_set(text.path):
         yield from _of_rows(_saved_rows(root, text), text, text.path)
         return
     for file in _files(root):
         yield from _of_file(file, text)
+
+
+def is_data_set(path: str) -> bool:
+    """Tell whether a folder is one that `save_to_disk` of the library datasets has written."""
+    return any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
 
 
 def _files(root: Path) -> list[Path]:

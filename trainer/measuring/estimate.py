@@ -1,26 +1,22 @@
-"""Estimates what memory a job needs and how long it takes, before anything runs; the `estimate` command."""
+"""Estimates what memory a training needs and how long it takes, before anything runs; the `estimate` command."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from trainer.contract.errors import UserError
 from trainer.contract.paths import data_dir
 from trainer.contract.planning.check_job import chosen_indices, wanted_devices
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
-from trainer.contract.planning.memory_bar import LETTERS, cells
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
 from trainer.contract.settings.job import JobConfig
-from trainer.ranks.devices import Device, visible_gpus
-
-_BAR_WIDTH = 74
+from trainer.measuring.parts_table import parts_of, table
+from trainer.ranks.devices import Device, gpus_here
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -50,7 +46,7 @@ class Estimate(msgspec.Struct, frozen=True):
         """Estimate a job whose data can be read; `auto` is settled as it would be on this machine."""
         shape, devices = job.data_shape(), wanted_devices(job)
         device = "cpu" if job.on_cpu else "cuda"
-        gpus = [] if device == "cpu" else _gpus()
+        gpus = [] if device == "cpu" else gpus_here()
         name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
         return cls(place_model(job, shape, devices, name, read_box(data_dir().box_file), _room(job, gpus)), name)
 
@@ -58,14 +54,14 @@ class Estimate(msgspec.Struct, frozen=True):
         """Return bytes under `per_gpu` and `per_model_gpu`, None where there is none, the time and the mode."""
         reader = self.placed.reader
         return {
-            "per_gpu": _parts(self.memory),
+            "per_gpu": parts_of(self.memory),
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "mode": self.job.parallel.mode,
             "device": self.device_name,
             "is_measured": self.placed.is_measured,
             "model_gpus": self.placed.model_gpus,
-            "per_model_gpu": _parts(reader) if reader else None,
+            "per_model_gpu": parts_of(reader) if reader else None,
         }
 
     def lines(self) -> Iterator[str]:
@@ -73,10 +69,7 @@ class Estimate(msgspec.Struct, frozen=True):
         work = self.placed.settled.work
         of = f", for {len(work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {work.ranks}{of}:"
-        for name, n_bytes in _parts(self.memory).items():
-            yield f"  {LETTERS.get(name, ' ')} {name:<14}{n_bytes / 2**20:>10,.1f} MiB"
-        widths = cells(self.memory, _BAR_WIDTH)
-        yield f"  [{''.join(LETTERS[name] * n_cells for name, n_cells in widths.items())}]"
+        yield from table(self.memory)
         if reader := self.placed.reader:
             yield f"per GPU that only runs the language model: {reader.total / 2**20:,.1f} MiB"
         if self.placed.model_gpus or self.placed.why:
@@ -84,17 +77,6 @@ class Estimate(msgspec.Struct, frozen=True):
         by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a usual {self.device_name}"
         clock = datetime.timedelta(seconds=round(self.seconds))
         yield f"about {clock} ({self.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"
-
-
-def _parts(memory: Memory) -> dict[str, int]:
-    return msgspec.structs.asdict(memory) | {"total": memory.total}
-
-
-def _gpus() -> list[Device]:
-    """Return the GPUs of this machine; none where torch cannot list them, which is no matter here."""
-    with contextlib.suppress(UserError):
-        return visible_gpus()
-    return []
 
 
 def _room(job: JobConfig, gpus: list[Device]) -> Room:

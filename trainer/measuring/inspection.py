@@ -11,19 +11,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.contract.settings.job import MAX_NORM
 from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.wording import gibibytes, join_words, plural
+from trainer.saes.initial_weights import LARGEST_SPREAD
 
 # Rows that are looked at where a set has more: at d_in 4096 a gibibyte in fp32.
 SAMPLE_ROWS = 65_536
-_ROWS_AT_ONCE = 4096
 # From here on the mean takes digits from what is learnt, if it is not taken off.
 LARGE_GAMMA = 3.0
 # A share of equal rows above this is no accident of short texts.
 MANY_DUPLICATES = 0.01
+# Below, the square of a value loses digits in fp32.
+SMALLEST_VALUE = 1e-18
+# Values of which more than this share are too small for their type are no accident of zeros.
+MANY_SUBNORMAL = 0.5
+# Below, a value in fp16 is subnormal: it has fewer than 11 bits.
+_SMALLEST_FP16 = 2.0**-14
+_ROWS_AT_ONCE = 4096
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -38,7 +46,8 @@ class Inspection(msgspec.Struct, frozen=True):
     """What stored activations are like, by `n_looked_at` rows of them.
 
     `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm.
+    data.max_norm times the median norm. `heavy_dimensions` are few that hold most of the variance, `heavy_share` of it;
+    `subnormal` is the share of values in fp16 that are too small for their digits.
     """
 
     n_tokens: int
@@ -54,6 +63,9 @@ class Inspection(msgspec.Struct, frozen=True):
     not_finite: int
     constant_dimensions: int
     duplicates: int
+    heavy_dimensions: list[int] = []
+    heavy_share: float = 0.0
+    subnormal: float = 0.0
     findings: list[Finding] = []
 
 
@@ -62,10 +74,11 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     shard_set, source = inspect_shards(path), Shards(path=str(path))
     rows = _sample(source, seed)
     finite = rows.isfinite().all(dim=1)
-    norms = torch.linalg.vector_norm(rows[finite].float(), dim=1)
+    norms = _norms(rows[finite])
     outliers = Outliers(rows[finite], rows[finite], max_norm) if finite.any() else None
     ordinary = outliers.leave_out(rows[finite], rows[finite])[0] if outliers else rows[finite]
-    mean, variance = _moments(ordinary)
+    mean, variance = moments(ordinary)
+    heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
     facts = Inspection(
         n_tokens=source.n_tokens,
@@ -81,6 +94,9 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         not_finite=int((~finite).sum()),
         constant_dimensions=int((variance == 0).sum()),
         duplicates=len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()}),
+        heavy_dimensions=heavy.numbers if heavy else [],
+        heavy_share=heavy.share if heavy else 0.0,
+        subnormal=_subnormal(rows),
     )
     return msgspec.structs.replace(facts, findings=list(_findings(facts, max_norm)))
 
@@ -105,6 +121,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     if facts.not_finite:
         sentence = f"{facts.not_finite:,} {of_rows} hold a NaN or an infinity"
         yield Finding("error", sentence, "extract them again, in bf16 or fp32 if it was fp16")
+    yield from _of_size(facts)
     if facts.outliers:
         ratio = facts.largest_norm / facts.median_norm
         sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
@@ -114,6 +131,9 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     elif facts.constant_dimensions:
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} are the same in every row"
         yield Finding("warning", sentence, "see that the hook is the one you mean")
+    if facts.heavy_dimensions:
+        sentence = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share).sentence()
+        yield Finding("warning", sentence, "leave them out of the rows or scale them down; an FVU tells of little else")
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
         yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
@@ -125,18 +145,38 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
         yield Finding("warning", sentence, "extract more of them")
 
 
+def _of_size(facts: Inspection) -> Iterator[Finding]:
+    """Yield what is wrong with the size of values: a training scales them, but in fp32, and not what is lost before."""
+    remedy = "multiply them by a constant before they are stored"
+    if facts.scale > LARGEST_SPREAD:
+        yield Finding("error", f"rows are {facts.scale:.2g} away from their mean: too large for fp32", remedy)
+    elif 0 < facts.scale < SMALLEST_VALUE * facts.d_in**0.5:
+        yield Finding("error", f"rows are {facts.scale:.2g} away from their mean: too small for fp32", remedy)
+    if facts.subnormal > MANY_SUBNORMAL:
+        sentence = f"{facts.subnormal:.0%} of the values that are not 0 are below 6e-05, where fp16 loses digits"
+        yield Finding("warning", sentence, "extract them again in bf16 or fp32")
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """Return the norm of each row, in float64: squares of large values would overflow in fp32."""
+    parts = [torch.linalg.vector_norm(part.double(), dim=1) for part in rows.split(_ROWS_AT_ONCE)]
+    return torch.cat(parts)
+
+
+def _subnormal(rows: Tensor) -> float:
+    """Return which share of the values that are not 0 are subnormal in fp16; 0 for rows of another type."""
+    if rows.dtype != torch.float16:
+        return 0.0
+    n_set = n_small = 0
+    for part in rows.split(_ROWS_AT_ONCE):
+        is_set = part != 0
+        n_set += int(is_set.sum())
+        n_small += int((is_set & (part.abs() < _SMALLEST_FP16)).sum())
+    return n_small / max(1, n_set)
+
+
 def _sample(source: Shards, seed: int) -> Tensor:
     """Return random rows [n, d_in] as they are stored, in the order of the files."""
     n = source.n_tokens
     indices = np.arange(n) if n <= SAMPLE_ROWS else np.random.default_rng(seed).choice(n, SAMPLE_ROWS, replace=False)
     return source.rows(indices)
-
-
-def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of each dimension, float64 [d_in] each; zeros where there is no row."""
-    n, mean, spread = max(1, len(rows)), *(torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(2))
-    for part in rows.split(_ROWS_AT_ONCE):
-        mean += part.double().sum(0) / n
-    for part in rows.split(_ROWS_AT_ONCE):
-        spread += (part.double() - mean).square().sum(0) / n
-    return mean, spread

@@ -5,6 +5,7 @@ That makes a CUDA context of some 500 MB, which must not stay in a process that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -39,6 +40,13 @@ class Device(msgspec.Struct, frozen=True):
 def torch_vendor() -> str:
     """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" where there is none."""
     return next((name for name in vendors_here() if VENDORS[name].device != "cpu"), "")
+
+
+def gpus_here() -> list[Device]:
+    """Return the GPUs that jobs can use; none where PyTorch cannot list them, which is no matter for an estimate."""
+    with contextlib.suppress(UserError):
+        return visible_gpus()
+    return []
 
 
 def visible_gpus() -> list[Device]:

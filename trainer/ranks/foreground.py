@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -15,8 +16,10 @@ from tqdm import tqdm
 
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
+from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private, refuse_link
 from trainer.contract.planning.workload import steps_of
+from trainer.contract.printable import printable_lines
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
@@ -25,6 +28,7 @@ from trainer.contract.settings.job_file import AnyJob, dump_job, members
 from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
+from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
 # What a rank may take to see that a peer is gone and to end by itself.
@@ -58,6 +62,8 @@ class Foreground:
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._began = time.time()
+        # When the newest event was recorded that this process has seen.
+        self._seen_until = self._began
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
@@ -86,9 +92,7 @@ class Foreground:
 
     def cards(self) -> list[str]:
         """Return what was told of the report cards, a line for each SAE."""
-        with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
-            return [one.message for one in reader.events() if one.kind == "card" and one.timestamp >= self._began]
-        return []
+        return [event.message for event in self._events(self._began) if event.kind == "card"]
 
     def _start(self, spec_file: Path, rank: int) -> ChildRank:
         with open(open_private(self._paths.log(rank), os.O_APPEND), "ab") as log:
@@ -147,6 +151,7 @@ class Foreground:
 
     def _show(self, bar: tqdm[Any]) -> None:
         heartbeat, latest = read_progress(self._paths.metrics_db)
+        self._tell_warnings(bar)
         if heartbeat:
             phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
             bar.set_description_str(phase, refresh=False)
@@ -156,6 +161,21 @@ class Foreground:
             # While it prepares, a resumed run still counts from 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
+
+    def _tell_warnings(self, bar: tqdm[Any]) -> None:
+        """Write each new warning of the run on stderr, above the bar."""
+        for event in self._events(self._seen_until):
+            self._seen_until = event.timestamp
+            # What became of a card is told with the result.
+            if event.level == "warning" and event.kind != "card":
+                with bar.external_write_mode(sys.stderr):
+                    complain(f"{printable_lines(event.message)}\n")
+
+    def _events(self, after: float) -> list[Event]:
+        """Return the events recorded after a time; none where the store cannot be read."""
+        with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
+            return [event for event in reader.events() if event.timestamp > after]
+        return []
 
     def _kill(self) -> None:
         for rank in self._ranks:

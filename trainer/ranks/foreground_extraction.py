@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,8 +24,9 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.knobs import show
-from trainer.contract.wording import plural
+from trainer.contract.wording import join_words, plural
 from trainer.extraction.extraction import Result, extract, result_of
 from trainer.extraction.peers import Alone
 from trainer.extraction.state import stored_state
@@ -113,11 +115,18 @@ def _gpus(job: ExtractJob) -> list[Device]:
     return chosen(job, gpus)
 
 
+def _of_hook(hook: str, folder: Path) -> Iterator[str]:
+    """Yield a line with the folder of a hook, and one with the other names of its place, where there are any."""
+    yield f"{hook}: {folder}"
+    if others := other_names(hook, folder):
+        yield f"  also called {join_words(others)}"
+
+
 def _print(job: ExtractJob, result: Result, *, as_json: bool) -> None:
     if as_json:
         show_text(json.dumps(msgspec.to_builtins(result)) + "\n")
         return
-    lines = [f"{hook}: {folder}" for hook, folder in result.outputs.items()]
+    lines = [line for hook, folder in result.outputs.items() for line in _of_hook(hook, Path(folder))]
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in result.left_out.items() if n)
     rate = f", {result.tokens_per_s:,.0f} tokens/s" if result.tokens_per_s else ""
     lines.append(f"{result.state}: {plural(result.n_tokens, 'row')} for each hook{rate}")

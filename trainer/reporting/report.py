@@ -52,20 +52,34 @@ class Report:
     def left_out(
         self, step: int, n_found: int, n_seen: int, times: float, hook: str = "", labels: Iterable[str] = ("",)
     ) -> None:
-        """Record which share of the rows so far were outliers; tell it once.
+        """Record which share of the rows so far were outliers; tell it where it was not told of the sample.
 
         Where there are several hooks, it is the share at one of them, whose SAEs have these labels.
         """
         share = n_found / max(1, n_seen)
         for label in labels:
             self._sae_rows(step, label, {OUTLIERS: share})
-        if n_found and hook not in self._told_outliers:
-            self._told_outliers.add(hook)
-            norm = f"a norm of more than {times:g} times the median"
-            rows = f"the rows{f' of {hook}' if hook else ''} up to step {step}"
-            message = f"{100 * share:.2g} % of {rows} have {norm} and are left out (data.max_norm)"
-            self.event("outliers", message, level="warning")
-            rank_log.say(message)
+        self._tell_outliers(share, f"the rows{_at(hook)} up to step {step}", times, hook)
+
+    def sampled(self, n_found: int, n_seen: int, times: float, hook: str = "") -> None:
+        """Tell which share of a first sample of rows were outliers; of several hooks, at one."""
+        self._tell_outliers(n_found / max(1, n_seen), f"a sample of {n_seen:,} rows{_at(hook)}", times, hook)
+
+    def heavy(self, sentence: str, hook: str = "") -> None:
+        """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
+        message = f"{sentence}{_at(hook)}: an FVU tells of little else; leave them out or scale them"
+        self._warn("heavy_dimensions", message)
+
+    def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
+        if not share or hook in self._told_outliers:
+            return
+        self._told_outliers.add(hook)
+        norm = f"a norm of more than {times:g} times the median"
+        self._warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
+
+    def _warn(self, kind: str, message: str) -> None:
+        self.event(kind, message, level="warning")
+        rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Take in the values of a log interval, by label."""
@@ -124,3 +138,7 @@ class Report:
 
     def _rows(self, step: int, values: Mapping[str, float]) -> None:
         self._progress.rows([Row(name, step, value) for name, value in values.items()])
+
+
+def _at(hook: str) -> str:
+    return f" at {hook}" if hook else ""

@@ -9,6 +9,9 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.job import Sae as SaeSettings
 from trainer.saes.base import Sae
 
+# Of rows from their mean: sums of squares of d values have to stay below 3e38.
+LARGEST_SPREAD = 1e15
+
 
 @torch.no_grad()
 def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
@@ -47,8 +50,7 @@ def unit_scale(x: Tensor) -> Tensor:
 def _refuse_without_spread(x: Tensor, path: str) -> None:
     size = x.norm(dim=1).mean()
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
-    # Sums of squares of d values have to stay below 3e38.
-    if not spread <= 1e15:
+    if not spread <= LARGEST_SPREAD:
         raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
     # What is left of equal rows is rounding: a millionth.
     if spread <= 1e-5 * size:

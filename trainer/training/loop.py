@@ -97,6 +97,7 @@ class Trainer:
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origins, self.report)
         self._skips = Skips(self.data, self.report, self.tokens_per_step)
+        self._tell_of_data()
         self._logged = self._evaluated = self.position
         self._first_step = self.position.step
         self._stopping = False
@@ -191,6 +192,13 @@ class Trainer:
         for hook, sampler in enumerate(self._samplers):
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
+
+    def _tell_of_data(self) -> None:
+        """Report what of the sample would mislead a reader of the run's figures."""
+        for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
+            self.report.sampled(sampler.n_outliers, sampler.n_rows, self._job.data.max_norm, name)
+            if sampler.heavy:
+                self.report.heavy(sampler.heavy.sentence(), name)
 
     def _open_batches(self) -> Batches:
         return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self.outliers)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HookRows, are_finite
 from trainer.contract.errors import UserError
@@ -23,11 +24,20 @@ class Sampler:
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
+        # What of the sample `find_outliers` has told apart.
+        self.n_rows = self.n_outliers = 0
+        self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, seed: int, times: float) -> Outliers:
-        """Return what finds rows of more than `times` the median norm; from here on none of them is drawn."""
+        """Return what finds rows of more than `times` the median norm; from here on none of them is drawn.
+
+        Count those of the sample, and find the `heavy` dimensions of the others' targets."""
         self._outliers = None
-        self._outliers = Outliers(*self.sample(seed), times)
+        x, y = self.sample(seed)
+        self._outliers = Outliers(x, y, times)
+        _, ordinary = self._outliers.leave_out(x, y)
+        self.n_rows, self.n_outliers = len(x), len(x) - len(ordinary)
+        self.heavy = heavy_dimensions(moments(ordinary)[1])
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:

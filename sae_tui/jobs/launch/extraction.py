@@ -5,19 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from sae_tui.jobs.launch.memory_need import Need, Room
-from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits
+from trainer.contract.planning.extraction import SPREAD, ExtractionOutlook, batch_that_fits, disk_words
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.wording import duration, gibibytes, plural
 
 
 def needs(look: ExtractionOutlook) -> str:
-    """Return a line like `needs 1.2 GiB, and 0.9 GiB of disk; about 12 min by the model`."""
+    """Return a line like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min by the model`."""
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
         return "what it needs is not known: its model is not on this disk"
-    disk, time = gibibytes(look.disk_bytes), duration(look.seconds)
+    time = duration(look.seconds)
     device = "GPU" if look.on_gpus else "process"
     each = f" per {device}" if look.ranks > 1 else ""
-    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk} of disk; about {time} by the model"
+    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time} by the model"
 
 
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:

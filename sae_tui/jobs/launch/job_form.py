@@ -93,6 +93,10 @@ class Review(msgspec.Struct, frozen=True):
         return {problem.path: problem.message for problem in self.errors}
 
     @property
+    def warned_fields(self) -> dict[str, str]:
+        return {problem.path: problem.message for problem in self.warnings}
+
+    @property
     def text(self) -> str:
         return "\n".join(self.told)
 

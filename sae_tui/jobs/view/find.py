@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, describe_state
@@ -84,7 +85,8 @@ def _held_reason(job: Job) -> str:
     waits_for = job.waits_for or ""
     # Until its supervisor has looked again, the row says what the job waited for before it was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
-    until = f"at step {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
+    unit = "row" if extracts(job.config) else "step"
+    until = f"at {unit} {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
     return f"{until}; {other}" if other else until
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
 from sae_tui.jobs.known_failures import Remedy, remedy
+from sae_tui.jobs.output import extracts, output_of
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir, RunPaths
@@ -31,7 +32,7 @@ _LAST_LINE = "; its last log line: "
 class Postmortem(msgspec.Struct, frozen=True):
     """`rank` failed first; its exception and last lines, how the others ended, and what is known to help.
 
-    `resume_step` is where a resume would go on, 0 without a checkpoint; None where resuming is not what helps.
+    `resumes` says what a resume does, like `resumes it from step 501`; "" where resuming is not what helps.
     """
 
     error: str
@@ -41,7 +42,7 @@ class Postmortem(msgspec.Struct, frozen=True):
     log: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     stacks: str = ""
-    resume_step: int | None = None
+    resumes: str = ""
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
@@ -64,7 +65,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
         log=tuple(line for line in log if line not in error.removeprefix(f"rank {rank}: ").splitlines()),
         others=_others(ending, rank) if ending else (),
         stacks=str(stacks) if stacks.exists() else "",
-        resume_step=_resume_step(paths, job, known_cause),
+        resumes=_resumes(data, job, known_cause),
     )
 
 
@@ -100,11 +101,23 @@ def _traceback(file: Path, error: str) -> tuple[str, ...]:
     return tuple(lines[:-1] if lines and lines[-1] in error else lines)
 
 
-def _resume_step(paths: RunPaths, job: Job, known_cause: Remedy | None) -> int | None:
-    """Return the step of the newest checkpoint, 0 without one; None where a resumed job would fail again."""
-    helps = known_cause.may_repeat if known_cause else job.state == JobState.LOST
+def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
+    """Say where a resumed job goes on; "" where it would fail again."""
+    helps, paths = known_cause.may_repeat if known_cause else job.state == JobState.LOST, data.run(job.id)
     if not helps or not paths.job_file.exists():
-        return None
+        return ""
+    if extracts(job.config):
+        if output_of(data, job):
+            return f"resumes it after the last whole shard of its {job.step:,} rows"
+        return "starts it again: it had finished no shard"
+    step = _saved_step(paths)
+    if step is None:
+        return ""
+    return f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
+
+
+def _saved_step(paths: RunPaths) -> int | None:
+    """Return the step of the newest checkpoint, 0 without one; None where it cannot be read."""
     with contextlib.suppress(UserError):
         saved = newest_first(paths.checkpoints)
         return read_state(saved[0]).position.step if saved else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,7 +12,7 @@ from support.extractions import extraction_job
 from support.tiny_models import D_IN, make_model
 
 from trainer.contract.planning.check_job import Machine, MachineGpu, check, outlook_of
-from trainer.contract.planning.extraction import outlook_of_extraction
+from trainer.contract.planning.extraction import disk_words, outlook_of_extraction
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import CPU, Box, Card
 from trainer.contract.settings.extract import ExtractJob
@@ -50,6 +52,12 @@ def test_disk_and_time_are_those_of_the_rows_and_of_the_products(job: ExtractJob
     assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
     whole = outlook_of_extraction(job, [], speeds=Box(cards={CPU: Card({"fp32": 2e9}, 1e9)}))
     assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
+
+
+def test_the_disk_is_told_with_what_is_free_of_it(job: ExtractJob, tmp_path: Path) -> None:
+    look = outlook_of_extraction(job, [])
+    assert look.disk_free_bytes == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
+    assert re.fullmatch(r"0\.3 GiB of disk, [\d.]+ GiB free", disk_words(look))
 
 
 def test_more_tokens_at_once_and_a_larger_context_take_more_memory(model: Path, tmp_path: Path) -> None:

@@ -48,7 +48,10 @@ def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (saved(rows(3, 4, dtype=np.float64)), "stores <f8; activations must be float16, bfloat16 or float32"),
+        (
+            saved(rows(3, 4, dtype=np.float64)),
+            "stores <f8; activations must be float16, bfloat16 or float32; save them as float32",
+        ),
         (saved(np.arange(12).reshape(3, 4)), "stores <i8; "),
         (saved(rows(3, 4).astype(">f4")), "stores >f4; "),
         (saved(np.asfortranarray(rows(3, 4))), "is not an array of rows [n_tokens, d_in]: its columns lie one after"),
@@ -82,3 +85,9 @@ def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
     except NotRowsError:
         return
     assert min(there.offset, there.n_tokens, there.d_in) >= 0
+
+
+def test_of_an_archive_of_arrays_it_is_told_to_save_its_rows_alone(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", activations=rows(30, 8))
+    with pytest.raises(JobFileError, match=r"a \.npz holds arrays in an archive: save its rows as \.npy"):
+        inspect_shards(tmp_path)

@@ -141,7 +141,7 @@ def test_a_file_without_the_tensor(write_shard: WriteShard) -> None:
 @pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3"])
 def test_a_dtype_that_is_not_trained_on(write_shard: WriteShard, dtype: str) -> None:
     assert problem(write_shard(dtype=dtype)).endswith(
-        f"stores {dtype}; activations must be float16, bfloat16 or float32"
+        f"stores {dtype}; activations must be float16, bfloat16 or float32; save them as float32"
     )
 
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import traceback
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
+from support.extractions import extraction_job
 
-from sae_tui.jobs.view.postmortem import _traceback
+from sae_tui.jobs.view.postmortem import _traceback, examine
 from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 def left_by(error: Exception, folder: Path) -> Path:
@@ -32,3 +40,23 @@ def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
     shown = _traceback(left_by(ValueError("shapes differ"), tmp_path), "")
     assert shown[-1] == "ValueError: shapes differ"
     assert any("left_by" in line for line in shown)
+
+
+def test_a_killed_extraction_goes_on_after_its_last_whole_shard(tmp_path: Path) -> None:
+    extraction = extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows")
+    (data := DataDir(tmp_path / "data")).create()
+    row = Job(name="x", config=dump_job(extraction), user="me", host="here", device="cpu", gpu_source="none")
+    with closing(Control(data.control_db)) as control:
+        job_id = control.create_job(msgspec.structs.replace(row, error="rank 0 was killed (SIGKILL)", attempt=1))
+        control.transition(job_id, JobState.FAILED)
+        job = msgspec.structs.replace(control.job(job_id), step=76_644)
+    data.run(job_id).create()
+    data.run(job_id).job_file.touch()
+    told = examine(data, job)
+    assert told
+    assert told.resumes == "starts it again: it had finished no shard"
+    (folder := extraction.folder("mlp_out.0")).mkdir(parents=True)
+    (folder / "shard-00000.safetensors").touch()
+    told = examine(data, job)
+    assert told
+    assert told.resumes == "resumes it after the last whole shard of its 76,644 rows"

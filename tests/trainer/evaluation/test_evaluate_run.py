@@ -88,6 +88,23 @@ def test_rows_that_are_not_finite_and_outliers_are_left_out_and_counted(
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("fvu")[-1], rel=0.5)
 
 
+@pytest.mark.parametrize("of_targets", [False, True])
+def test_a_card_tells_of_dimensions_that_hold_most_of_the_variance(
+    of_targets: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    heavy = tmp_path / "heavy"
+    heavy.mkdir()
+    rows = torch.cat([load_file(file)["activations"].float() for file in sorted(activations.iterdir())])
+    rows[:, 3] *= 1000
+    save_file({"activations": rows}, heavy / "a.safetensors")
+    data = {"max_norm": 0.0} | ({"target_path": str(heavy)} if of_targets else {"path": str(heavy)})
+    run = finished_run(make_job(data=data, sae={"architecture": "batch_topk"}), make_trainer, tmp_path / "run", kept)
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    told = "1 dimension of 16 (number 3) holds 100.0 % of the variance"
+    assert told in capsys.readouterr().out
+    assert told in (run / "sae" / "README.md").read_text()
+
+
 def test_a_card_lies_only_beside_the_weights_that_it_is_of(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

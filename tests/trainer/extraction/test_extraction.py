@@ -126,6 +126,23 @@ def test_meta_says_what_the_rows_are_and_their_mean_and_spread(example, tiny) ->
         assert len(shards) == 3
 
 
+def test_meta_says_which_text_tokenizer_weights_and_limits_gave_the_rows(make: Make, tiny) -> None:
+    job = make(name="limited", skip_first=2, keep_special=True, max_norm=3.0, column="text", hooks=["resid_post.1"])
+    run(job)
+    facts, folder = meta(job, "resid_post.1"), tiny("gpt2")
+    assert (facts["skip_first"], facts["keep_special"], facts["max_norm"]) == (2, True, 3.0)
+    norms = tensors(job, "resid_post.1")["activations"].norm(dim=1)
+    assert float(norms.max()) <= facts["norm_limit"] == stored_state(job).limits[0]
+    assert (facts["dataset_subset"], facts["dataset_split"], facts["dataset_column"]) == (None, None, "text")
+    assert (facts["model_revision"], facts["tokenizer_name"]) == (None, str(folder))
+    assert facts["weights_sha256"] == {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("config.json", "model.safetensors")
+    }
+    assert len(facts["tokenizer_sha256"]) == 64
+    run(without := make(name="unlimited", max_norm=0.0))
+    assert meta(without, "mlp_out.0")["norm_limit"] is None
+
+
 def test_the_same_job_gives_the_same_bytes_wherever_it_is_written(make: Make) -> None:
     first, second, other = make(name="a"), make(name="b"), make(name="c", seed=1)
     results = [run(job) for job in (first, second, other)]
@@ -162,7 +179,7 @@ def test_cut_off_just_before_its_end_it_comes_to_the_same(make: Make, n_tokens: 
         raise InterruptedError
 
     with monkeypatch.context() as patched:
-        patched.setattr("trainer.extraction.extraction.meta_of", cut_off)
+        patched.setattr("trainer.extraction.extraction.facts_of_all", cut_off)
         with pytest.raises(InterruptedError):
             run(job)
     assert not stored_state(job).is_finished

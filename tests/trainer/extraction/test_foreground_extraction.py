@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,47 @@ def test_a_finished_extraction_says_so_again_without_the_model(job_file: Path, t
     again = capsys.readouterr()
     assert "finished: 600 rows for each hook\n" in again.out
     assert "loading" not in again.err
+
+
+def test_each_hook_is_told_by_its_names_in_transformer_lens_and_in_the_model(
+    job_file: Path, tmp_path: Path, capsys
+) -> None:
+    assert main(["extract", str(job_file), "--set", 'model.hooks=["resid_post.1", "h.0.mlp"]']) == EXIT_FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(f"resid_post.1: {tmp_path}/activations/resid_post.1")
+    assert lines[at + 1] == "  also called blocks.1.hook_resid_post and h.1"
+    # The path of a module is all the names that it has.
+    assert lines[at + 2 : at + 4] == [f"h.0.mlp: {tmp_path}/activations/h.0.mlp", lines[-2]]
+
+
+class Gate(BaseHTTPRequestHandler):
+    """A hub on which every model is gated."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to this model is restricted.")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_of_a_gated_model_the_page_of_its_licence_and_the_login_are_told(job_file: Path, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gate) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        command = [sys.executable, "-m", "trainer", "extract", str(job_file), "--set", "model.path=someone/gated"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hf")}
+        environment.pop("HF_HUB_OFFLINE", None)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        hub.shutdown()
+    assert done.returncode == EXIT_FAILED
+    licence = "accept its licence at https://huggingface.co/someone/gated and log in with `hf auth login`"
+    assert done.stderr.splitlines()[-1] == f'model.path: "someone/gated" is gated; {licence}'
 
 
 def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:

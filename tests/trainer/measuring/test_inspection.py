@@ -70,6 +70,44 @@ def test_rows_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -> 
     assert main(["inspect", str(tmp_path / "a")]) == 1
 
 
+def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) -> None:
+    rows = ordinary()
+    assert inspect_data(store(tmp_path / "a", rows)).heavy_dimensions == []
+    rows[:, 17] *= 1000
+    facts = inspect_data(store(tmp_path / "b", rows), max_norm=0)
+    assert facts.heavy_dimensions == [17]
+    assert facts.heavy_share > 0.999
+    (told,) = facts.findings
+    assert told.severity == "warning"
+    assert told.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
+    assert "FVU" in told.remedy
+
+
+@pytest.mark.parametrize(("factor", "word"), [(1e15, "large"), (1e-19, "small")])
+def test_rows_too_large_or_too_small_for_fp32_are_an_error(factor: float, word: str, tmp_path: Path) -> None:
+    facts = inspect_data(store(tmp_path / "a", ordinary() * factor))
+    (told,) = facts.findings
+    assert told.severity == "error"
+    assert told.sentence.endswith(f"too {word} for fp32")
+    assert "constant" in told.remedy
+    assert inspect_data(store(tmp_path / "b", ordinary() * factor**0.9)).findings == []
+
+
+def test_norms_whose_squares_overflow_in_fp32_are_told_as_they_are(tmp_path: Path) -> None:
+    facts = inspect_data(store(tmp_path / "a", ordinary() * 1e30))
+    assert 1e30 < facts.median_norm < facts.largest_norm < 1e33
+    assert facts.findings[0].sentence.endswith("too large for fp32")
+
+
+def test_values_of_fp16_that_are_too_small_for_their_digits_are_told(tmp_path: Path) -> None:
+    facts = inspect_data(store(tmp_path / "a", (ordinary() * 1e-6).half()))
+    (told,) = facts.findings
+    assert told.severity == "warning"
+    assert "where fp16 loses digits" in told.sentence
+    assert "bf16" in told.remedy
+    assert inspect_data(store(tmp_path / "b", (ordinary() * 1e-3).half())).findings == []
+
+
 def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Path) -> None:
     rows = ordinary() + 20
     rows[:, [1, 4]] = 7.0

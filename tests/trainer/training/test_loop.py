@@ -194,6 +194,8 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     ((_, level, message),) = [event for event in kept.events if event[0] == "outliers"]
     assert level == "warning"
     assert "data.max_norm" in message
+    # Told when a sample is first looked at: a run may end before its first interval.
+    assert " % of a sample of 2,000 rows have" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
     rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
     ordinary = rows[rows.norm(dim=1) < 100 * rows.norm(dim=1).median()]
@@ -204,6 +206,20 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
         left = (learner.forward(ordinary * learner.sae.x_scale, target).x_hat - target).double().square().sum()
     spread = (target - target.mean(0)).double().square().sum()
     assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(left / spread), rel=0.01)
+
+
+def test_dimensions_that_hold_most_of_the_variance_are_told_at_the_start(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
+) -> None:
+    make_trainer(make_job(), kept)
+    assert not kept.events
+    x = load_file(activations / "a.safetensors")["activations"]
+    x[:, 3] *= 1000
+    save_file({"activations": x}, activations / "a.safetensors")
+    make_trainer(make_job(data={"max_norm": 0.0}), kept)
+    ((_, level, message),) = [event for event in kept.events if event[0] == "heavy_dimensions"]
+    assert level == "warning"
+    assert message.startswith("1 dimension of 16 (number 3) holds 100.0 % of the variance: an FVU tells of little else")
 
 
 def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:

@@ -19,10 +19,11 @@ from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
+from trainer.contract.planning.stored_extraction import what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.promised import Promise
-from trainer.contract.wording import distinct_sizes
+from trainer.contract.wording import distinct_sizes, gibibytes
 
 # token_ids, positions and document of a row.
 _ORIGIN_BYTES = 12
@@ -37,12 +38,17 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
+    # None too where the file system tells no size.
+    disk_free_bytes: int | None = None
     room: Room = NO_ROOM
     lack: str = ""
     excess: str = ""
     ranks: int = 1
     # How its devices share the work, by the name that a job's row has for it.
     mode: str = "single"
+    # The slowest of its devices, by name, and whether its speed was measured here.
+    device_name: str = CPU
+    is_measured: bool = False
 
     @property
     def needs_bytes(self) -> int | None:
@@ -86,19 +92,30 @@ def outlook_of_extraction(
         else lack_of_host(ranks * needs_bytes, host, ranks)
     )
     name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
+    precision = "fp32" if name == CPU or job.model.dtype == "fp32" else "bf16"
+    measured = speeds.speeds(name, precision, 1)
     return ExtractionOutlook(
         on_gpus=on_gpus,
         memory=memory,
         # Processes on the CPU share its cores, and the cards of one model work one after the other.
-        seconds=_seconds(job, size, speeds, name) / (ranks if is_cuda and not job.model.spread else 1),
+        seconds=_seconds(job, size, measured.flops_per_s) / (ranks if is_cuda and not job.model.spread else 1),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
+        disk_free_bytes=free_disk(Path(job.extract.output))[1],
         room=room,
         lack=lack,
         excess=excess,
         ranks=ranks,
         mode=mode_of(job),
+        device_name=name,
+        is_measured=measured.is_measured,
     )
+
+
+def disk_words(look: ExtractionOutlook) -> str:
+    """Write what the rows take as `0.1 GiB of disk, 38.0 GiB free`."""
+    free = "" if look.disk_free_bytes is None else f", {gibibytes(look.disk_free_bytes)} free"
+    return f"{gibibytes(look.disk_bytes or 0)} of disk{free}"
 
 
 def mode_of(job: ExtractJob) -> str:
@@ -115,6 +132,8 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
         problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
     if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):
         problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
+    if there := what_is_there(job):
+        problems.append(Problem("extract.output", there, "warning"))
     return problems + _check_disk(job, outlook)
 
 
@@ -172,8 +191,7 @@ def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
     return job.extract.n_tokens * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
 
 
-def _seconds(job: ExtractJob, size: ModelSize, speeds: Box, device: str) -> float:
+def _seconds(job: ExtractJob, size: ModelSize, flops_per_s: float) -> float:
     """Return the seconds of the products of all tokens."""
-    precision = "fp32" if device == CPU or job.model.dtype == "fp32" else "bf16"
     flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
-    return flops / (READING_SPEED * speeds.speeds(device, precision, 1).flops_per_s)
+    return flops / (READING_SPEED * flops_per_s)

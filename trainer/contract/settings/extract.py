@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -22,6 +22,8 @@ from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, 
 KIND = "extract"
 # In the output folder: how far the extraction is.
 STATE = "extraction.json"
+# While several processes extract: a folder for each of them, with a state of its own.
+PARTS = ".parts"
 
 
 class Extract(msgspec.Struct, frozen=True):
@@ -86,6 +88,13 @@ class ExtractJob(msgspec.Struct, frozen=True):
             text=msgspec.structs.replace(self.text, path=text),
             extract=msgspec.structs.replace(self.extract, output=_absolute(self.extract.output, bases[0])),
         )
+
+
+def identity(job: ExtractJob) -> dict[str, Any]:
+    """Return the settings that decide what is stored, by their paths."""
+    sections = {name: msgspec.to_builtins(getattr(job, name)) for name in ("model", "text", "extract")}
+    table = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {path: value for path, value in table.items() if path not in ("extract.output", "model.spread")}
 
 
 SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extract": Extract, "launch": Launch}

@@ -76,7 +76,7 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     if not exists:
         raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of {_KINDS_IN_WORDS} shards")])
     if not files:
-        raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_folders_with(root)}")])
+        raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_instead(root)}")])
     shards = tuple(shard for file in files for shard in _inspect(file, field))
     for shard in shards:
         if shard.d_in != shards[0].d_in:
@@ -90,6 +90,14 @@ def shard_files(folder: Path) -> list[Path]:
     of_kinds = ([file for suffix in kind for file in folder.glob(f"*{suffix}")] for kind in _KINDS)
     files = sorted(next(filter(None, of_kinds), []))
     return [file for file in files if not (file.suffix == ".arrow" and file.name.startswith(_CACHE))]
+
+
+def _instead(root: Path) -> str:
+    """Say what to do about a folder without shards: save arrays of .npz each by itself, or give a folder in this."""
+    with contextlib.suppress(OSError):
+        if any(root.glob("*.npz")):
+            return "; a .npz holds arrays in an archive: save its rows as .npy, one array for each file"
+    return _folders_with(root)
 
 
 def _folders_with(root: Path) -> str:
@@ -115,7 +123,9 @@ def _inspect(file: Path, field: str) -> list[Shard]:
         for rows, first in zip(stretches, begins, strict=False)
     ]
     if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
-        raise _problem(field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32")
+        raise _problem(
+            field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32; save them as float32"
+        )
     if not any(shard.n_tokens * shard.d_in for shard in shards):
         raise _problem(field, file, "holds no activations")
     ends = (shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards)

@@ -1,0 +1,83 @@
+"""What is said of rows that lie where an extraction is to write, beside what a run makes of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.extractions import extraction_job, run, run_ranks
+from support.tiny_models import make_model, sentences
+
+from trainer.contract.errors import UsageError
+from trainer.contract.planning.check_job import Machine, check
+from trainer.contract.planning.stored_extraction import what_is_there
+from trainer.contract.settings.extract import PARTS, STATE, ExtractJob
+
+Make = Callable[..., ExtractJob]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    (folder / "corpus.txt").write_text("\n\n".join(sentences(200)))
+    return make_model(folder / "llama", "llama"), folder / "corpus.txt"
+
+
+@pytest.fixture
+def make(sources: tuple[Path, Path], tmp_path: Path) -> Make:
+    return lambda **settings: extraction_job(*sources, tmp_path / "rows", **settings)
+
+
+def stop_after(n: int) -> tuple[threading.Event, Callable[[int], object]]:
+    stop = threading.Event()
+    return stop, lambda rows: stop.set() if rows >= n else None
+
+
+def test_nothing_is_said_of_a_folder_that_is_not_there_or_holds_no_row(make: Make) -> None:
+    assert what_is_there(make()) == ""
+    run(make(), *stop_after(1))
+    assert what_is_there(make(n_tokens=200)) == ""
+
+
+def test_a_finished_extraction_is_told_before_another_is_launched_there(make: Make, tmp_path: Path) -> None:
+    run(job := make())
+    told = f"{tmp_path / 'rows'} holds this extraction, finished with 300 rows: nothing is left to do"
+    assert what_is_there(job) == told
+    warnings = [problem for problem in check(job, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
+    assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
+
+
+def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: Make) -> None:
+    run(make())
+    other = make(n_tokens=200)
+    assert "of another extract.n_tokens, 300: this one would be refused" in what_is_there(other)
+    with pytest.raises(UsageError, match=r"of another extract\.n_tokens, 300"):
+        run(other)
+
+
+def test_an_extraction_that_was_stopped_is_said_to_go_on(make: Make) -> None:
+    run(job := make(), *stop_after(150))
+    assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it goes on after them")
+
+
+def test_the_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
+    job, output = make(shard_rows=16), tmp_path / "rows"
+    run_ranks(job, 2, tmp_path / "meet")
+    assert "finished with 300 rows" in what_is_there(job)
+    # As each of them has written it down before the end.
+    state = json.loads((output / STATE).read_text()) | {"is_finished": False}
+    (output / STATE).write_text(json.dumps(state | {"shards": [[], []]}))
+    for rank, n in enumerate((2, 3)):
+        (output / PARTS / str(rank)).mkdir(parents=True)
+        part = state | {"shards": [of_hook[:n] for of_hook in state["shards"]]}
+        (output / PARTS / str(rank) / STATE).write_text(json.dumps(part))
+    assert "holds the first 80 rows of this extraction" in what_is_there(job)
+
+
+def test_shards_of_something_else_are_said_to_be_refused(make: Make) -> None:
+    (folder := (job := make()).folder("mlp_out.0")).mkdir(parents=True)
+    (folder / "acts.safetensors").touch()
+    assert what_is_there(job).startswith(f"{folder} holds shards of something else: this extraction would be refused")

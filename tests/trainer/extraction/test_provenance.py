@@ -1,0 +1,71 @@
+"""What tells models and tokenizers apart that lie in a folder or a file, wherever that is."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from trainer.extraction import provenance
+from trainer.extraction.packing import Tokenizer
+from trainer.extraction.provenance import tokenizer_hash, weights_facts
+
+Tiny = Callable[[str], Path]
+WEIGHTS = ("config.json", "model.safetensors")
+
+
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(transformers.AutoTokenizer.from_pretrained(folder))
+
+
+def test_the_weights_of_a_folder_are_hashed_whole_and_those_of_the_hub_not_at_all(tiny: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"not what is read")
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in WEIGHTS}
+    assert weights_facts(str(folder)) == {"weights_sha256": sums}
+    assert weights_facts("someone/model-on-the-hub") == {}
+
+
+def test_a_single_file_such_as_gguf_is_hashed(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"weights")
+    assert weights_facts(str(tmp_path / "a.gguf")) == {
+        "weights_sha256": {"a.gguf": hashlib.sha256(b"weights").hexdigest()}
+    }
+
+
+def test_of_large_weights_pieces_are_hashed_and_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "WHOLE_BYTES", 1000)
+    content = bytearray(40_000_000)
+    (file := tmp_path / "model.gguf").write_bytes(content)
+    first = weights_facts(str(file))
+    assert [*first] == ["weights_sample_sha256"]
+    assert weights_facts(str(file)) == first
+    content[-1] = 1
+    file.write_bytes(content)
+    assert weights_facts(str(file)) != first
+
+
+def test_a_tokenizer_has_the_same_hash_wherever_it_lies_and_another_with_other_rules(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "elsewhere")
+    own = tokenizer_hash(tokenizer(tiny("llama")))
+    assert tokenizer_hash(tokenizer(folder)) == own
+    changed = transformers.AutoTokenizer.from_pretrained(folder)
+    changed.add_tokens(["a new word"])
+    assert tokenizer_hash(Tokenizer(changed)) != own
+    changed = transformers.AutoTokenizer.from_pretrained(folder)
+    changed.chat_template = "{{ messages }}"
+    assert tokenizer_hash(Tokenizer(changed)) != own
+
+
+def test_a_tokenizer_that_has_read_texts_has_the_hash_that_it_had_before(tiny: Tiny) -> None:
+    one = tokenizer(tiny("llama"))
+    before = tokenizer_hash(one)
+    list(one.tokens(["a text", "and a longer one"]))
+    one.texts()
+    assert tokenizer_hash(one) == before

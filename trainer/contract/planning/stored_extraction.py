@@ -1,0 +1,59 @@
+"""What lies in the output folder of an extraction before it begins, and what would become of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
+from trainer.contract.settings.knobs import show
+
+
+class _Shard(msgspec.Struct):
+    n_tokens: int
+
+
+class _State(msgspec.Struct):
+    """What of an extraction's state tells whose rows they are and how many."""
+
+    job: dict[str, Any]
+    shards: list[list[_Shard]]
+    is_finished: bool = False
+    n_ranks: int = 1
+
+    @property
+    def n_stored(self) -> int:
+        return sum(shard.n_tokens for of_hook in self.shards[:1] for shard in of_hook)
+
+
+def what_is_there(job: ExtractJob) -> str:
+    """Say in a sentence that rows lie in extract.output, and whether this job goes on with them; "" without any."""
+    output = Path(job.extract.output)
+    state = read_json(output / STATE, _State)
+    n_rows = _n_rows(output, state) if state else 0
+    if state is None or not n_rows:
+        return "" if state else _strangers(job)
+    if changed := [path for path, value in identity(job).items() if state.job.get(path) != value]:
+        other = f"{output} holds an extraction of another {changed[0]}, {show(state.job.get(changed[0]))}"
+        return f"{other}: this one would be refused; choose another folder"
+    if state.is_finished:
+        return f"{output} holds this extraction, finished with {n_rows:,} rows: nothing is left to do"
+    return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them"
+
+
+def _n_rows(output: Path, state: _State) -> int:
+    """Return the rows in whole shards: of several processes that have not ended, by what each wrote down."""
+    if state.is_finished or state.n_ranks == 1:
+        return state.n_stored
+    parts = (read_json(output / PARTS / str(rank) / STATE, _State) for rank in range(state.n_ranks))
+    return sum(part.n_stored for part in parts if part)
+
+
+def _strangers(job: ExtractJob) -> str:
+    for hook in job.model.hooks:
+        if any((folder := job.folder(hook)).glob("*.safetensors")):
+            return f"{folder} holds shards of something else: this extraction would be refused; choose another folder"
+    return ""

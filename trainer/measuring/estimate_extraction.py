@@ -1,0 +1,67 @@
+"""Estimates what an extraction takes of memory, disk and time; what `estimate` tells of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.paths import data_dir
+from trainer.contract.planning.check_job import Machine, MachineGpu, outlook_of, wanted_ranks
+from trainer.contract.planning.extraction import ExtractionOutlook, disk_words
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.wording import duration
+from trainer.measuring.parts_table import parts_of, table
+from trainer.ranks.devices import gpus_here
+
+
+class ExtractionEstimate(msgspec.Struct, frozen=True):
+    """The bytes of each part on every device, and what the rows take of disk and time."""
+
+    job: ExtractJob
+    outlook: ExtractionOutlook
+
+    @classmethod
+    def of(cls, job: ExtractJob) -> ExtractionEstimate:
+        """Estimate an extraction on this machine; raise `JobFileError` where its model is not on this disk."""
+        gpus = [] if job.on_cpu else gpus_here()
+        cards = tuple(gpu.as_machine_gpu for gpu in gpus)
+        if not cards and not job.on_cpu:
+            # The job may be for another machine.
+            cards = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
+        look = outlook_of(job, Machine(cards, 1, data_dir().root, speeds=read_box(data_dir().box_file)))
+        if look.memory is None:
+            raise JobFileError([Problem("model.path", f"{job.model.path} is not on this disk; download it first")])
+        return cls(job, look)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return bytes under `per_gpu`, disk, time and mode."""
+        look = self.outlook
+        assert look.memory
+        return {
+            "per_gpu": parts_of(look.memory),
+            "disk_bytes": look.disk_bytes,
+            "disk_free_bytes": look.disk_free_bytes,
+            "seconds": look.seconds,
+            "tokens_per_s": self._tokens_per_s,
+            "mode": look.mode,
+            "device": look.device_name,
+            "is_measured": look.is_measured,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield lines for people: the bytes of every part, a bar of all of them, the disk, and the time."""
+        look = self.outlook
+        assert look.memory
+        yield f"per {'GPU' if look.on_gpus else 'process'}, on {look.ranks}:"
+        yield from table(look.memory)
+        yield f"{self.job.extract.n_tokens:,} rows of each hook take {disk_words(look)}"
+        by = "speeds measured here" if look.is_measured else f"assumed speeds of a usual {look.device_name}"
+        yield f"about {duration(look.seconds or 0)} ({self._tokens_per_s:,.0f} tokens/s, {look.mode}) by {by}"
+
+    @property
+    def _tokens_per_s(self) -> float:
+        return self.job.extract.n_tokens / max(self.outlook.seconds or 0, 1e-9)
