@@ -319,7 +319,7 @@ FORMATS = {
     ),
     "neuronpedia": FormatEntry(
         "trainer.sharing.neuronpedia:Neuronpedia",
-        "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
+        "what latents fire on, once `eval` has stored it; batch-N.json",
         "NeuronpediaDashboardBatch(**json.load(file))",
     ),
     "delphi": FormatEntry(
