@@ -1,8 +1,6 @@
 """Each format is read by the tool that it is for, which computes what the SAE does.
 
-Tools that are not installed are skipped; beside the project's own libraries, all need no more than
-`pip install --no-deps eai-sparsify dictionary-learning circuit-tracer sae-dashboard natsort simple-parsing
-docstring-parser einops schedulefree zstandard`.
+`make model` fetches the tools; those that are not here are skipped.
 """
 
 from __future__ import annotations

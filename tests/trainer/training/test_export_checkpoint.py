@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import extraction_job
 from support.extractions import run as extract
+from support.saes import peer
 from support.tiny_models import make_model, sentences
 from torch import Tensor
 
@@ -270,7 +271,12 @@ def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
 
 
 def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
-    make_job: Callable, make_trainer: Callable, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_job: Callable,
+    make_trainer: Callable,
+    activations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = []
     for layer in (0, 1, 2):
@@ -300,7 +306,7 @@ def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
     assert {file.name for file in (tmp_path / "set").iterdir()} == {
         "config.yaml", "layer_0.safetensors", "layer_1.safetensors",
     }  # fmt: skip
-    tracer = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
     files = {layer: str(tmp_path / "set" / f"layer_{layer}.safetensors") for layer in (0, 1)}
     loaded = tracer.load_transcoder_set(
         files, scan="", feature_input_hook="mlp.hook_in", feature_output_hook="mlp.hook_in", device=torch.device("cpu")
