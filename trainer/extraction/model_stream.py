@@ -65,7 +65,22 @@ class ModelStream(StreamSource):
         self._rank, self._n_ranks, self._peers = rank, n_ranks, Group()
         self._job = job_of_stream(self._knobs, self._hooks)
         self._model = LanguageModel(self._job, device)
+        for number, stream in enumerate(self._of_hooks):
+            stream.meta |= self._told_by_model(number)
         self.restore({"batch": 0})
+
+    def _told_by_model(self, number: int) -> dict[str, Any]:
+        """Return what only the model tells of a hook's rows, as the meta.json of an extraction has it."""
+        model, target = self._model, self.n_hooks + number
+        facts = {
+            "hook_name": model.names[number],
+            "output_module": model.modules[number],
+            "tokens_before_text": model.tokenizer.before,
+            "tokens_after_text": model.tokenizer.after,
+        }
+        if self.d_out is None:
+            return facts
+        return facts | {"hook_name_out": model.names[target], "output_module_out": model.modules[target]}
 
     def divide(self, peers: Group) -> None:
         self._peers = peers

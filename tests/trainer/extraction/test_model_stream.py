@@ -42,6 +42,7 @@ from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
 from trainer.parallel.threads import Threads, on_all
+from trainer.sharing.saelens import origin
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
@@ -100,6 +101,10 @@ def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -
     stream.begin(0, 1, CPU)
     assert in_order(rest_of(stream)) == in_order(stored)
     assert (stream.d_in, stream.meta["hook_name"]) == (D_IN, "blocks.1.hook_resid_post")
+    told = json.loads((job.folder("resid_post.1") / "meta.json").read_text())
+    assert {name: told[name] for name in stream.meta} == stream.meta
+    before = [1] if family == "llama" else []
+    assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
 def test_the_parts_of_ranks_are_the_whole_and_no_row_is_in_two(make: Make) -> None:

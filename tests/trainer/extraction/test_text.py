@@ -83,11 +83,16 @@ def test_a_chat_in_sharegpts_words_is_one_in_those_of_chat_templates(tmp_path: P
 
 
 def test_ids_that_only_fill_a_row_up_are_dropped(tmp_path: Path) -> None:
-    rows = [{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}, {"input_ids": [0, 7], "attention_mask": [0, 1]}]
+    rows = [
+        {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
+        {"input_ids": [0, 7], "attention_mask": [0, 1]},
+    ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     for file in (lines_of(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
         assert read(file) == read(file, column="input_ids") == [[5, 6], [7]]
-    with pytest.raises(UserError, match=r"^text.column: attention_mask of row 0 of .* has not a number for each of its"):
+    with pytest.raises(
+        UserError, match=r"^text.column: attention_mask of row 0 of .* has not a number for each of its"
+    ):
         read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6], "attention_mask": [1]}))
 
 

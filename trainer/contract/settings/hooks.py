@@ -20,6 +20,8 @@ SITES = {
     "attn_out": "hook_attn_out",
 }
 WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a module'
+# What it calls the same place of BERT's blocks, which normalise what they give to the next.
+POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -54,7 +56,7 @@ def parse_hook(text: str) -> Hook:
     if match := _OURS.fullmatch(text):
         return Hook(match[1], int(match[2]))
     if match := _TRANSFORMER_LENS.fullmatch(text):
-        sites = {theirs: ours for ours, theirs in SITES.items()}
+        sites = {theirs: ours for ours, theirs in SITES.items()} | {POST_NORM: "resid_post"}
         if match[2] in sites:
             return Hook(sites[match[2]], int(match[1]))
         # Some models call their blocks that, too: "blocks.3.attn" is a module of theirs.
