@@ -82,6 +82,16 @@ def is_of_transcoder(text: str) -> bool:
     return _MLP.fullmatch(text) is not None
 
 
+def both_ends(text: Any) -> list[Any]:
+    """Return the places where the rows of a name are: two of an MLP as a whole, else that one."""
+    return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
+
+
+def is_of_all_layers(text: Any) -> bool:
+    """Tell whether a name is a site without a layer, which stands for that of all layers: "mlp" or "resid_post"."""
+    return text == "mlp" or (isinstance(text, str) and text in SITES)
+
+
 def names_of_hook(text: str) -> list[str]:
     """Return all names of the place that a text names, that text first."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
@@ -93,6 +103,11 @@ def each_named(text: Any) -> list[Any]:
     if not isinstance(text, str):
         return [text]
     return [name for word in text.split(",") for name in _each_layer(word.strip())]
+
+
+def all_named(value: Any) -> list[Any]:
+    """Return the names that a text, or all texts of a list, stand for."""
+    return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
 
 
 def _each_layer(word: str) -> list[str]:
@@ -126,6 +141,8 @@ def _objection(text: Any) -> str:
     """Say why a value is no name of a place; return "" for one that is."""
     if not isinstance(text, str):
         return f"must be {WANTED}"
+    if is_of_all_layers(text):
+        return f"stands for all layers, and how many there are is not told here; name them, like {text}.0-11"
     try:
         parse_hook(text)
     except ValueError as error:
