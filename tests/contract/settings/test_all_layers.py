@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sae_tui.jobs.launch import job_form
 from trainer.contract.errors import JobFileError
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import load_job, parse_extraction, parse_job
 
 
@@ -99,3 +102,16 @@ def test_an_extraction_takes_ranges_whole_mlps_and_all_layers(model: Path) -> No
     _, (problem,) = parse_extraction({"kind": "extract", **table})
     assert problem.path == "model.hooks"
     assert "name them, like mlp.0-11" in problem.message
+
+
+def test_the_form_of_the_launch_screen_takes_them_as_well(model: Path, tmp_path: Path) -> None:
+    (knob,) = (one for path, one, _ in job_form.form_fields({"kind": "extract"}) if path == "model.hooks")
+    values = {
+        "kind": "extract", "model.path": str(model), "model.hooks": knob.parse("mlp.0-1, resid_post"),
+        "text.path": str(tmp_path / "text.txt"), "extract.output": str(tmp_path / "rows"),
+    }  # fmt: skip
+    reviewed = job_form.review(job_form.Draft(values, {}, "cpu"), [], DataDir(tmp_path), [], cuda=False)
+    assert isinstance(reviewed.job, ExtractJob)
+    assert reviewed.job.model.hooks == [
+        "mlp_in.0", "mlp_out.0", "mlp_in.1", "mlp_out.1", "resid_post.0", "resid_post.1", "resid_post.2",
+    ]  # fmt: skip

@@ -103,7 +103,7 @@ def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -
     assert (stream.d_in, stream.meta["hook_name"]) == (D_IN, "blocks.1.hook_resid_post")
     told = json.loads((job.folder("resid_post.1") / "meta.json").read_text())
     assert {name: told[name] for name in stream.meta} == stream.meta
-    before = [1] if family == "llama" else []
+    before = [0] if family == "llama" else []
     assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
