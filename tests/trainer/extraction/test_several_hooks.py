@@ -88,7 +88,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hook_name(folder: Path) -> str:
-    return str(json.loads((folder / "cfg.json").read_text())["metadata"]["hook_name"])
+    metadata = json.loads((folder / "cfg.json").read_text())["metadata"]
+    return str((metadata | metadata.get("as_extracted", {}))["hook_name"])
 
 
 @pytest.fixture

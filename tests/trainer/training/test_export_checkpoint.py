@@ -353,4 +353,6 @@ def test_from_an_extraction_on_every_format_is_told_where_the_activations_are_fr
     assert 'feature_output_hook: "hook_mlp_out"' in (tmp_path / "circuit-tracer" / "config.yaml").read_text()
     told = json.loads((tmp_path / "saelens" / "cfg.json").read_text())["metadata"]
     hook_names = {"hook_name": "blocks.1.mlp.hook_in", "hook_name_out": "blocks.1.hook_mlp_out"}
-    assert told.items() >= (hook_names | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()
+    assert told["as_extracted"] == hook_names
+    modules = {"hook_name": "model.layers.1.post_attention_layernorm", "hook_name_out": "model.layers.1.mlp"}
+    assert told.items() >= (modules | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()
