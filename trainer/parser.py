@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trainer.contract.output import Parser
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
 from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, IMPORT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 
 
@@ -122,7 +122,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
     )
-    command.add_argument("--format", choices=tuple(FORMATS), help="default: recognised by its files")
+    command.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
     _add_common(command)
 
 

@@ -15,12 +15,13 @@ from sae_tui.cli_commands.snapshot import Snapshot, take
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import Problem, UserError
-from trainer.contract.paths import DataDir, data_dir, working_folder
+from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import (
     AnyJob,
     apply_override,
+    bases_of,
     load_any,
     load_job,
     parse_any,
@@ -104,15 +105,16 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
     raw = read_toml(path)
     for override in overrides_of(overrides, gpus):
         apply_override(raw, override)
-    job, problems = parse_any(raw)
+    bases = bases_of(path)
+    job, problems = parse_any(raw, bases)
     if job is None:
         for problem in problems:
             section, _, key = problem.path.rpartition(".")
             table = raw.get(section) if section else raw
             if isinstance(table, dict):
                 table.pop(key, None)
-        job, _ = parse_any(raw)
-    return job and with_paths(job, [here := working_folder(), (here / path).parent]), problems
+        job, _ = parse_any(raw, bases)
+    return job and with_paths(job, bases), problems
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 from trainer.contract.runs.features import Order
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import READ_FORMATS
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
@@ -206,7 +206,7 @@ def _add_importing(add: Add) -> None:
     take.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
     data = "stored activations to evaluate it on and train it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
-    take.add_argument("--format", choices=tuple(FORMATS), help="default: recognised by its files")
+    take.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
     take.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
     _add_overrides(take)
 

@@ -6,6 +6,7 @@ import importlib
 import sys
 import types
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
 
+# Where `make model` puts other tools.
+PEERS = Path(sys.prefix) / "peers"
 D_IN, D_SAE = 12, 40
 TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
 PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
@@ -130,11 +133,16 @@ def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
 
 
 def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
-    """Import a module of another tool; what its package loads and this does not need may be missing."""
+    """Import a module of another tool, which `make model` fetches; skip the test where it is not here.
+
+    What its package loads and this does not need, `unused`, may be missing.
+    """
+    # At the end: what the virtual environment has itself comes first.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(PEERS)])
     for name in unused:
         try:
             importlib.import_module(name)
         except ImportError:
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
             sys.modules[name].__dict__.update(LanguageModel=None)
-    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")
+    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not here; `make model` fetches it")

@@ -66,7 +66,8 @@ class Shards(IndexedSource):
     def _mapped_targets(self, paths: Paths, field: str) -> _Mapped:
         sets = inspect_sets(paths, field)
         meta = _meta_of(sets)
-        self.meta |= {"hook_name_out": meta.get("hook_name"), "mean_out": meta.get("mean")}
+        of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
+        self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}
         return _Mapped(sets, field, alone=self.run == 1)
 
     def beside(self, others: Sequence[Shards]) -> SideBySide:

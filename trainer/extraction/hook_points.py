@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings.hooks import Hook
+from trainer.contract.settings.hooks import POST_NORM, Hook
 from trainer.contract.settings.knobs import show
 
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention", "temporal_block")
@@ -86,11 +86,48 @@ def _branch(block: nn.Module, site: str) -> str | None:
     children = dict(block.named_children())
     if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
         return "post_attention_layernorm" if site == "attn_out" else "post_feedforward_layernorm"
-    # BERT's blocks have the parts of the MLP beside each other, and add the residual inside of `output`.
-    if {"attention", "intermediate", "output"} <= children.keys():
+    # They have the parts of the MLP beside each other, and add the residual inside of `output`.
+    if _is_berts(block):
         return {"attn_out": "attention.output.dense", "mlp_in": "intermediate", "mlp_out": "output.dense"}[site]
     names = _ATTENTION if site == "attn_out" else _MLP
     return next((name for name in names if name in children), None)
+
+
+def _is_berts(block: nn.Module) -> bool:
+    return {"attention", "intermediate", "output"} <= {name for name, _ in block.named_children()}
+
+
+def name_of(model: nn.Module, blocks: Blocks, hook: Hook) -> str:
+    """Return what TransformerLens calls the rows of a hook in this model; our own name where it has none."""
+    if hook.site == "resid_post" and _is_berts(model.get_submodule(f"{blocks.path}.{hook.layer}")):
+        return f"blocks.{hook.layer}.{POST_NORM}"
+    return hook.transformer_lens or hook.name
+
+
+def output_paths(model: nn.Module, points: Sequence[Point], read: Callable[[], object]) -> list[str | None]:
+    """Return for each point a module that gives its rows as its output; None where the model makes them in between.
+
+    `read()` lets the model read something, where a point is the input of a module: another's output is looked for.
+    """
+    paths: list[str | None] = [None if point.of_input else point.path for point in points]
+    inputs = [number for number, point in enumerate(points) if point.of_input]
+    given: list[tuple[str, Any]] = []
+
+    def note(path: str) -> Callable[[nn.Module, Any, Any], None]:
+        return lambda _, __, output: given.append((path, output[0] if isinstance(output, tuple) and output else output))
+
+    def look(number: int, tensor: Tensor) -> None:
+        paths[inputs[number]] = next((path for path, output in reversed(given) if output is tensor), None)
+
+    if inputs:
+        handles = [module.register_forward_hook(note(path)) for path, module in model.named_modules() if path]
+        try:
+            with taking(model, [points[number] for number in inputs], look):
+                read()
+        finally:
+            for handle in handles:
+                handle.remove()
+    return paths
 
 
 @contextlib.contextmanager

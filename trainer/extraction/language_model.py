@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import warnings
@@ -23,6 +24,8 @@ from trainer.extraction.hook_points import (
     drop_blocks_above,
     find_blocks,
     find_point,
+    name_of,
+    output_paths,
     replacing,
     rows_of,
     taking,
@@ -58,6 +61,8 @@ class LanguageModel:
         _require_context(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
+        # What TransformerLens calls them.
+        self.names = [name_of(model, self._blocks, hook) for hook in job.hooks]
         self._is_whole = whole
         if whole:
             _require_unembedding(model, missing)
@@ -82,6 +87,22 @@ class LanguageModel:
     def attention(self) -> str:
         """The implementation of attention, by the name that transformers has for it."""
         return str(getattr(self.config, "_attn_implementation", "unknown"))
+
+    @functools.cached_property
+    def modules(self) -> list[str | None]:
+        """The modules of an `AutoModelForCausalLM` whose outputs are the rows; None where there is none."""
+        paths = output_paths(self._model, self.points, self._read_a_little)
+        prefix = "" if self._is_whole else f"{_prefix_of(self._model)}."
+        return [path and prefix + path for path in paths]
+
+    @torch.inference_mode()
+    def _read_a_little(self) -> None:
+        self._forward(self._little(), packed=False)
+
+    def _little(self) -> Batch:
+        """Return a document of twelve tokens."""
+        ids = (np.arange(12) * 7 + 11) % self._n_ids
+        return Batch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
 
     @torch.inference_mode()
     def rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
@@ -119,9 +140,7 @@ class LanguageModel:
 
         None where more than one norm lies between the two. See `unembedding.folded`.
         """
-        ids = (np.arange(12) * 7 + 11) % self._n_ids
-        batch = Batch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
-        ending = find_ending(self._model, self._blocks, lambda: self._forward(batch, packed=False))
+        ending = find_ending(self._model, self._blocks, self._read_a_little)
         return None if ending is None else folded(ending)
 
     @contextlib.contextmanager
@@ -192,6 +211,14 @@ class LanguageModel:
         except _REFUSALS:
             return False
         return bool(((packed - single).norm(dim=-1) / single.norm(dim=-1)).mean() < _ROUNDING)
+
+
+def _prefix_of(model: Any) -> str:
+    """Return what a model is called in the one that has its unembedding, too."""
+    import transformers
+
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    return str((kind or model).base_model_prefix)
 
 
 def _require_context(config: Any, context: int) -> None:

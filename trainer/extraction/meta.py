@@ -55,10 +55,11 @@ def facts_of_hook(
     """
     hook, spread = job.hooks[number], math.sqrt(max(0.0, sums.variance))
     return {
-        "hook_name": hook.transformer_lens or hook.name,
+        "hook_name": model.names[number],
         "hook": hook.name,
         "module": model.points[number].path,
         "is_module_input": model.points[number].of_input,
+        "output_module": model.modules[number],
         "d_in": len(sums.total),
         "n_tokens": sums.n,
         "norm_limit": limit if job.extract.max_norm else None,

@@ -75,7 +75,22 @@ class ModelStream(StreamSource):
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
         self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
+        for number, stream in enumerate(self._of_hooks):
+            stream.meta |= self._told_by_model(number)
         self.restore({"batch": 0})
+
+    def _told_by_model(self, number: int) -> dict[str, Any]:
+        """Return what only the model tells of a hook's rows, as the meta.json of an extraction has it."""
+        model, target = self._model, self.n_hooks + number
+        facts = {
+            "hook_name": model.names[number],
+            "output_module": model.modules[number],
+            "tokens_before_text": model.tokenizer.before,
+            "tokens_after_text": model.tokenizer.after,
+        }
+        if self.d_out is None:
+            return facts
+        return facts | {"hook_name_out": model.names[target], "output_module_out": model.modules[target]}
 
     def divide(self, peers: Group) -> None:
         self._peers = peers

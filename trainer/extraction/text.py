@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.files import open_plain
@@ -17,6 +17,10 @@ Document = str | list[dict[str, Any]] | list[int]
 SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 # What "auto" takes, the first that is there.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
+# Beside ids of tokens: 0 where one only fills a row up.
+MASK = "attention_mask"
+# By the names that ShareGPT has for who speaks: those of a chat template.
+_ROLES = {"human": "user", "gpt": "assistant"}
 # Bytes. A longer text file is taken as several documents, cut at the ends of lines: it need not fit into memory.
 _LONGEST = 2**20
 
@@ -92,8 +96,10 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
         raise UserError("text.path: reading .parquet needs `pip install 'sae-tui[hf]'`") from None
 
     parquet = pyarrow.parquet.ParquetFile(file)
-    names = [name for name in parquet.schema_arrow.names if name == column or (column == "auto" and name in COLUMNS)]
-    for batch in parquet.iter_batches(1024, columns=names or None):
+    wanted = {*COLUMNS} if column == "auto" else {column}
+    names = [name for name in parquet.schema_arrow.names if name in wanted]
+    columns = [*names, *({MASK} & {*parquet.schema_arrow.names})]
+    for batch in parquet.iter_batches(1024, columns=columns if names else None):
         yield from batch.to_pylist()
 
 
@@ -146,15 +152,30 @@ def _of_rows(rows: Iterator[Any], text: Text, place: str) -> Iterator[Document]:
             wanted = f"no {show(text.column)}" if text.column != "auto" else f"none of {', '.join(COLUMNS)}"
             raise UserError(f"text.column: row {number} of {place} has {wanted}, only {', '.join(map(str, row))}")
         if row[column] is not None:
-            yield _document(row[column], column, number, place)
+            yield _document(row, column, f"row {number} of {place}")
 
 
-def _document(value: Any, column: str, number: int, place: str) -> Document:
+def _document(row: Mapping[str, Any], column: str, place: str) -> Document:
+    value = row[column]
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
+        return _unfilled(value, row.get(MASK), place)
+    if _is_chat(value, "role"):
         return value
-    if isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value):
-        return value
-    message = f"{show(column)} of row {number} of {place} is neither text nor a chat nor token ids"
-    raise UserError(f"text.column: {message}")
+    if _is_chat(value, "from", "value"):
+        return [{"role": _ROLES.get(one["from"], one["from"]), "content": one["value"]} for one in value]
+    raise UserError(f"text.column: {show(column)} of {place} is neither text nor a chat nor token ids")
+
+
+def _is_chat(value: Any, *keys: str) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(value, list) and all(isinstance(one, dict) and one.keys() >= {*keys} for one in value)
+
+
+def _unfilled(ids: list[int], mask: Any, place: str) -> list[int]:
+    """Return the ids that are not there only to fill a row up."""
+    if mask is None:
+        return ids
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise UserError(f"text.column: {MASK} of {place} has not a number for each of its {len(ids)} token ids")
+    return [one for one, counts in zip(ids, mask, strict=True) if counts]

@@ -9,7 +9,7 @@ import msgspec
 
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.contract.files import write_whole
-from trainer.contract.runs.features import Context, Feature, Features
+from trainer.contract.runs.features import Context, Feature, Features, Moved
 from trainer.sharing.base import Format, Shared
 
 # As many as SAEDashboard puts into one.
@@ -41,7 +41,8 @@ class Neuronpedia(Format):
                 write_whole(temporary / name, msgspec.json.encode(_batch(sae, features, batch)))
         for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
             stale.unlink(missing_ok=True)
-        return ["logits are left out: they need the language model"]
+        told = any(features.feature(latent).promoted for latent in latents[:1])
+        return [] if told else ["logits are left out: they need `python -m trainer eval` with --model"]
 
 
 def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any]:
@@ -70,7 +71,16 @@ def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, A
         "dataset": str(sae.metadata.get("dataset_path", "")),
         "activations": [_activation(context) for context in feature.contexts],
         "vector": sae.weights["W_dec"][feature.latent].tolist(),
+        **_moved("pos", feature.promoted),
+        **_moved("neg", feature.suppressed),
     }
+
+
+def _moved(sign: str, tokens: tuple[Moved, ...]) -> dict[str, Any]:
+    """Return the tokens whose logits a latent moves one way, the furthest first; nothing where none is known."""
+    if not tokens:
+        return {}
+    return {f"{sign}_str": [token.text for token in tokens], f"{sign}_values": [token.logit for token in tokens]}
 
 
 def _activation(context: Context) -> dict[str, Any]:

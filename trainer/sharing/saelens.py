@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,30 @@ from trainer.sharing.sparsify import Sparsify
 # The version of SAELens whose reader the files were tested with; readers convert by it.
 SAE_LENS_VERSION = "6.54.12"
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+# Models that people train SAEs on and TransformerLens has by these names of the hub, "openai-community/gpt2" not among
+# them. Those of other models are told to be loaded from the hub by transformers, with the module as the hook.
+TRANSFORMER_LENS_MODELS = frozenset(
+    [
+        "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2", "EleutherAI/gpt-neo-125M", "EleutherAI/gpt-j-6B",
+        "EleutherAI/pythia-14m", "EleutherAI/pythia-31m", "EleutherAI/pythia-70m", "EleutherAI/pythia-160m",
+        "EleutherAI/pythia-410m", "EleutherAI/pythia-1b", "EleutherAI/pythia-1.4b", "EleutherAI/pythia-2.8b",
+        "EleutherAI/pythia-6.9b", "EleutherAI/pythia-12b", "EleutherAI/pythia-70m-deduped",
+        "EleutherAI/pythia-160m-deduped", "EleutherAI/pythia-410m-deduped", "EleutherAI/pythia-1b-deduped",
+        "EleutherAI/pythia-1.4b-deduped", "EleutherAI/pythia-2.8b-deduped", "EleutherAI/pythia-6.9b-deduped",
+        "EleutherAI/pythia-12b-deduped", "google/gemma-2b", "google/gemma-2b-it", "google/gemma-7b",
+        "google/gemma-7b-it", "google/gemma-2-2b", "google/gemma-2-2b-it", "google/gemma-2-9b", "google/gemma-2-9b-it",
+        "google/gemma-2-27b", "google/gemma-2-27b-it", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B-Instruct", "meta-llama/Llama-3.2-3B",
+        "meta-llama/Llama-3.2-3B-Instruct", "meta-llama/Meta-Llama-3-8B", "meta-llama/Meta-Llama-3-8B-Instruct",
+        "mistralai/Mistral-7B-v0.1", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-3B", "Qwen/Qwen2.5-7B",
+        "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct",
+        "roneneldan/TinyStories-1M", "roneneldan/TinyStories-33M",
+    ]
+)  # fmt: skip
+# The hooks that it has in every block of these; where circuit-tracer reads the input of an MLP, it has none.
+_ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
+# What the metadata said where SAELens gets something else in its place.
+_ORIGINAL = "as_extracted"
 # Its architectures that are read and written.
 _ARCHITECTURES = (
     "standard",
@@ -57,7 +82,8 @@ class SaeLens(Format):
             write_tensors(temporary / WEIGHTS, sae.weights)
             write_json(temporary / CONFIG, _config(sae))
         forget_card(folder)
-        return []
+        is_gguf = str(sae.metadata.get("model_name")).endswith(".gguf")
+        return ["SAELens loads a GGUF model only with the files of its tokenizer beside it"] if is_gguf else []
 
     def recognises(self, folder: Path) -> bool:
         return holds(folder, CONFIG, WEIGHTS)
@@ -77,7 +103,7 @@ class SaeLens(Format):
         sae = Shared(
             {"architecture": architecture} | ({"k": k} if architecture == "topk" else {}),
             {},
-            metadata if isinstance(metadata, dict) else {},
+            _as_extracted(metadata) if isinstance(metadata, dict) else {},
             k=k,
             is_transcoder=architecture.endswith("transcoder"),
         )
@@ -139,6 +165,8 @@ def origin(meta: dict[str, Any]) -> dict[str, Any]:
         "hook_name": hook,
         "hook_layer": layer_of(hook),
         "hook_name_out": meta.get("hook_name_out"),
+        "module": meta.get("output_module"),
+        "module_out": meta.get("output_module_out"),
         "context_size": meta.get("context_size"),
         "dataset_path": meta.get("dataset_path", meta.get("text")),
         "prepend_bos": None if before is None else bool(before),
@@ -167,12 +195,40 @@ def _config(sae: Shared) -> dict[str, Any]:
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
         "reshape_activations": "none",
-        "metadata": {"sae_lens_version": SAE_LENS_VERSION, **_loading(sae.metadata), **sae.metadata},
+        "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
 
 
-def _loading(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return what SAELens' evaluation needs to load a model that TransformerLens has."""
-    if "hook_layer" not in metadata:
-        return {}
-    return {"model_class_name": "HookedTransformer", "model_from_pretrained_kwargs": {}}
+def _loading(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what SAELens needs to load the model and to find the hook in it."""
+    if "module" in facts and not _is_in_transformer_lens(facts):
+        return _by_transformers(facts)
+    if "hook_layer" in facts:
+        return {"model_class_name": "HookedTransformer", "model_from_pretrained_kwargs": {}}
+    return {}
+
+
+def _is_in_transformer_lens(facts: dict[str, Any]) -> bool:
+    hooks = [facts[name] for name in ("hook_name", "hook_name_out") if name in facts]
+    return facts.get("model_name") in TRANSFORMER_LENS_MODELS and all(_ITS_HOOK.fullmatch(str(one)) for one in hooks)
+
+
+def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what has the model loaded by transformers, whose hooks are the outputs of modules, and what that hides."""
+    model = Path(str(facts.get("model_name", "")))
+    of_gguf = {"model_name": str(model.parent)} if model.suffix == ".gguf" else {}
+    its_own = of_gguf | {"hook_name": facts["module"]}
+    its_own |= {"hook_name_out": facts["module_out"]} if "module_out" in facts else {}
+    return {
+        "model_class_name": "AutoModelForCausalLM",
+        "model_from_pretrained_kwargs": {"gguf_file": model.name} if of_gguf else {},
+        **its_own,
+        _ORIGINAL: {name: facts[name] for name in its_own if name in facts},
+    }
+
+
+def _as_extracted(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a file with what was put aside for SAELens."""
+    original = metadata.get(_ORIGINAL)
+    others = {name: value for name, value in metadata.items() if name != _ORIGINAL}
+    return others | original if isinstance(original, dict) else others

@@ -37,6 +37,8 @@ _ORIGIN = (
     "hook_name",
     "hook_name_out",
     "hook_layer",
+    "module",
+    "module_out",
     "context_size",
     "dataset_path",
     "prepend_bos",

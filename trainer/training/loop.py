@@ -60,14 +60,6 @@ class Trainer:
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
-        origins = self._origins()
-        self._checkpoints = Checkpoints(
-            checkpoints,
-            job.train.keep_checkpoints,
-            d_out=source.d_out,
-            origin=origin(source.meta),
-            origins=origins if source.n_hooks > 1 else UNSET,
-        )
         self._device, self.output = parallel.device, output
         self.total_steps = self._layout.total_steps
         self.tokens_per_step = self._layout.tokens_per_step
@@ -79,6 +71,15 @@ class Trainer:
         if isinstance(source, StreamSource) and parallel.is_main:
             progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
         self.data = open_data(source, job, parallel, resumed)
+        # Once it is open: a stream has some of what it tells from its model.
+        origins = self._origins()
+        self._checkpoints = Checkpoints(
+            checkpoints,
+            job.train.keep_checkpoints,
+            d_out=source.d_out,
+            origin=origin(source.meta),
+            origins=origins if source.n_hooks > 1 else UNSET,
+        )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
         self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
         set_matmul_precision(resolve_precision(self._train.precision, self._device))

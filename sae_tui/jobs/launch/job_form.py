@@ -110,7 +110,7 @@ class Review(msgspec.Struct, frozen=True):
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
     """Check a draft against this machine; reads the headers of the activation shards, or of the language model."""
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
-    job, parse_problems = job_file.parse_any(_table(candidate))
+    job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
@@ -245,7 +245,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_job_table(path: Path) -> dict[str, Any]:
     """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
-    job, problems = job_file.parse_any(job_file.read_toml(path))
+    job, problems = job_file.parse_any(job_file.read_toml(path), job_file.bases_of(path))
     if job is None:
         raise JobFileError(problems)
     table = job_file.to_table(job)

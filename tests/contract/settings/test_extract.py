@@ -41,10 +41,13 @@ def test_a_job_needs_a_model_hooks_and_a_text_and_has_defaults_for_the_rest() ->
             "model.path: is missing: Folder, name on the hub, or .gguf file of a language model.",
         ),
         ({"model": {"hooks": None}}, "model.hooks: is missing: Where activations are read"),
-        ({"model": {"hooks": []}}, 'model.hooks: must be a list like ["resid_post.12", "mlp_out.12"], not []'),
+        (
+            {"model": {"hooks": []}},
+            'model.hooks: must be a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"], not []',
+        ),
         (
             {"model": {"hooks": "resid_post.2"}},
-            'model.hooks: must be a list like ["resid_post.12", "mlp_out.12"], not "resid_post.2"',
+            'model.hooks: must be a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"], not "resid_post.2"',
         ),
         (
             {"model": {"hooks": ["a b"]}},

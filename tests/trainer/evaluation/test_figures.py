@@ -1,14 +1,19 @@
-"""The figures of an SAE against naive loops in float64."""
+"""The figures of an SAE against naive loops in float64, and against SAELens' evaluation of the same SAE."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.extractions import CPU
+from support.saes import made
+from support.tiny_models import make_model
 from torch import Tensor
 
+from trainer.evaluation.exported import read_exported
 from trainer.evaluation.figures import (
     BINS_PER_DECADE,
     LOWEST_DECADE,
@@ -19,7 +24,10 @@ from trainer.evaluation.figures import (
     ratio_error,
     recovered,
 )
+from trainer.extraction.model_stream import ModelStream
+from trainer.extraction.packing import Batch
 from trainer.saes.sparse_acts import DenseActs
+from trainer.sharing.saelens import export_sae, origin
 
 N, D, F = 700, 12, 40
 
@@ -76,6 +84,50 @@ def test_every_figure_is_that_of_a_naive_loop(rows: Tensor, w_dec: Tensor, acts:
     assert told.dense_10 == (density > 0.1).mean()
     assert sum(told.density_histogram) == (density > 0).sum()
     assert (told.n_tokens, told.d_in, told.d_sae) == (N, D, F)
+
+
+@torch.no_grad()
+def test_every_figure_that_saelens_has_too_is_the_same_there(tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    from sae_lens.evals import get_sparsity_and_variance_metrics
+    from sae_lens.load_model import load_model
+    from sae_lens.training.activation_scaler import ActivationScaler
+
+    model = make_model(tmp_path / "model", "llama")
+    (tmp_path / "text.txt").write_text("a cat sat")
+    stream = ModelStream(model=str(model), hook="resid_post.1", text=str(tmp_path / "text.txt"), context=16)
+    stream.begin(0, 1, CPU)
+    # 128 latents on rows far from the origin, of which some never fire.
+    sae = made("standard", x_scale=0.1, y_scale=0.1)
+    sae.b_enc.copy_(torch.linspace(-8, 1, 128))
+    export_sae(sae, tmp_path / "sae", origin(stream.meta))
+    theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
+    tokens = torch.randint(3, 290, (50, 16), generator=torch.Generator().manual_seed(0))
+
+    class Store:
+        def get_batch_tokens(self, _: int) -> Tensor:
+            return tokens
+
+    expected, by_latent = get_sparsity_and_variance_metrics(
+        sae=theirs, model=load_model("AutoModelForCausalLM", str(model), "cpu"), activation_store=Store(),
+        activation_scaler=ActivationScaler(), n_batches=1, compute_l2_norms=True, compute_sparsity_metrics=True,
+        compute_variance_metrics=True, compute_featurewise_density_statistics=True, eval_batch_size_prompts=50,
+        model_kwargs={},
+    )  # fmt: skip
+    batch = Batch(tokens.numpy(), np.tile(np.arange(16), (50, 1)), np.repeat(np.arange(50)[:, None], 16, axis=1))
+    (rows,) = stream._model.rows(batch, torch.arange(tokens.numel()))
+    exported = read_exported(tmp_path / "sae", CPU)
+    told = measure(exported.reconstruct, lambda: [(part, part) for part in rows.split(128)], exported.W_dec)
+    for ours, name in {
+        "explained_variance": "explained_variance", "mse": "mse", "cosine": "cossim", "l0": "l0",
+        "l2_ratio": "l2_ratio", "relative_reconstruction_bias": "relative_reconstruction_bias",
+    }.items():  # fmt: skip
+        assert getattr(told, ours) == pytest.approx(expected[name], rel=1e-4), name
+    density = torch.tensor(by_latent["feature_density"])
+    assert told.dead == (density == 0).double().mean().item() > 0
+    assert told.dense_1 == (density > 0.01).double().mean().item()
+    assert told.dense_10 == (density > 0.1).double().mean().item() < told.dense_1
+    assert told.density_histogram == histogram(density)
 
 
 def test_the_error_of_the_fvu_is_what_resampling_the_rows_gives() -> None:

@@ -47,6 +47,7 @@ from trainer.extraction.packing import Batch
 from trainer.extraction.readers import AHEAD, Readers
 from trainer.parallel.threads import Threads, on_all
 from trainer.ranks.foreground import Foreground, new_run
+from trainer.sharing.saelens import origin
 
 ROOT = Path(__file__).parents[3]
 Make = Callable[..., ExtractJob]
@@ -118,6 +119,10 @@ def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -
     stream.begin(0, 1, CPU)
     assert in_order(rest_of(stream)) == in_order(stored)
     assert (stream.d_in, stream.meta["hook_name"]) == (D_IN, "blocks.1.hook_resid_post")
+    told = json.loads((job.folder("resid_post.1") / "meta.json").read_text())
+    assert {name: told[name] for name in stream.meta} == stream.meta
+    before = [0] if family == "llama" else []
+    assert (stream.meta["tokens_before_text"], origin(stream.meta)["prepend_bos"]) == (before, bool(before))
 
 
 def test_the_parts_of_ranks_are_the_whole_and_no_row_is_in_two(make: Make) -> None:

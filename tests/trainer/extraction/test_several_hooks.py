@@ -19,6 +19,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import CPU, run
+from support.saes import peer
 from support.tiny_models import D_IN, sentences
 
 from trainer.activations.open_source import open_source
@@ -87,7 +88,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hook_name(folder: Path) -> str:
-    return str(json.loads((folder / "cfg.json").read_text())["metadata"]["hook_name"])
+    metadata = json.loads((folder / "cfg.json").read_text())["metadata"]
+    return str((metadata | metadata.get("as_extracted", {}))["hook_name"])
 
 
 @pytest.fixture
@@ -225,7 +227,7 @@ def test_a_checkpoint_and_the_cards_know_the_hook_of_each_sae(
 
 
 def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
-    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = table_of({"path": str(stored), "hook": "mlp.0-1"}, 20)
     table["sae"] = {"architecture": "jumprelu", "d_sae": 64, "skip": True}
@@ -239,7 +241,7 @@ def test_the_transcoders_of_one_run_are_a_set_for_circuit_tracer(
     config = (tmp_path / "set" / "config.yaml").read_text()
     assert 'feature_input_hook: "mlp.hook_in"' in config
     assert 'feature_output_hook: "hook_mlp_out"' in config
-    tracer = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
     files = {layer: str(tmp_path / "set" / f"layer_{layer}.safetensors") for layer in (0, 1)}
     hooks = {"feature_input_hook": "mlp.hook_in", "feature_output_hook": "hook_mlp_out"}
     loaded = tracer.load_transcoder_set(files, scan="", device=torch.device("cpu"), **hooks)

@@ -70,6 +70,32 @@ def test_chats_and_token_ids_are_handed_on_as_they_are(tmp_path: Path) -> None:
     assert read(lines_of(tmp_path / "c.jsonl", {"text": "a", "mine": [1]}), column="mine") == [[1]]
 
 
+def test_a_chat_in_sharegpts_words_is_one_in_those_of_chat_templates(tmp_path: Path) -> None:
+    theirs = [
+        {"from": "system", "value": "be short"}, {"from": "human", "value": "a cat"}, {"from": "gpt", "value": "sat"},
+    ]  # fmt: skip
+    ours = [{"role": "system", "content": "be short"}, *CHAT]
+    assert read(lines_of(tmp_path / "a.jsonl", {"id": "1", "conversations": theirs})) == [ours]
+    named = [{"from": "user", "value": "a cat"}, {"from": "assistant", "value": "sat", "weight": 1}]
+    assert read(lines_of(tmp_path / "b.jsonl", {"conversations": named})) == [CHAT]
+    with pytest.raises(UserError, match=r'^text.column: "conversations" of row 0 of .* is neither text nor a chat'):
+        read(lines_of(tmp_path / "c.jsonl", {"conversations": [{"from": "human"}]}))
+
+
+def test_ids_that_only_fill_a_row_up_are_dropped(tmp_path: Path) -> None:
+    rows = [
+        {"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]},
+        {"input_ids": [0, 7], "attention_mask": [0, 1]},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for file in (lines_of(tmp_path / "a.jsonl", *rows), tmp_path / "a.parquet"):
+        assert read(file) == read(file, column="input_ids") == [[5, 6], [7]]
+    with pytest.raises(
+        UserError, match=r"^text.column: attention_mask of row 0 of .* has not a number for each of its"
+    ):
+        read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6], "attention_mask": [1]}))
+
+
 def test_parquet_is_read_by_rows_of_any_of_these_columns(tmp_path: Path) -> None:
     table = pyarrow.table({"id": range(3000), "text": [f"cat {n}" for n in range(3000)], "messages": [CHAT] * 3000})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)

@@ -1,5 +1,4 @@
-"""A cache is read by delphi itself where it is installed: `pip install --no-deps eai-delphi` and jaxtyping,
-asyncer, simple-parsing and orjson."""
+"""A cache is read by delphi itself, which `make model` fetches."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ def test_what_it_cannot_tell_is_refused(tmp_path: Path) -> None:
 
 def test_delphi_reads_what_every_latent_fires_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What it loads and reading a cache does not need.
-    peer(monkeypatch, "json", "faiss", "blobfile", "sentence_transformers")
+    peer(monkeypatch, "json", "faiss", "blobfile", "orjson", "sentence_transformers")
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", None, raising=False)
     loader = peer(monkeypatch, "delphi.latents.loader")
     config = peer(monkeypatch, "delphi.config")

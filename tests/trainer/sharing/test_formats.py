@@ -1,19 +1,17 @@
 """Each format is read by the tool that it is for, which computes what the SAE does.
 
-Tools that are not installed are skipped; beside the project's own libraries, all need no more than
-`pip install --no-deps eai-sparsify dictionary-learning circuit-tracer sae-dashboard natsort simple-parsing
-docstring-parser einops schedulefree zstandard`.
+`make model` fetches the tools; those that are not here are skipped.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.features import SPREAD, features_file
+from support.features import MOVED, SPREAD, features_file
 from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
@@ -173,9 +171,9 @@ def test_a_state_dict_holds_nothing_but_tensors_and_no_more_than_these(kind: str
     assert json.loads((tmp_path / "sae" / "config.json").read_text())["metadata"]["training_tokens"] == 5
 
 
-def with_features(folder: Path) -> Shared:
+def with_features(folder: Path, **moved: Any) -> Shared:
     """Return an SAE of two latents, of which it is stored what they fire on."""
-    (folder / "features.safetensors").write_bytes(features_file())
+    (folder / "features.safetensors").write_bytes(features_file(**moved))
     sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()
     torch.nn.init.normal_(sae.W_dec)
     return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
@@ -187,7 +185,9 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     out.mkdir()
     (out / "batch-7.json").write_text("of more latents")
     assert form_of("neuronpedia").refusal(shared) is None
-    assert form_of("neuronpedia").write(shared, out) == ["logits are left out: they need the language model"]
+    assert form_of("neuronpedia").write(shared, out) == [
+        "logits are left out: they need `python -m trainer eval` with --model"
+    ]
     assert {file.name for file in out.iterdir()} == {"batch-0.json"}
     batch = json.loads((out / "batch-0.json").read_text())
     assert (batch["model_id"], batch["layer"]) == ("gpt2", 2)
@@ -203,6 +203,23 @@ def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pyt
     read = theirs.to_dict()
     for feature, again in zip(batch["features"], read["features"], strict=True):
         assert {name: again[name] for name in feature} == feature
+    assert "pos_str" not in first
+
+
+def test_neuronpedia_shows_the_tokens_that_a_latent_promotes_where_they_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = with_features(tmp_path, **MOVED)
+    assert form_of("neuronpedia").write(shared, tmp_path / "out") == []
+    batch = json.loads((tmp_path / "out" / "batch-0.json").read_text())
+    names = ("pos_str", "pos_values", "neg_str", "neg_values")
+    moved = [{name: one[name] for name in names} for one in batch["features"]]
+    assert moved == [
+        {"pos_str": [" Lämb"], "pos_values": [1.5], "neg_str": ["s"], "neg_values": [-2.5]},
+        {"pos_str": [" the"], "pos_values": [0.5], "neg_str": [" Lämb"], "neg_values": [-0.25]},
+    ]
+    theirs = peer(monkeypatch, "sae_dashboard.neuronpedia.neuronpedia_dashboard").NeuronpediaDashboardBatch(**batch)
+    assert [{name: one[name] for name in names} for one in theirs.to_dict()["features"]] == moved
 
 
 def test_neuronpedia_has_characters_that_are_spread_over_tokens_as_one(tmp_path: Path) -> None:

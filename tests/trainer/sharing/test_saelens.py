@@ -5,17 +5,24 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.extractions import CPU
 from support.forked import in_loaded_process
 from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
 from support.saves import kill_exports
+from support.tiny_models import D_IN, make_model
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.hooks import parse_hook
+from trainer.extraction.model_stream import ModelStream
+from trainer.extraction.packing import Batch
 from trainer.saes.base import Sae
-from trainer.sharing.saelens import export_sae, origin
+from trainer.sharing.base import shared_form
+from trainer.sharing.saelens import TRANSFORMER_LENS_MODELS, SaeLens, export_sae, origin
 
 
 def test_every_architecture_is_exported_here() -> None:
@@ -151,6 +158,71 @@ def test_where_the_activations_are_from_gets_saelens_names() -> None:
 
 def test_saelens_is_told_how_to_load_a_model_whose_hook_transformer_lens_has(tmp_path: Path) -> None:
     facts = origin({"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post"})
-    metadata = round_trip(made(), tmp_path / "sae", **facts).cfg.metadata
-    assert (metadata.model_class_name, metadata.model_from_pretrained_kwargs) == ("HookedTransformer", {})
-    assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
+    for also in ({}, {"module": "transformer.h.6"}):
+        metadata = round_trip(made(), tmp_path / "sae", **facts, **also).cfg.metadata
+        assert (metadata.model_class_name, metadata.model_from_pretrained_kwargs) == ("HookedTransformer", {})
+        assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")
+
+
+def test_models_that_are_left_to_transformer_lens_are_among_its_own() -> None:
+    loading = pytest.importorskip("transformer_lens.loading_from_pretrained")
+    for name in TRANSFORMER_LENS_MODELS:
+        assert loading.get_official_model_name(name).lower() == name.lower()
+    for name in ("openai-community/gpt2", "HuggingFaceTB/SmolLM2-135M"):
+        with pytest.raises(ValueError, match="not found"):
+            loading.get_official_model_name(name)
+
+
+def stream_at(model: Path, text: Path, hook: str) -> ModelStream:
+    stream = ModelStream(model=str(model), hook=hook, text=str(text), context=16, d_in=D_IN)
+    stream.begin(0, 1, CPU)
+    return stream
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma3", "bert"])
+@torch.no_grad()
+def test_saelens_reads_the_rows_that_an_sae_was_trained_on(family: str, tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    from datasets import Dataset
+    from sae_lens.load_model import load_model
+
+    model = make_model(tmp_path / "model", family)
+    (tmp_path / "text.txt").write_text("a cat sat")
+    rows = torch.arange(4 * 16).reshape(4, 16) * 7 % 290 + 3
+    batch = Batch(rows.numpy(), np.tile(np.arange(16), (4, 1)), np.repeat(np.arange(4)[:, None], 16, axis=1))
+    for hook in ("resid_post.1", "resid_pre.0", "resid_pre.2", "mlp_in.1", "mlp_out.1", "attn_out.1", "mlp.1"):
+        stream, is_transcoder = stream_at(model, tmp_path / "text.txt", hook), hook == "mlp.1"
+        sae = round_trip(made("batch_topk", 32 if is_transcoder else None), tmp_path / hook, **origin(stream.meta))
+        facts = sae.cfg.metadata
+        lens = load_model(facts.model_class_name, facts.model_name, "cpu", facts.model_from_pretrained_kwargs)
+        dataset = Dataset.from_list([{"input_ids": row} for row in rows.tolist()])
+        store = sae_lens.ActivationsStore.from_sae(lens, sae, dataset, streaming=False)
+        tokens = store.get_batch_tokens(4)
+        assert torch.equal(tokens, rows)
+        ours = stream._model.rows(batch, torch.arange(rows.numel()))
+        torch.testing.assert_close(store.get_activations(tokens).flatten(0, 1), ours[0], rtol=1e-4, atol=1e-4)
+        if is_transcoder:
+            _, cache = lens.run_with_cache(tokens, names_filter=[facts.hook_name_out])
+            torch.testing.assert_close(cache[facts.hook_name_out].flatten(0, 1), ours[1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_saelens_is_told_in_place_of_a_hook_is_taken_back_when_it_is_read_again(tmp_path: Path) -> None:
+    facts = {
+        "model_name": "/models/tiny/tiny.gguf", "hook_name": "blocks.1.mlp.hook_in", "hook_layer": 1,
+        "hook_name_out": "blocks.1.hook_mlp_out", "module": "model.layers.1.norm", "module_out": "model.layers.1.mlp",
+    }  # fmt: skip
+    notes = SaeLens().write(shared_form(made("batch_topk", 32), facts), tmp_path / "sae")
+    assert notes == ["SAELens loads a GGUF model only with the files of its tokenizer beside it"]
+    told = json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]
+    assert (told["model_name"], told["hook_name"]) == ("/models/tiny", "model.layers.1.norm")
+    assert told["model_from_pretrained_kwargs"] == {"gguf_file": "tiny.gguf"}
+    assert SaeLens().read(tmp_path / "sae").metadata.items() >= facts.items()
+
+
+def test_rows_behind_berts_last_norm_are_called_what_transformer_lens_calls_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "bert")
+    (tmp_path / "text.txt").write_text("a cat sat")
+    meta = stream_at(model, tmp_path / "text.txt", "resid_post.1").meta
+    assert (meta["hook"], meta["hook_name"]) == ("resid_post.1", "blocks.1.hook_normalized_resid_post")
+    assert origin(meta)["hook_layer"] == 1
+    assert parse_hook(meta["hook_name"]) == parse_hook("resid_post.1")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.extractions import extraction_job
 from support.extractions import run as extract
+from support.saes import peer
 from support.tiny_models import make_model, sentences
 from torch import Tensor
 
@@ -270,7 +271,12 @@ def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
 
 
 def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
-    make_job: Callable, make_trainer: Callable, activations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_job: Callable,
+    make_trainer: Callable,
+    activations: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runs = []
     for layer in (0, 1, 2):
@@ -300,7 +306,7 @@ def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
     assert {file.name for file in (tmp_path / "set").iterdir()} == {
         "config.yaml", "layer_0.safetensors", "layer_1.safetensors",
     }  # fmt: skip
-    tracer = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
     files = {layer: str(tmp_path / "set" / f"layer_{layer}.safetensors") for layer in (0, 1)}
     loaded = tracer.load_transcoder_set(
         files, scan="", feature_input_hook="mlp.hook_in", feature_output_hook="mlp.hook_in", device=torch.device("cpu")
@@ -347,4 +353,6 @@ def test_from_an_extraction_on_every_format_is_told_where_the_activations_are_fr
     assert 'feature_output_hook: "hook_mlp_out"' in (tmp_path / "circuit-tracer" / "config.yaml").read_text()
     told = json.loads((tmp_path / "saelens" / "cfg.json").read_text())["metadata"]
     hook_names = {"hook_name": "blocks.1.mlp.hook_in", "hook_name_out": "blocks.1.hook_mlp_out"}
-    assert told.items() >= (hook_names | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()
+    assert told["as_extracted"] == hook_names
+    modules = {"hook_name": "model.layers.1.post_attention_layernorm", "hook_name_out": "model.layers.1.mlp"}
+    assert told.items() >= (modules | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()

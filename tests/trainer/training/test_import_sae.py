@@ -15,15 +15,17 @@ from safetensors.torch import load_file, save_file
 from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
+from sae_tui.cli_commands.parser import make_parser as make_command_parser
 from trainer.checkpoints.checkpoint import load
 from trainer.cli import main
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
 from trainer.contract.settings.job_file import load_job
+from trainer.parser import make_parser
 from trainer.saes.base import Sae
-from trainer.sharing.base import shared_form
+from trainer.sharing.base import Format, shared_form
 from trainer.training.export_checkpoint import checkpoint_of, learners_of
 
 SCALE = 0.4
@@ -320,6 +322,15 @@ def test_settings_of_saelens_that_we_do_not_compute_are_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | setting))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
     assert reason in capsys.readouterr().err
+
+
+def test_only_formats_that_can_be_read_are_offered_for_an_import(capsys: pytest.CaptureFixture[str]) -> None:
+    readable = [name for name, entry in FORMATS.items() if entry.load().read is not Format.read]
+    assert readable == [*READ_FORMATS]
+    for parser in (make_parser(), make_command_parser(print)):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["import", "--help"])
+        assert f"--format {{{','.join(readable)}}}" in capsys.readouterr().out
 
 
 def test_wrong_flags_are_told_and_nothing_is_written_over(

@@ -24,7 +24,7 @@ from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.settings.transcoders import transcoder_problems
+from trainer.contract.settings.transcoders import set_problems, transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
 AnyOutlook = Outlook | ExtractionOutlook
@@ -76,6 +76,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         return [*error.problems, *problems]
     work = Workload(job, wanted_ranks(job), data)
     problems += _check_saes(work)
+    problems += set_problems(job, data.d_out)
     problems += _check_length(work)
     # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
     unknown = ("launch.gpus", "parallel.", "data.model_gpus")

@@ -74,9 +74,10 @@ class ModeEntry(Entry, frozen=True):
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's format of an SAE; `use` says how the tool reads it."""
+    """A tool's format of an SAE; `use` says how the tool reads it, `is_read` whether it can be imported."""
 
     use: str
+    is_read: bool = False
 
 
 class MirrorEntry(Entry, frozen=True):
@@ -301,16 +302,19 @@ FORMATS = {
         "trainer.sharing.saelens:SaeLens",
         "all but TopK transcoders; cfg.json + sae_weights.safetensors",
         'SAE.load_from_disk("my-sae")',
+        is_read=True,
     ),
     "sparsify": FormatEntry(
         "trainer.sharing.sparsify:Sparsify",
         "TopK of one width; cfg.json + sae.safetensors",
         'SparseCoder.load_from_disk("my-sae")',
+        is_read=True,
     ),
     "dictionary_learning": FormatEntry(
         "trainer.sharing.dictionary_learning:DictionaryLearning",
         "every architecture, no transcoders; config.json + ae.pt",
         'load_dictionary("my-sae", "cpu")',
+        is_read=True,
     ),
     "circuit-tracer": FormatEntry(
         "trainer.sharing.circuit_tracer:CircuitTracer",
@@ -319,7 +323,7 @@ FORMATS = {
     ),
     "neuronpedia": FormatEntry(
         "trainer.sharing.neuronpedia:Neuronpedia",
-        "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
+        "what latents fire on, once `eval` has stored it; batch-N.json",
         "NeuronpediaDashboardBatch(**json.load(file))",
     ),
     "delphi": FormatEntry(
@@ -328,6 +332,8 @@ FORMATS = {
         'LatentDataset("folder-of-my-sae", ..., modules=["my-sae"])',
     ),
 }
+
+READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

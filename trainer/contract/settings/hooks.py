@@ -20,6 +20,8 @@ SITES = {
     "attn_out": "hook_attn_out",
 }
 WANTED = f'"SITE.LAYER" with SITE one of {", ".join(SITES)}, or the path of a module'
+# What it calls the same place of BERT's blocks, which normalise what they give to the next.
+POST_NORM = "hook_normalized_resid_post"
 _OURS = re.compile(rf"({'|'.join(SITES)})\.([0-9]{{1,4}})")
 _TRANSFORMER_LENS = re.compile(r"blocks\.([0-9]{1,4})\.([a-z_.]+)")
 _PATH = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -54,7 +56,7 @@ def parse_hook(text: str) -> Hook:
     if match := _OURS.fullmatch(text):
         return Hook(match[1], int(match[2]))
     if match := _TRANSFORMER_LENS.fullmatch(text):
-        sites = {theirs: ours for ours, theirs in SITES.items()}
+        sites = {theirs: ours for ours, theirs in SITES.items()} | {POST_NORM: "resid_post"}
         if match[2] in sites:
             return Hook(sites[match[2]], int(match[1]))
         # Some models call their blocks that, too: "blocks.3.attn" is a module of theirs.
@@ -80,6 +82,16 @@ def is_of_transcoder(text: str) -> bool:
     return _MLP.fullmatch(text) is not None
 
 
+def both_ends(text: Any) -> list[Any]:
+    """Return the places where the rows of a name are: two of an MLP as a whole, else that one."""
+    return list(dict.fromkeys(ends_of(text))) if isinstance(text, str) else [text]
+
+
+def is_of_all_layers(text: Any) -> bool:
+    """Tell whether a name is a site without a layer, which stands for that of all layers: "mlp" or "resid_post"."""
+    return text == "mlp" or (isinstance(text, str) and text in SITES)
+
+
 def names_of_hook(text: str) -> list[str]:
     """Return all names of the place that a text names, that text first."""
     hook = Hook(path=text) if _objection(text) else parse_hook(text)
@@ -91,6 +103,11 @@ def each_named(text: Any) -> list[Any]:
     if not isinstance(text, str):
         return [text]
     return [name for word in text.split(",") for name in _each_layer(word.strip())]
+
+
+def all_named(value: Any) -> list[Any]:
+    """Return the names that a text, or all texts of a list, stand for."""
+    return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
 
 
 def _each_layer(word: str) -> list[str]:
@@ -124,6 +141,8 @@ def _objection(text: Any) -> str:
     """Say why a value is no name of a place; return "" for one that is."""
     if not isinstance(text, str):
         return f"must be {WANTED}"
+    if is_of_all_layers(text):
+        return f"stands for all layers, and how many there are is not told here; name them, like {text}.0-11"
     try:
         parse_hook(text)
     except ValueError as error:

@@ -18,7 +18,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
-from trainer.contract.settings import extract, sweep
+from trainer.contract.settings import all_layers, extract, sweep
 from trainer.contract.settings.catalog import MIRRORS
 from trainer.contract.settings.extract import ExtractJob, check_extract
 from trainer.contract.settings.job import GPU_CHOICES, MIRROR_LISTS, Data, JobConfig
@@ -33,11 +33,14 @@ AnyJob = JobConfig | ExtractJob
 J = TypeVar("J", JobConfig, ExtractJob)
 
 
-def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
-    """Parse a TOML table into a job; return it, or None where there are problems, and every problem found."""
+def parse_job(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[JobConfig | None, list[Problem]]:
+    """Parse a TOML table into a job; return it, or None where there are problems, and every problem found.
+
+    A hook without a layer is looked for at relative paths from `bases`, or else from the working directory.
+    """
     if kind := _kind_problem(raw, "train", "run it with `python -m trainer extract`"):
         return None, [kind]
-    base, axes = sweep.split(raw)
+    base, axes = sweep.split(all_layers.of_training(raw, bases or [working_folder()]))
     wrong_axes = sweep.problems_of(base, axes)
     problems = _unknown_keys(raw, OF_TRAINING) + wrong_axes
     jobs = []
@@ -69,10 +72,11 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
     return (None if problems else JobConfig(**sections)), problems
 
 
-def parse_extraction(raw: Mapping[str, Any]) -> tuple[ExtractJob | None, list[Problem]]:
-    """Parse a TOML table into an extraction; return it, or None where there are problems, and every problem found."""
+def parse_extraction(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[ExtractJob | None, list[Problem]]:
+    """Parse a TOML table into an extraction, as `parse_job` does with a training."""
     if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `python -m trainer run`"):
         return None, [kind]
+    raw = all_layers.of_extraction(raw, bases or [working_folder()])
     sections, problems = _parse_sections(raw, ExtractJob, extract.SECTIONS)
     problems += _unknown_keys(raw, extract.SECTIONS)
     if problems:
@@ -108,8 +112,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[
 
     A relative path of the data is taken from the working directory, or else from the job file's folder.
     """
-    job = job_of(read_toml(Path(path), read), overrides)
-    return with_data_path(job, [here := working_folder(), (here / path).parent])
+    bases = bases_of(path)
+    return with_data_path(job_of(read_toml(Path(path), read), overrides, bases), bases)
 
 
 def load_extraction(
@@ -119,14 +123,20 @@ def load_extraction(
 
     Relative paths are taken from the working directory, or else from the job file's folder.
     """
-    job = extraction_of(read_toml(Path(path), read), overrides)
-    return job.with_paths([here := working_folder(), (here / path).parent])
+    bases = bases_of(path)
+    return extraction_of(read_toml(Path(path), read), overrides, bases).with_paths(bases)
 
 
 def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> AnyJob:
     """Read a job file of whatever kind and apply `--set` overrides; raise `JobFileError` with every problem."""
-    raw = read_toml(Path(path), read)
-    return with_paths(any_job_of(raw, overrides), [here := working_folder(), (here / path).parent])
+    bases = bases_of(path)
+    return with_paths(any_job_of(read_toml(Path(path), read), overrides, bases), bases)
+
+
+def bases_of(path: str | Path) -> list[Path]:
+    """Return where a relative path in a job file may start: the working directory, or the file's folder."""
+    here = working_folder()
+    return [here, (here / path).parent]
 
 
 def with_paths(job: AnyJob, bases: Sequence[Path]) -> AnyJob:
@@ -139,24 +149,24 @@ def is_extraction(raw: Mapping[str, Any]) -> bool:
     return raw.get("kind") == extract.KIND
 
 
-def parse_any(raw: Mapping[str, Any]) -> tuple[AnyJob | None, list[Problem]]:
+def parse_any(raw: Mapping[str, Any], bases: Sequence[Path] = ()) -> tuple[AnyJob | None, list[Problem]]:
     """Parse a TOML table into what its kind says; return it, or None where there are problems, and every problem."""
-    return parse_extraction(raw) if is_extraction(raw) else parse_job(raw)
+    return parse_extraction(raw, bases) if is_extraction(raw) else parse_job(raw, bases)
 
 
-def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> AnyJob:
+def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> AnyJob:
     """Return what a TOML table describes, with overrides; raise `JobFileError` with every problem."""
-    return extraction_of(raw, overrides) if is_extraction(raw) else job_of(raw, overrides)
+    return extraction_of(raw, overrides, bases) if is_extraction(raw) else job_of(raw, overrides, bases)
 
 
-def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+def job_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> JobConfig:
     """Return the training that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
-    return _whole(*parse_job(_overridden(raw, overrides)))
+    return _whole(*parse_job(_overridden(raw, overrides), bases))
 
 
-def extraction_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> ExtractJob:
+def extraction_of(raw: dict[str, Any], overrides: Sequence[str] = (), bases: Sequence[Path] = ()) -> ExtractJob:
     """Return the extraction that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
-    return _whole(*parse_extraction(_overridden(raw, overrides)))
+    return _whole(*parse_extraction(_overridden(raw, overrides), bases))
 
 
 def _overridden(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 
 from trainer.contract.settings.knobs import about
 
-HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.12"]'
+HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
@@ -43,7 +43,7 @@ class Model(msgspec.Struct, frozen=True):
     path: ModelPath
     hooks: Annotated[
         list[str],
-        about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, commas=True, min_length=1),
+        about("Where activations are read; no number: in all layers.", wanted=HOOK_LISTS, commas=True, min_length=1),
     ]
     revision: Revision | None = None
     dtype: Dtype = "auto"

@@ -7,7 +7,7 @@ import os
 from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook
+from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
     BatchTokens,
@@ -36,7 +36,7 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     hook: Annotated[
         str,
         about(
-            "Where activations are read, like resid_post.12; several, like .4-12: an SAE each; mlp.12: a transcoder.",
+            "Where activations are read: resid_post.12, .4-12, or resid_post for all, an SAE each; mlp: transcoders.",
             min_length=1,
         ),
     ]
@@ -117,10 +117,9 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         return model_size(self.model, self.revision)
 
     def _check_hook(self) -> list[Problem]:
-        try:
-            hook = self._last_hook
-        except ValueError as error:
-            return [Problem("data.hook", f"{show(self.hook)} {error}")]
+        if problems := problems_of_hooks([self.hook], "data.hook"):
+            return problems
+        hook = self._last_hook
         if not hook.path and self._size and hook.layer >= self._size.n_layers:
             layers = f"{plural(self._size.n_layers, 'layer')}, 0 to {self._size.n_layers - 1}"
             return [Problem("data.hook", f"{show(self.hook)} is in no layer of {self.model}, which has {layers}")]

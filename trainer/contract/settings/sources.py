@@ -137,7 +137,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         Annotated[
             str,
             about(
-                "A hook whose folder lies in that of an extraction; of several, an SAE each; mlp.12: a transcoder.",
+                "A hook whose folder lies in that of an extraction; of several, an SAE each; mlp.12, mlp: transcoders.",
                 advanced=True,
                 min_length=1,
             ),

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.contract.errors import Problem
-from trainer.contract.settings.hooks import each_named, problems_of_hooks, short_names
+from trainer.contract.settings.hooks import all_named, problems_of_hooks, short_names
 from trainer.contract.settings.job import HOOK, Axis, Train
 from trainer.contract.settings.knobs import Knob, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
@@ -110,7 +110,7 @@ def _first_of(section: str, keys: Table) -> Table:
 def _values(path: str, knob: Knob, value: Any) -> list[Any]:
     """Return the values of a list that is a sweep, else the value alone in a list."""
     if path == HOOK:
-        return [name for one in (value if isinstance(value, list) and value else [value]) for name in each_named(one)]
+        return all_named(value)
     several = isinstance(value, list) and bool(value) and may_differ(path)
     return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
 

@@ -1,0 +1,90 @@
+"""Hooks named without a layer, like "mlp" or "resid_post": those of all layers that the model or the folders have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.settings.hooks import all_named, both_ends, ends_of, is_of_all_layers, parse_hook
+from trainer.contract.settings.model_size import model_size
+
+Table = Mapping[str, Any]
+# Returns the layers that a site has.
+_LayersOf = Callable[[str], Sequence[int]]
+
+
+def of_training(raw: Table, bases: Sequence[Path]) -> Table:
+    """Return a training's table with each layer's hook where one is named without; as it is where none is known.
+
+    `bases` are folders that a relative path may start from, the first that has it.
+    """
+    data = raw.get("data")
+    if not isinstance(data, Mapping) or not _asks(hooks := all_named(data.get("hook"))):
+        return raw
+    if data.get("source") == "model":
+        of_model = _layers_of_model(data.get("model"), data.get("revision"), bases)
+        named = _each_layer(hooks, lambda _: of_model)
+    else:
+        paths = data.get("path")
+        folders = [_place(path, bases) for path in (paths if isinstance(paths, list) else [paths])]
+        named = _each_layer(hooks, lambda site: _layers_in(folders, site))
+    return {**raw, "data": {**data, "hook": named}}
+
+
+def of_extraction(raw: Table, bases: Sequence[Path]) -> Table:
+    """Return an extraction's table with each hook that its list stands for: of ranges, whole MLPs and all layers."""
+    model = raw.get("model")
+    given = model.get("hooks") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(given, list) or not given:
+        return raw
+    hooks = all_named(given)
+    if _asks(hooks):
+        of_model = _layers_of_model(model.get("path"), model.get("revision"), bases)
+        hooks = _each_layer(hooks, lambda _: of_model)
+    return {**raw, "model": {**model, "hooks": [end for hook in hooks for end in both_ends(hook)]}}
+
+
+def _asks(hooks: Sequence[Any]) -> bool:
+    return any(is_of_all_layers(hook) for hook in hooks)
+
+
+def _each_layer(hooks: Sequence[Any], layers_of: _LayersOf) -> list[Any]:
+    named: list[Any] = []
+    for hook in hooks:
+        layers = layers_of(hook) if is_of_all_layers(hook) else ()
+        named += [f"{hook}.{layer}" for layer in layers] or [hook]
+    return named
+
+
+def _layers_of_model(path: Any, revision: Any, bases: Sequence[Path]) -> range:
+    if not isinstance(path, str):
+        return range(0)
+    place = _place(path, bases)
+    size = model_size(place if os.path.exists(place) else path, revision if isinstance(revision, str) else None)
+    return range(size.n_layers if size else 0)
+
+
+def _layers_in(folders: Sequence[str], site: str) -> list[int]:
+    """Return the layers of which each of the folders of extractions has the rows at a site, or of both ends of one."""
+    sites = {parse_hook(end).site for end in ends_of(f"{site}.0")}
+    of_each = [_stored(folder, one) for folder in folders for one in sites]
+    return sorted(set.intersection(*of_each)) if of_each else []
+
+
+def _stored(folder: str, site: str) -> set[int]:
+    layers = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            with contextlib.suppress(ValueError):
+                hook = parse_hook(name)
+                layers |= {hook.layer} if hook.site == site else set()
+    return layers
+
+
+def _place(path: Any, bases: Sequence[Path]) -> str:
+    """Return where a path leads from the first base that has it."""
+    candidates = [os.path.abspath(base / os.path.expanduser(str(path))) for base in bases]
+    return next(filter(os.path.exists, candidates), candidates[0])
