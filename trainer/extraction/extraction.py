@@ -19,10 +19,11 @@ from trainer.contract.json_file import write_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.tokens_of_data import META
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
-from trainer.extraction.meta import META, TOKENS, meta_of
+from trainer.extraction.meta import TOKENS, meta_of
 from trainer.extraction.packing import Batch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
 from trainer.extraction.shard_writer import Blocks, Origin, add_sums

@@ -9,7 +9,6 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.shard_writer import ShardFile, Sums
 
-META = "meta.json"
 # What each token stands for, by its number.
 TOKENS = "tokens.json"
 
