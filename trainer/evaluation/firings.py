@@ -24,7 +24,7 @@ CONTEXT = 256
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     """Return what finds where the latents of a job's SAE fire; None where the data does not tell its tokens."""
     folders = [folder_of(knobs) for knobs in job.hooks.values()]
-    if not all(folder is not None and tells_tokens(folder) for folder in folders):
+    if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
     rows = Rows.of_hooks(open_source(job), job, torch.device("cpu"))
 

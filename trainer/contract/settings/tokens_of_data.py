@@ -38,7 +38,7 @@ def tells_tokens(folder: Path) -> bool:
     """Tell whether the shards of a folder tell their tokens and the order of their text; raise `UserError`."""
     meta = read_json(folder / META, dict[str, object]) or {}
     is_in_order = not meta.get("shuffled") or isinstance(meta.get("seed"), int)
-    return folder.is_dir() and is_in_order and shard_tells_tokens(inspect_shards(folder).shards[0].file)
+    return not folder.is_file() and is_in_order and shard_tells_tokens(inspect_shards(folder).shards[0].file)
 
 
 def shard_tells_tokens(file: Path) -> bool:
