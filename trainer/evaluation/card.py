@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -15,7 +13,16 @@ from trainer.checkpoints.atomic_folder import write_json
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.runs.features import CARD, FEATURES
-from trainer.contract.runs.report_card import BINS_PER_DECADE, Card, Data, SampledLatent, facts, marked, sample_latents
+from trainer.contract.runs.report_card import (
+    BINS_PER_DECADE,
+    Card,
+    Data,
+    SampledLatent,
+    as_table,
+    facts,
+    marked,
+    sample_latents,
+)
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 
 # What Markdown would take for more than text.
@@ -41,20 +48,6 @@ def with_latents(card: Card, folder: Path) -> Card:
     with contextlib.suppress(UserError):
         return msgspec.structs.replace(card, latents=sample_latents(folder / FEATURES))
     return card
-
-
-def as_table(card: Card) -> dict[str, Any]:
-    """Return the card for JSON, which has no word for a number that is none but null."""
-    table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(card))
-    return table
-
-
-def _numbers_or_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _numbers_or_none(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_numbers_or_none(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def model_card(card: Card) -> str:

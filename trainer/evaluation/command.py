@@ -9,8 +9,8 @@ import torch
 
 from trainer.contract.errors import UsageError
 from trainer.contract.paths import RunPaths
-from trainer.contract.runs.report_card import Card, lines
-from trainer.evaluation.card import as_table, with_latents, write_card
+from trainer.contract.runs.report_card import Card, as_table, lines
+from trainer.evaluation.card import with_latents, write_card
 from trainer.evaluation.contexts import write_features
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import evaluations_of

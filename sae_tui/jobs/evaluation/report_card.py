@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.json_file import read_json
+from trainer.contract.runs import report_card
 from trainer.contract.runs.features import CARD
+from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.series import error_of
 
 
@@ -76,7 +78,16 @@ def read_card(folder: Path) -> ReportCard | None:
     return read_json(folder / CARD, ReportCard)
 
 
+def whole_cards(folder: Path) -> dict[str, Card]:
+    """Return all that the cards of the SAE in a folder, or of those of a sweep, tell, by label."""
+    cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
+    return {card.label: card for card in cards}
+
+
 def read_cards(folder: Path) -> list[ReportCard]:
     """Return the cards of the SAE in a folder, or of those of a sweep."""
-    folders = [folder, *sorted(file.parent for file in folder.glob(f"*/{CARD}"))]
-    return [card for one in folders if (card := read_card(one))]
+    return [card for one in _folders(folder) if (card := read_card(one))]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [folder, *sorted(file.parent for file in folder.glob(f"*/{CARD}"))]

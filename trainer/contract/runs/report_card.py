@@ -187,6 +187,20 @@ def _without_unknown(value: Any) -> Any:
     return value
 
 
+def as_table(card: Card) -> dict[str, Any]:
+    """Return the card for JSON, which has no word for a number that is none but null."""
+    table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(card))
+    return table
+
+
+def _numbers_or_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _numbers_or_none(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers_or_none(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
     """Return up to `N_SAMPLED` of the latents that fire, by chance, from a file of features; raise `UserError`."""
     features = Features(file)
@@ -206,16 +220,20 @@ def _text(context: Context) -> SampledText:
 
 def lines(card: Card) -> list[str]:
     """Return the card in lines for a terminal."""
+    table = facts(card)
+    width = max(len(title) for title, _ in table)
+    return [*title_lines(card), *(f"  {title:<{width}}  {value}" for title, value in table)]
+
+
+def title_lines(card: Card) -> list[str]:
+    """Return in two lines what was measured, and on what."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     left_out = f", {data.outlier_fraction:.2%} of enormous norm left out" if data.outlier_fraction else ""
     step = f", step {card.step:,}" if card.step else ""
-    table = [(title, value) for title, value in facts(card)]
-    width = max(len(title) for title, _ in table)
     return [
         f"{card.title}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}{step}",
         f"on {rows}{left_out}",
-        *(f"  {title:<{width}}  {value}" for title, value in table),
     ]
 
 
