@@ -147,8 +147,9 @@ class JobScreen(Screen[None]):
         verbs = offers_for(detail.view)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
         has_no_sae = extracts(detail.view.config)
-        hidden |= {"job.evaluate"} if has_no_sae or not detail.view.state.is_final else set()
-        hidden |= {"job.features", "job.card"} if has_no_sae else set()
+        # A card is of what a job has left at its end.
+        hidden |= {"job.evaluate", "job.card"} if has_no_sae or not detail.view.state.is_final else set()
+        hidden |= {"job.features"} if has_no_sae else set()
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:
