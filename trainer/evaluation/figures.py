@@ -101,7 +101,7 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
     if n < 2 or not total:
         return math.nan
     left = numerators - numerators.sum() / total * denominators
-    return float((left.square().sum() * n / (n - 1)).sqrt()) / total
+    return float((left.square().sum() * n / (n - 1)).sqrt()) / abs(total)
 
 
 def histogram(density: Tensor) -> list[int]:
