@@ -127,9 +127,9 @@ examples:
   python -m trainer eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
   python -m trainer eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
 
-FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare and dense
-latents, the histogram of densities and the nearest decoder directions, by the definitions of SAELens and SAEBench, on
-the rows that the run has held back. With --model, what the model loses where the SAE's reconstructions take the place
+FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
+rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
+SAELens and SAEBench, on the rows that the run has held back, and 20 latents by chance with their texts. With --model, what the model loses where the SAE's reconstructions take the place
 of its activations: cross-entropy and KL divergence, their scores against zeroed rows, on text after what was extracted.
 Special tokens, and the first tokens that were not extracted, are left as they are and do not count. With --probe, the
 AUC of logistic regressions on the 1 and 16 latents whose means differ most between two classes of texts, beside one on
