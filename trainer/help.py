@@ -127,17 +127,18 @@ examples:
   python -m trainer eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
   python -m trainer eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
 
-FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare and dense
-latents, the histogram of densities and the nearest decoder directions, by the definitions of SAELens and SAEBench, on
-the rows that the run has held back. With --model, what the model loses where the SAE's reconstructions take the place
-of its activations: cross-entropy and KL divergence, their scores against zeroed rows, on text after what was extracted.
-Special tokens, and the first tokens that were not extracted, are left as they are and do not count. With --probe, the
-AUC of logistic regressions on the 1 and 16 latents whose means differ most between two classes of texts, beside one on
-all activations, over 3 splits of the texts of sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`,
-scikit-learn and zstandard are enough). ± is the standard error of the split alone: the same sets for every SAE. All is
-written beside the weights as card.json and as a model card, README.md, where those are of this checkpoint; so are the
-texts in which each latent fires most, where the data tells the tokens of its rows, and with --model the tokens that it
-promotes and suppresses: W_dec @ W_U, with the weight of the final norm folded into W_U. `sae-tui features` shows them.
+FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
+rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
+SAELens and SAEBench, on the rows that the run has held back, and 20 latents by chance with their texts. With --model,
+what the model loses where the SAE's reconstructions take the place of its activations: cross-entropy and KL divergence,
+their scores against zeroed rows, on text after what was extracted. Special tokens, and the first tokens that were not
+extracted, are left as they are and do not count. With --probe, the AUC of logistic regressions on the 1 and 16 latents
+whose means differ most between two classes of texts, beside one on all activations, over 3 splits of the texts of
+sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the
+standard error of the split alone: the same sets for every SAE. All is written beside the weights as card.json and as a
+model card, README.md, where those are of this checkpoint; so are the texts in which each latent fires most, where the
+data tells the tokens of its rows, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the
+weight of the final norm folded into W_U. `sae-tui features` shows them.
 Exit codes: 0 done, 1 failed, 2 bad usage.
 """
 

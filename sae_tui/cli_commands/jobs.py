@@ -11,6 +11,7 @@ from typing import Any
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
 from sae_tui.jobs import edits
+from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.output import name_of_output
 from sae_tui.jobs.reconcile import reconcile
@@ -20,12 +21,16 @@ from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.runs.log_tail import tail
+from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
 from trainer.contract.settings.series import LOSS, key_metrics, measure, result_metrics, series_named
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0
+# Of a report card: what JSON has, and which facts are printed.
+_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing")
+_KEY_FACTS = ("FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
 EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, JobState.LOST: 5}
 
 
@@ -55,15 +60,17 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     _reconcile(context)
     reader = _reader(context, flags.id)
     assert reader.view is not None
+    cards = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
         shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
-        show_json(shown | {"cause": examine(context.data, reader.view)})
+        show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(cards)})
         return 0
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
     if postmortem:
         values["error"] = postmortem.error
     show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
+    _show_cards(cards)
     if postmortem:
         _show_cause(postmortem, flags.id)
     if reader.events:
@@ -76,6 +83,24 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
             ],
         )
     return 0
+
+
+def _card_fields(cards: Sequence[Card]) -> list[dict[str, Any]]:
+    """Return what was measured of each SAE; its texts are what `sae-tui features` shows."""
+    tables = map(as_table, cards)
+    return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
+
+
+def _show_cards(cards: Sequence[Card]) -> None:
+    """Print what matters most of a report card; of a sweep a line for each."""
+    if not cards:
+        return
+    say()
+    if len(cards) > 1:
+        show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in cards])
+        return
+    say(f"Report card, {text(title_lines(cards[0])[1])}:")
+    show_fields((title, value) for title, value in facts(cards[0]) if title in _KEY_FACTS)
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:

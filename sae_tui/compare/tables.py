@@ -14,7 +14,17 @@ from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.series import LOSS, error_of, measure, result_metrics, series_named, with_held_out
+from trainer.contract.settings.series import (
+    LOSS,
+    error_of,
+    held_out,
+    held_out_metrics,
+    measure,
+    result_metrics,
+    series_named,
+    with_held_out,
+)
+from trainer.contract.store.states import JobState
 from trainer.contract.wording import count, duration, gibibytes, number
 
 UNKNOWN = "–"
@@ -22,6 +32,10 @@ BEST = "★"
 SAME = "same"
 # A lead of no more than so many standard errors, those of both values combined, is none.
 LEAD = 2.0
+# What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
+LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05}
+# Settings that say how a job is trained: of an SAE that was not trained here, nothing.
+_OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -61,6 +75,7 @@ _OF_CARD = (
     # The more rows there are, the fewer latents never fire on them.
     Result("card_dead", "report card dead", None, word_of("dead_fraction")),
     Result("card_ce_score", "report card CE score", "higher", number),
+    Result("card_kl_score", "report card KL score", "higher", number),
     Result("card_auc_1", "probing AUC, k = 1", "higher", number),
     Result("card_auc_16", "probing AUC, k = 16", "higher", number),
     Result("card_rows", "report card rows", None, count),
@@ -90,11 +105,30 @@ def _of_metric(name: str, series: Series) -> Result:
 
 def differences(saes: Sequence[Sae]) -> list[Line]:
     """Return a row for each setting that is not the same for all; None for an SAE that does not have it."""
-    of_saes = [{**sae.settings, "ran as": _ran_as(sae)} for sae in saes]
+    of_saes = [_settings(sae) for sae in saes]
     paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
-    lines = [Line(path, tuple(settings.get(path) for settings in of_saes), word=_value) for path in paths]
-    # By repr, since False and 0 are equal in Python.
-    return [line for line in lines if len({repr(value) for value in line.values}) > 1]
+    lines = []
+    for path in paths:
+        values = tuple(settings.get(path) for settings in of_saes)
+        told = [one for one, sae in zip(values, saes, strict=True) if not (_is_imported(sae) and _is_of_training(path))]
+        # By repr, since False and 0 are equal in Python.
+        if len({repr(value) for value in told}) > 1:
+            lines.append(Line(path, values, word=_value))
+    return lines
+
+
+def _settings(sae: Sae) -> dict[str, Any]:
+    all_of_it = {**sae.settings, "ran as": _ran_as(sae)}
+    return {path: value for path, value in all_of_it.items() if not (_is_imported(sae) and _is_of_training(path))}
+
+
+def _is_of_training(path: str) -> bool:
+    return path.startswith(_OF_TRAINING)
+
+
+def _is_imported(sae: Sae) -> bool:
+    """Tell whether an SAE comes from elsewhere and was not trained on here: its job is over and never began."""
+    return sae.job.state is JobState.FINISHED and sae.job.started is None and not sae.job.step
 
 
 def results(saes: Sequence[Sae]) -> list[Line]:
@@ -103,10 +137,48 @@ def results(saes: Sequence[Sae]) -> list[Line]:
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            same = same_as_best(values, [sae.latest.get(error_of(result.name)) for sae in saes], result.better)
-            top = frozenset() if same else _best_as_shown(values, result)
-            lines.append(Line(result.title, values, top, result.word, same))
+            lines.append(_judged(Line(result.title, values, word=result.word), result, saes))
     return lines
+
+
+def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+    """Return the line with what leads marked, or what is not told apart from it."""
+    if any(_has_held_out(sae, result.name) for sae in saes) or not _leads(line.values, result):
+        return line
+    same = same_as_best(line.values, [_error(sae, result.name) for sae in saes], result.better)
+    top = frozenset() if same else _best_as_shown(line.values, result)
+    return msgspec.structs.replace(line, best=top, same=same)
+
+
+def _has_held_out(sae: Sae, name: str) -> bool:
+    """Tell whether an SAE is better judged by rows that it has not seen than by this value of its training."""
+    if name == "loss":
+        return any(_has_held_out(sae, metric) for metric in held_out_metrics())
+    return name in held_out_metrics() and not {held_out(name), f"card_{name}"}.isdisjoint(sae.latest)
+
+
+def _leads(values: Sequence[float | None], result: Result) -> bool:
+    """Tell whether the best value is ahead of the next by as much as this result takes; most take nothing."""
+    measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
+    if result.name not in LEAST_LEAD or len(measured) < 2:
+        return True
+    first, second = measured[:2]
+    return abs(first - second) > LEAST_LEAD[result.name] * abs(second)
+
+
+def _error(sae: Sae, name: str) -> float | None:
+    """Return the standard error of a result, where it is known; of a share of latents it is that of a binomial."""
+    if name != "dead_fraction":
+        return sae.latest.get(error_of(name))
+    dead, d_sae = value_of(sae, name), _d_sae(sae)
+    return math.sqrt(dead * (1 - dead) / d_sae) if d_sae and dead is not None and 0 <= dead <= 1 else None
+
+
+def _d_sae(sae: Sae) -> int | None:
+    own, expansion = sae.settings.get("sae.d_sae"), sae.settings.get("sae.expansion_factor")
+    if isinstance(own, int):
+        return own
+    return round(expansion * sae.job.d_in) if isinstance(expansion, int | float) and sae.job.d_in else None
 
 
 def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:

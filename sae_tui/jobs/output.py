@@ -6,9 +6,10 @@ import functools
 from pathlib import Path
 
 from trainer.contract.paths import DataDir
+from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
-from trainer.contract.settings.job_file import is_extraction, parse_extraction
+from trainer.contract.settings.job_file import is_extraction, parse_extraction, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 
@@ -44,6 +45,12 @@ def _extraction(config: str) -> ExtractJob | None:
         return None
     extraction, _ = parse_extraction(table_of(config))
     return extraction
+
+
+def may_tell_tokens(config: str) -> bool:
+    """Tell whether the data of a stored job file may tell its tokens: it is not known of data that is not here."""
+    job, _ = parse_job(table_of(config))
+    return job is None or tokens_of_data.may_tell_tokens(job.hooks.values())
 
 
 @functools.lru_cache(maxsize=256)

@@ -182,9 +182,13 @@ def _context_line(context: Context, largest: float, width: int) -> Line:
     """Return a context with each token shaded by how strongly the latent fires on it, cut at both ends to the width."""
     room = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
-    left = _last_cells(spans[: context.at], round(room * _MIDDLE))
-    rest = _first_cells(spans[context.at :], room - sum(cell_len(text) for text, _ in left))
-    return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *left, *rest)
+    return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, room))
+
+
+def cut_around(spans: Sequence[Span], at: int, width: int) -> list[Span]:
+    """Return the spans around one of them in at most so many cells; that one always begins in the same."""
+    left = _last_cells(spans[:at], round(width * _MIDDLE))
+    return [*left, *_first_cells(spans[at:], width - sum(cell_len(text) for text, _ in left))]
 
 
 def _shade(act: float, largest: float) -> str:

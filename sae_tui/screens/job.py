@@ -14,6 +14,7 @@ from textual.widget import Widget
 from sae_tui.jobs.output import extracts
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
+from sae_tui.screens.card import CardScreen
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.log import LogScreen
@@ -38,6 +39,7 @@ class JobScreen(Screen[None]):
         Binding("g", "continue_job", "Resume", id="job.continue", tooltip="Resume it where it was, or release it"),
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
+        Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all that was measured"),
         Binding("f", "open_features", "Features", id="job.features", tooltip="What the latents of its SAE fire on"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
                 tooltip="Its report card, and what its latents fire on; goes on if you quit"),
@@ -145,7 +147,8 @@ class JobScreen(Screen[None]):
         verbs = offers_for(detail.view)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
         has_no_sae = extracts(detail.view.config)
-        hidden |= {"job.evaluate"} if has_no_sae or not detail.view.state.is_final else set()
+        # A card is of what a job has left at its end.
+        hidden |= {"job.evaluate", "job.card"} if has_no_sae or not detail.view.state.is_final else set()
         hidden |= {"job.features"} if has_no_sae else set()
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
@@ -170,6 +173,9 @@ class JobScreen(Screen[None]):
 
     def action_evaluate(self) -> None:
         self.session.actions.evaluate(self.job_id)
+
+    def action_open_card(self) -> None:
+        self.app.push_screen(CardScreen(self.session, self.job_id, self.member))
 
     def action_open_features(self) -> None:
         self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))

@@ -12,8 +12,8 @@ SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5"
 
 def test_a_job_on_the_shipped_activations_is_evaluated_and_its_features_are_there(shell: Shell) -> None:
     shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
-    (line,) = shell.errors("features", 1, code=1)
-    assert "`sae-tui eval 1` finds out what its latents fire on" in line
+    # What the latents fire on is found at the end of the run.
+    assert shell.json("features", 1, "--limit", 1)
     told = shell.json("eval", 1, "--wait")["message"]
     assert told.startswith("job 1 is evaluated: FVU 0.")
     assert told.endswith("held-out rows; f, or `sae-tui features 1`, shows its latents")
@@ -23,6 +23,22 @@ def test_a_job_on_the_shipped_activations_is_evaluated_and_its_features_are_ther
     # No extraction of this machine wrote these activations.
     failed = shell.run("eval", 1, "--model", "auto", "--wait", code=1)
     assert failed.stdout.startswith("job 1 was not evaluated: --model: no extraction wrote")
+
+
+def test_the_report_card_of_a_job_is_among_what_is_told_of_it(shell: Shell) -> None:
+    sweep = ["--set", "sae.k=[4,8]"]
+    for more in ([], sweep):
+        shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, *more, "--gpus", "cpu", "--wait")
+    (card,) = shell.json("job", 1)["card"]
+    assert (card["sae"], card["figures"]["d_sae"], card["figures"]["rare"], card["spliced"]) == ("", 96, None, None)
+    text = shell.run("job", 1).stdout
+    assert "\nReport card, on 819 held-out rows of " in text
+    assert f"\nFVU      {card['figures']['fvu']:.4f} ± " in text
+    assert [one["sae"] for one in shell.json("job", 2)["card"]] == ["k=4", "k=8"]
+    assert "\nk=8  FVU 0." in shell.run("job", 2).stdout
+    shell.run("launch", shell.job_file, "--gpus", "cpu", "--hold")
+    assert shell.json("job", 3)["card"] == []
+    assert "Report card" not in shell.run("job", 3).stdout
 
 
 def test_what_cannot_be_evaluated_is_told_in_one_sentence(shell: Shell) -> None:

@@ -5,6 +5,7 @@ import pytest
 from sae_tui.compare.run import Sae
 from sae_tui.compare.tables import Line, best, differences, results, same_as_best
 from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> Sae:
@@ -74,6 +75,72 @@ def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_
         "duration": ["1 h 00 min", "45 s ★"],
         "peak memory": ["1.0 GiB", "–"],
     }
+
+
+def words(*saes: Sae) -> dict[str, list[str]]:
+    return {line.title: line.words() for line in results(saes)}
+
+
+def test_training_values_have_no_best_where_there_are_held_out_ones() -> None:
+    trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3041, "loss": 0.32}]
+    saes = [sae(number, latest=one) for number, one in enumerate(trained)]
+    assert words(*saes)["FVU"] == ["0.3037 ★", "0.3041"]
+    assert words(*saes)["loss"] == ["0.31 ★", "0.32"]
+    measured = [
+        one | {"heldout_fvu": fvu, "heldout_fvu_error": 0.004} for one, fvu in zip(trained, (0.35, 0.36), strict=True)
+    ]
+    lines = words(*(sae(number, latest=one) for number, one in enumerate(measured)))
+    assert lines["FVU"] == ["0.3037", "0.3041"]
+    assert lines["loss"] == ["0.31", "0.32"]
+    assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
+
+
+def test_speeds_and_times_have_a_best_only_by_a_clear_lead() -> None:
+    def run(number: int, speed: float, seconds: float) -> Sae:
+        return sae(number, latest={"tokens_per_s": speed}, started=0.0, ended=seconds)
+
+    lines = words(run(1, 1000, 100), run(2, 1040, 96), run(3, 500, 200))
+    assert lines["tokens/s"] == ["1000", "1040", "500"]
+    assert lines["duration"] == ["2 min", "2 min", "3 min"]
+    lines = words(run(1, 1000, 100), run(2, 1100, 80))
+    assert lines["tokens/s"] == ["1000", "1100 ★"]
+    assert lines["duration"] == ["2 min", "80 s ★"]
+
+
+def test_a_share_of_dead_latents_has_the_error_of_a_binomial() -> None:
+    def run(number: int, dead: float, d_sae: int | None = 1000) -> Sae:
+        settings = {"sae.d_sae": d_sae, "sae.expansion_factor": 8.0}
+        return sae(number, settings, {"dead_fraction": dead}, d_in=1000)
+
+    assert words(run(1, 0.010), run(2, 0.015))["dead fraction"] == ["1% same", "1.5% same"]
+    assert words(run(1, 0.010), run(2, 0.040))["dead fraction"] == ["1% ★", "4%"]
+    # Of 8,000 latents that is a lead.
+    assert words(run(1, 0.010, None), run(2, 0.015, None))["dead fraction"] == ["1% ★", "1.5%"]
+
+
+def test_scores_in_the_language_model_are_told_apart_by_their_errors() -> None:
+    def run(number: int, ce: float, kl: float) -> Sae:
+        errors = {"card_ce_score_error": 0.004, "card_kl_score_error": 0.004}
+        return sae(number, latest={"card_ce_score": ce, "card_kl_score": kl} | errors)
+
+    lines = words(run(1, 0.950, 0.950), run(2, 0.955, 0.970))
+    assert lines["report card CE score"] == ["0.95 same", "0.955 same"]
+    assert lines["report card KL score"] == ["0.95", "0.97 ★"]
+
+
+def test_how_an_imported_sae_would_be_trained_is_no_difference() -> None:
+    def settings(n_steps: int) -> dict[str, object]:
+        return {"sae.k": n_steps, "train.n_steps": n_steps, "launch.gpus": n_steps, "parallel.mode": n_steps}
+
+    theirs = sae(1, settings(1), state=JobState.FINISHED)
+    mine = [sae(number, settings(number), state=JobState.FINISHED, started=1.0, device="cuda") for number in (2, 3)]
+    assert [line.title for line in differences([theirs, mine[0]])] == ["sae.k"]
+    lines = {line.title: line.words() for line in differences([theirs, *mine])}
+    assert lines["train.n_steps"] == ["–", "2", "3"]
+    assert "ran as" not in lines
+    # One that was trained on here is as any.
+    trained = sae(1, settings(1), state=JobState.FINISHED, started=1.0, device="cuda")
+    assert [line.title for line in differences([trained, mine[0]])] == list(settings(1))
 
 
 def test_a_lead_within_twice_the_combined_error_is_none():

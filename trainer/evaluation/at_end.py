@@ -6,18 +6,26 @@ import math
 import threading
 from pathlib import Path
 
+from torch import Tensor
+
 from trainer.activations.base import Source, StreamSource
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
+from trainer.contract.runs.report_card import Card, summary
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.series import CRITERION, error_of, held_out
+from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, Row
-from trainer.evaluation.card import Card, summary, write_card
+from trainer.evaluation.card import with_latents, write_card
+from trainer.evaluation.contexts import contexts_of, texts_of, write_features
 from trainer.evaluation.evaluate_folder import card_of
+from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, Rows, StopAsked
+from trainer.extraction.token_bytes import read_tokens
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
+from trainer.saes.sparse_acts import Acts, DenseActs
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.loop import Trainer
 
@@ -26,6 +34,8 @@ ERROR_NAME = error_of(held_out(CRITERION))
 MOST_ROWS = 32_768
 # A row takes a third of the work that it takes in training.
 SHARE_OF_TOKENS = 20
+# Texts to keep of each latent: half of what an evaluation keeps, of fewer rows.
+N_CONTEXTS = 10
 
 
 class Cards:
@@ -92,10 +102,36 @@ class Cards:
         most = most_rows(self._at.tokens, self._parallel.world_size)
         hook = self._trainer.learners[label].hook
         rows = Rows(self._held_out().of_hook(hook), self._trainer.outliers[hook], self._job, device, most, self._stop)
-        source = self._source.of_hook(hook)
-        card = card_of(folder, rows, source, device, name=self._job.name, label=label, step=self._at.step)
+        source, sae = self._source.of_hook(hook), read_exported(folder, device)
+        card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
+        try:
+            self._write_features(folder, label, sae)
+            card = with_latents(card, folder)
+        except Exception as error:
+            rank_log.say(f"what the latents of {folder} fire on was not found: {first_line(error)}")
         write_card(folder, card)
         return card
+
+    def _write_features(self, folder: Path, label: str, sae: ExportedSae) -> None:
+        """Write on what the latents of an SAE fire, in as many rows as are measured, where its data tells its tokens.
+
+        Each latent is compared with all others, which costs as much as that many rows.
+        """
+        learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
+        data = folder_of([*self._job.hooks.values()][learner.hook])
+        if data is None or not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
+            return
+
+        def acts_of(x: Tensor) -> Acts:
+            if self._stop.is_set():
+                raise StopAsked("a stop was asked for")
+            # At the scale of the training, as those of an evaluation are.
+            return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.y_scale)
+
+        outliers = self._trainer.outliers[learner.hook]
+        contexts = contexts_of(acts_of, texts_of(data, most), outliers, sae.d_sae, N_CONTEXTS)
+        if contexts:
+            write_features(folder, contexts.tensors(sae.W_dec, read_tokens(data)))
 
     def _held_out(self) -> TrainingData:
         """Return the data with the held-out rows of all ranks; of a stream this rank has only its own."""

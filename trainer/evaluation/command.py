@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from trainer.contract.errors import UsageError
 from trainer.contract.paths import RunPaths
-from trainer.evaluation.card import Card, lines, write_card
+from trainer.contract.runs.report_card import Card, as_table, lines
+from trainer.evaluation.card import with_latents, write_card
 from trainer.evaluation.contexts import write_features
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import evaluations_of
@@ -61,13 +61,14 @@ def evaluate(
         there = exported_tokens(folder)
         is_same = there == card.tokens
         if is_same:
-            write_card(folder, card)
             if n_contexts and (tensors := features(n_contexts)):
                 write_features(folder, tensors)
+            card = with_latents(card, folder)
+            write_card(folder, card)
         reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
         note = f"written to {folder}" if is_same else f"not written: {reason} in {folder}"
         written_to = str(folder) if is_same else None
-        told.append({"card": msgspec.to_builtins(card), "lines": [*lines(card), note], "written_to": written_to})
+        told.append({"card": as_table(card), "lines": [*lines(card), note], "written_to": written_to})
     return told
 
 
@@ -77,9 +78,10 @@ def is_folder_of_saes(path: Path) -> bool:
 
 
 def _written(folder: Path, card: Card) -> dict[str, Any]:
+    card = with_latents(card, folder)
     write_card(folder, card)
     note = f"written to {folder}"
-    return {"card": msgspec.to_builtins(card), "lines": [*lines(card), note], "written_to": str(folder)}
+    return {"card": as_table(card), "lines": [*lines(card), note], "written_to": str(folder)}
 
 
 def _device(name: str) -> torch.device:

@@ -18,9 +18,8 @@ from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import FEATURES, NO_TOKEN
-from trainer.contract.settings.hook_names import META
-from trainer.contract.settings.shards import TENSOR, inspect_shards, read_header
-from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
+from trainer.contract.settings.shards import TENSOR, inspect_shards
+from trainer.contract.settings.tokens_of_data import META, shard_tells_tokens
 from trainer.extraction.shard_writer import Origin, order_of_shard
 from trainer.saes.sparse_acts import Acts, SparseActs
 from trainer.training.learner import Learner
@@ -51,12 +50,6 @@ class Entries(NamedTuple):
     n_rows: int
 
 
-def folder_of(knobs: SourceKnobs) -> Path | None:
-    """Return the folder of the data; None where it has none, or several."""
-    paths = each(knobs.folders) if isinstance(knobs, ShardKnobs) else []
-    return Path(paths[0]) if len(paths) == 1 else None
-
-
 def acts_of(learner: Learner, x: Tensor) -> Acts:
     """Return the activations of raw rows x [n, d_in], at the scale of the training."""
     sae = learner.sae
@@ -64,25 +57,24 @@ def acts_of(learner: Learner, x: Tensor) -> Acts:
     return learner.forward(scaled, scaled.new_zeros(len(x), sae.d_out)).acts
 
 
-def texts_of(place: Path) -> Iterator[Text]:
-    """Yield the shards of a folder of activations that tell the tokens of their rows, up to `MOST_ROWS`; else none."""
-    meta, n_rows = read_json(place / META, dict[str, object]) or {}, 0
+def texts_of(place: Path, most: int = MOST_ROWS) -> Iterator[Text]:
+    """Yield the shards of a folder of activations that tell the tokens of their rows, up to `most` rows; else none."""
+    meta, room = read_json(place / META, dict[str, object]) or {}, most
     for shard in inspect_shards(place).shards:
-        header, _ = read_header(shard.file) if shard.file.suffix == ".safetensors" else ({}, 0)
-        if n_rows >= MOST_ROWS or not {*Origin._fields} <= header.keys():
+        if room <= 0 or not shard_tells_tokens(shard.file):
             return
-        n_rows += shard.n_tokens
         with safe_open(shard.file, "pt") as tensors:
             origin = Origin(*(tensors.get_tensor(name).int() for name in Origin._fields))
             x = tensors.get_tensor(TENSOR)
         if any(of_rows.shape != (len(x),) for of_rows in origin):
             return
+        first = torch.arange(min(room, len(x)))
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
-            order = order_of_shard(seed, shard.file.stem, len(x)).argsort()
-            x, origin = x[order], Origin(*(one[order] for one in origin))
-        yield Text(x, origin)
+            first = order_of_shard(seed, shard.file.stem, len(x)).argsort()[:room]
+        room -= len(first)
+        yield Text(x[first], Origin(*(one[first] for one in origin)))
 
 
 class Contexts:

@@ -11,9 +11,9 @@ from trainer.activations.base import Source
 from trainer.activations.open_source import open_source
 from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
-from trainer.evaluation.card import Card
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import measure, recovery
@@ -40,7 +40,8 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
         label = str(folder.relative_to(path)) if folder != path else ""
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
         own = source.of_hook(hook)
-        yield folder, card_of(folder, rows[hook], own, device, name=name, label=label, is_trained_on=not data)
+        sae = read_exported(folder, device)
+        yield folder, card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
 
 
 def saes_in(path: Path) -> list[Path]:
@@ -67,18 +68,17 @@ def _job_beside(path: Path) -> JobConfig | None:
 
 
 def card_of(
+    sae: ExportedSae,
     folder: Path,
     rows: Rows,
     source: Source,
-    device: torch.device,
     *,
     name: str,
     label: str = "",
     step: int = 0,
     is_trained_on: bool = True,
 ) -> Card:
-    """Measure the SAE in a folder on rows of a source; raise `UserError` where it is not one of such rows."""
-    sae = read_exported(folder, device)
+    """Measure the SAE of a folder on rows of a source; raise `UserError` where it is not one of such rows."""
     _refuse_other_widths(sae, source, folder)
 
     try:

@@ -17,19 +17,20 @@ from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.runs.report_card import Card, Figures, Probing, Spliced
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job_file import load_extraction
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import SourceKnobs
-from trainer.evaluation.card import Card
-from trainer.evaluation.contexts import acts_of, contexts_of, folder_of, texts_of
+from trainer.contract.settings.tokens_of_data import folder_of
+from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
-from trainer.evaluation.figures import Figures, measure, recovery
+from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.probe_sets import read_sets
-from trainer.evaluation.probing import DenseProbes, LabelledRows, Probing, probe, probe_rows
+from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
 from trainer.evaluation.rows import Rows
-from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
+from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts

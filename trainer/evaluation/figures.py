@@ -11,52 +11,15 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.activations.base import Pair, Source
+from trainer.contract.runs.report_card import BINS_PER_DECADE, LEAST_ROWS_FOR_RARE, LOWEST_DECADE, RARE, Figures
 from trainer.saes.sparse_acts import Acts
 
 # Takes inputs [n, d_in] and targets [n, d_out]; gives the activations of all latents and the targets' reconstruction.
 Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-# Borders of the histogram of densities, as powers of ten.
-LOWEST_DECADE = -6
-BINS_PER_DECADE = 2
-# A latent that fires, but on no more than this share of the rows.
-RARE = 1e-4
 # Decoder directions that are compared with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
-
-
-class Figures(msgspec.Struct, frozen=True):
-    """What an SAE does on `n_tokens` rows that it has not seen.
-
-    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over rows; `median_row_fvu` is the median of
-    ‖y − x̂‖² / ‖y − mean‖², which no single row can move. `explained_variance` is 1 − FVU and `mse` is the mean of
-    ‖y − x̂‖². `l2_ratio` is the mean of ‖x̂‖ / ‖y‖ and `relative_reconstruction_bias` E‖x̂‖² / E⟨y, x̂⟩: below 1 where
-    reconstructions shrink. Latents are `dead` where they never fire on these rows, `rare` where on at most `RARE` of
-    them, dense where on more than 1 or 10 %. `density_histogram` counts the others by log10 of the share of rows on
-    which they fire, in `BINS_PER_DECADE` bins for each decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is the
-    mean over latents of the largest cosine between its decoder direction and another's.
-    """
-
-    n_tokens: int
-    d_in: int
-    d_sae: int
-    fvu: float
-    fvu_error: float
-    median_row_fvu: float
-    explained_variance: float
-    mse: float
-    cosine: float
-    l0: float
-    l0_quantiles: list[float]
-    l2_ratio: float
-    relative_reconstruction_bias: float
-    dead: float
-    rare: float
-    dense_1: float
-    dense_10: float
-    density_histogram: list[int]
-    max_decoder_cosine: float
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -107,6 +70,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
 def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) -> Figures:
     n, density = len(rows.error), rows.fired / len(rows.error)
     fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
+    dead = float((density == 0).double().mean())
     return Figures(
         n_tokens=n,
         d_in=d_in,
@@ -121,8 +85,9 @@ def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) ->
         l0_quantiles=[float(rows.l0.double().quantile(share)) for share in QUANTILES],
         l2_ratio=sums["norm_ratio"] / n,
         relative_reconstruction_bias=sums["norm"] / sums["product"] if sums["product"] else math.nan,
-        dead=float((density == 0).double().mean()),
-        rare=float(((density > 0) & (density <= RARE)).double().mean()),
+        dead=dead,
+        dead_error=math.sqrt(dead * (1 - dead) / len(density)),
+        rare=float(((density > 0) & (density <= RARE)).double().mean()) if n >= LEAST_ROWS_FOR_RARE else None,
         dense_1=float((density > 0.01).double().mean()),
         dense_10=float((density > 0.1).double().mean()),
         density_histogram=histogram(density),
@@ -136,7 +101,7 @@ def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
     if n < 2 or not total:
         return math.nan
     left = numerators - numerators.sum() / total * denominators
-    return float((left.square().sum() * n / (n - 1)).sqrt()) / total
+    return float((left.square().sum() * n / (n - 1)).sqrt()) / abs(total)
 
 
 def histogram(density: Tensor) -> list[int]:

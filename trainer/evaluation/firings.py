@@ -11,7 +11,8 @@ import torch
 from trainer.activations.open_source import open_source
 from trainer.activations.outliers import Outliers
 from trainer.contract.settings.job import JobConfig
-from trainer.evaluation.contexts import acts_of, entries_of, folder_of, texts_of
+from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
+from trainer.evaluation.contexts import acts_of, entries_of, texts_of
 from trainer.evaluation.rows import Rows
 from trainer.sharing.base import Firings
 from trainer.training.learner import Learner
@@ -23,7 +24,7 @@ CONTEXT = 256
 def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
     """Return what finds where the latents of a job's SAE fire; None where the data does not tell its tokens."""
     folders = [folder_of(knobs) for knobs in job.hooks.values()]
-    if not all(map(_tells_tokens, folders)):
+    if not all(folder is not None and folder.is_dir() and tells_tokens(folder) for folder in folders):
         return None
     rows = Rows.of_hooks(open_source(job), job, torch.device("cpu"))
 
@@ -33,10 +34,6 @@ def firings_of(job: JobConfig) -> Callable[[Learner], Firings] | None:
         return _firings(folder, rows[learner.hook].outliers, learner)
 
     return firings
-
-
-def _tells_tokens(folder: Path | None) -> bool:
-    return folder is not None and folder.is_dir() and next(texts_of(folder), None) is not None
 
 
 def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:

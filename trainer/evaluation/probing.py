@@ -12,11 +12,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
+
+from trainer.contract.runs.report_card import Auc, Probing
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -38,29 +39,6 @@ class LabelledRows(NamedTuple):
     name: str
     rows: Tensor
     labels: list[int]
-
-
-class Auc(msgspec.Struct, frozen=True):
-    """The mean AUC on test texts over sets and seeds, and `of_sets` those of each set over seeds.
-
-    `seed_error` is its standard error where these sets are all that is asked, so that only the split into training and
-    test texts varies; `set_error` where they stand for all tasks there are.
-    """
-
-    auc: float
-    seed_error: float
-    set_error: float | None
-    of_sets: dict[str, float]
-
-
-class Probing(msgspec.Struct, frozen=True):
-    """What probes of the k best latents reach, by k, and a probe of the raw activations, `dense`."""
-
-    n_sets: int
-    n_seeds: int
-    n_texts: int
-    k: dict[str, Auc]
-    dense: Auc
 
 
 class DenseProbes(NamedTuple):

@@ -15,8 +15,8 @@ from trainer.activations.heavy_dimensions import heavy_dimensions
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HookRows, are_finite, open_data
 from trainer.contract.errors import UserError
+from trainer.contract.runs.report_card import Data
 from trainer.contract.settings.job import JobConfig
-from trainer.evaluation.card import Data
 from trainer.parallel.base import Parallel
 from trainer.training.row_sample import Sampler
 

@@ -23,9 +23,11 @@ from tqdm import tqdm
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
+from trainer.contract.runs.report_card import Spliced
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
+from trainer.evaluation.figures import ratio_error
 from trainer.evaluation.logit_lens import moved_tokens
 from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -45,41 +47,20 @@ Map = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor, Tensor], Tensor]
 
 
-class Spliced(msgspec.Struct, frozen=True):
-    """What the model loses, in nats for each of `n_tokens` predictions, and which text it read.
-
-    `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
-    or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
-    divergence from the model as it is. `is_unseen` where that text is known to come after what was extracted.
-    """
-
-    n_tokens: int
-    text: str
-    is_unseen: bool
-    ce: float
-    ce_with_sae: float
-    ce_with_zeros: float
-    ce_with_mean: float | None
-    ce_score: float
-    kl_with_sae: float
-    kl_with_zeros: float
-    kl_score: float
-
-
 class Sums:
     """Cross-entropy and KL divergence, summed over the tokens that count."""
 
     def __init__(self) -> None:
-        self._ce = self._kl = 0.0
+        self._ce, self._kl = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
         self._n_ce = self._n_kl = 0
 
     def add(self, reading: Reading, logits: Tensor) -> None:
         """Add a forward pass; `logits` [n_contexts, n_tokens, n_ids]."""
         ce = cross_entropy(logits[:, :-1].flatten(0, 1), reading.ids[:, 1:].flatten(), reduction="none")
-        self._ce += float(ce[reading.predicts.flatten()].double().sum())
+        self._ce.append(_by_context(ce[reading.predicts.flatten()], reading.predicts))
         self._n_ce += int(reading.predicts.sum())
         own, clean = log_softmax(logits[reading.counts], -1), reading.log_probabilities[reading.counts]
-        self._kl += float((clean.exp() * (clean - own)).sum(-1).double().sum())
+        self._kl.append(_by_context((clean.exp() * (clean - own)).sum(-1), reading.counts))
         self._n_kl += int(reading.counts.sum())
 
     @property
@@ -87,12 +68,27 @@ class Sums:
         return self._n_ce
 
     @property
+    def ce_by_context(self) -> Tensor:
+        return torch.cat(self._ce)
+
+    @property
+    def kl_by_context(self) -> Tensor:
+        return torch.cat(self._kl)
+
+    @property
     def ce(self) -> float:
-        return self._ce / max(1, self._n_ce)
+        return float(self.ce_by_context.sum()) / max(1, self._n_ce)
 
     @property
     def kl(self) -> float:
-        return self._kl / max(1, self._n_kl)
+        return float(self.kl_by_context.sum()) / max(1, self._n_kl)
+
+
+def _by_context(values: Tensor, marked: Tensor) -> Tensor:
+    """Return the sums [n_contexts], float64 on the CPU, of the values of the marked places [n_contexts, n]."""
+    sums = torch.zeros(marked.shape, dtype=torch.float64)
+    sums[marked.cpu()] = values.double().cpu()
+    return sums.sum(1)
 
 
 class Reading(NamedTuple):
@@ -147,6 +143,7 @@ class SplicedModel:
         if not clean.n_tokens:
             raise UserError("text.path: the text has no row to splice; give more text")
         sae, zeros = of_each["sae"], of_each["zeros"]
+        ce_zeros, kl_zeros = zeros.ce_by_context, zeros.kl_by_context
         return Spliced(
             n_tokens=clean.n_tokens,
             text=self._job.text.path or str(self._job.text.dataset),
@@ -156,9 +153,11 @@ class SplicedModel:
             ce_with_zeros=zeros.ce,
             ce_with_mean=of_each["mean"].ce if mean is not None else None,
             ce_score=_share(zeros.ce - sae.ce, zeros.ce - clean.ce),
+            ce_score_error=ratio_error(ce_zeros - sae.ce_by_context, ce_zeros - clean.ce_by_context),
             kl_with_sae=sae.kl,
             kl_with_zeros=zeros.kl,
             kl_score=_share(zeros.kl - sae.kl, zeros.kl),
+            kl_score_error=ratio_error(kl_zeros - sae.kl_by_context, kl_zeros),
         )
 
     def last_rows(self, texts: Sequence[str]) -> Tensor:

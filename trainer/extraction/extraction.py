@@ -19,7 +19,7 @@ from trainer.contract.json_file import write_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.settings.hook_names import META
+from trainer.contract.settings.tokens_of_data import META
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel

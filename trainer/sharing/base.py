@@ -132,6 +132,12 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
     )
 
 
+def public_name(value: Any) -> Any:
+    """Return what a fact is called elsewhere: of a path of this machine, which tells nobody anything, its last part."""
+    is_path = isinstance(value, str) and Path(value).is_absolute()
+    return Path(value).name or value if is_path else value
+
+
 def forget_card(folder: Path) -> None:
     """Remove the card of the weights that were here before."""
     readme = folder / MODEL_CARD

@@ -13,7 +13,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.toml import read_plain_text
-from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD
+from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import output_of
 
@@ -70,7 +70,11 @@ def _sections(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
 def _plain(job: JobConfig, state: State, label: str) -> str:
     """Describe an SAE that was not evaluated."""
     origin = state.origin_of(label)
-    lines = [f"- {fact.replace('_', ' ')}: {origin[fact]}" for fact in ("model_name", "hook_name") if fact in origin]
+    lines = [
+        f"- {fact.replace('_', ' ')}: {public_name(origin[fact])}"
+        for fact in ("model_name", "hook_name")
+        if fact in origin
+    ]
     title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
     what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
     return "\n".join([title, "", what, *lines, ""])

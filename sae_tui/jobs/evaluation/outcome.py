@@ -47,6 +47,11 @@ def _contexts(data: DataDir, job_id: int) -> str:
     return NO_TOKENS
 
 
+def is_judged(folder: Path) -> bool:
+    """Tell whether the SAE in a folder, or one of several, has a report card."""
+    return (folder / CARD).exists() or any(folder.glob(f"*/{CARD}"))
+
+
 def has_features(folder: Path) -> bool:
     """Tell whether it is stored what the latents of the SAE in a folder, or of one of several, fire on."""
     return (folder / FEATURES).exists() or any(folder.glob(f"*/{FEATURES}"))

@@ -7,7 +7,9 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.json_file import read_json
+from trainer.contract.runs import report_card
 from trainer.contract.runs.features import CARD
+from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.series import error_of
 
 
@@ -19,12 +21,16 @@ class Figures(msgspec.Struct, frozen=True):
     fvu_error: float | None = None
     l0: float | None = None
     dead: float | None = None
+    dead_error: float | None = None
 
 
 class Spliced(msgspec.Struct, frozen=True):
-    """What of its cross-entropy a language model keeps with the SAE in it, by a model without these activations."""
+    """What a language model keeps with the SAE in it, by a model without these activations, with standard errors."""
 
     ce_score: float
+    ce_score_error: float | None = None
+    kl_score: float | None = None
+    kl_score_error: float | None = None
 
 
 class Auc(msgspec.Struct, frozen=True):
@@ -63,9 +69,12 @@ class ReportCard(msgspec.Struct, frozen=True):
             error_of("card_fvu"): own.fvu_error,
             "card_l0": own.l0,
             "card_dead": own.dead,
-            "card_ce_score": self.spliced.ce_score if self.spliced else None,
+            error_of("card_dead"): own.dead_error,
             "card_rows": own.n_tokens,
         }
+        if self.spliced:
+            values |= {"card_ce_score": self.spliced.ce_score, error_of("card_ce_score"): self.spliced.ce_score_error}
+            values |= {"card_kl_score": self.spliced.kl_score, error_of("card_kl_score"): self.spliced.kl_score_error}
         for k, probes in (self.probing.k if self.probing else {}).items():
             values |= {f"card_auc_{k}": probes.auc, error_of(f"card_auc_{k}"): probes.seed_error}
         return {name: value for name, value in values.items() if value is not None}
@@ -76,7 +85,16 @@ def read_card(folder: Path) -> ReportCard | None:
     return read_json(folder / CARD, ReportCard)
 
 
+def whole_cards(folder: Path) -> dict[str, Card]:
+    """Return all that the cards of the SAE in a folder, or of those of a sweep, tell, by label."""
+    cards = [card for one in _folders(folder) if (card := report_card.read_card(one))]
+    return {card.label: card for card in cards}
+
+
 def read_cards(folder: Path) -> list[ReportCard]:
     """Return the cards of the SAE in a folder, or of those of a sweep."""
-    folders = [folder, *sorted(file.parent for file in folder.glob(f"*/{CARD}"))]
-    return [card for one in folders if (card := read_card(one))]
+    return [card for one in _folders(folder) if (card := read_card(one))]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [folder, *sorted(file.parent for file in folder.glob(f"*/{CARD}"))]

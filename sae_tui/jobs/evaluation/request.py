@@ -11,14 +11,13 @@ import msgspec
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.detach import start_detached
-from sae_tui.jobs.evaluation.outcome import DONE, ENDS, NO_TOKENS, STARTED
-from sae_tui.jobs.output import extracts
+from sae_tui.jobs.evaluation.outcome import DONE, ENDS, NO_TOKENS, STARTED, is_judged
+from sae_tui.jobs.output import extracts, may_tell_tokens
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.contract.runs.features import CARD
 from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import Job
 
@@ -82,7 +81,7 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
         refuse(data, job)
     except UserError as error:
         return str(error), ""
-    if any(file.exists() for file in (data.sae(job_id) / CARD, *data.sae(job_id).glob(f"*/{CARD}"))):
+    if is_judged(data.sae(job_id)) and not may_tell_tokens(job.config):
         return f"job {job_id} was evaluated, but {NO_TOKENS}", ""
     told = f"it is not known yet what the latents of job {job_id} fire on"
     return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes, and goes on if you quit."

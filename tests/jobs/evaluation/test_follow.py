@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import GpuLocks
@@ -160,8 +162,21 @@ def test_what_has_no_sae_to_evaluate_is_refused(box: Box, job_id: int) -> None:
         assert request.offer(box.data, one)[1] == ""
 
 
-def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, job_id: int) -> None:
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: Path, tells: bool) -> None:
+    rows = tmp_path / "rows"
+    config = f'[data]\npath = "{rows}"\n'
+    job_id = box.record(config=config)
+    (folder := box.data.sae(job_id)).mkdir()
+    (folder / "cfg.json").touch()
+    box.control.transition(job_id, JobState.STOPPED)
     assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
-    write_card(box.data.sae(job_id))
+    # Every finished run has a card; that alone does not tell what its data tells.
+    write_card(folder)
+    assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
+    rows.mkdir()
+    origin = {name: torch.zeros(9, dtype=torch.int32) for name in ("token_ids", "positions", "document")}
+    save_file({"activations": torch.zeros(9, 4)} | (origin if tells else {}), rows / "a.safetensors")
     told, question = request.offer(box.data, job_id)
-    assert (told.endswith("since its data does not tell its tokens"), question) == (True, "")
+    assert told.endswith("since its data does not tell its tokens") != tells
+    assert ("Evaluate it now?" in question) == tells

@@ -22,12 +22,15 @@ def write(folder: Path, **parts: Any) -> None:
 
 def test_figures_are_compared_with_their_standard_errors(tmp_path: Path) -> None:
     auc = {"auc": 0.8, "seed_error": 0.02, "set_error": 0.1, "of_sets": {"a": 0.8}}
-    write(tmp_path, spliced={"ce_score": 0.9}, probing={"k": {"1": auc, "16": auc | {"auc": 0.9}}, "dense": auc})
+    spliced = {"ce_score": 0.9, "ce_score_error": 0.004, "kl_score": 0.8, "kl_score_error": 0.003}
+    write(tmp_path, spliced=spliced, probing={"k": {"1": auc, "16": auc | {"auc": 0.9}}, "dense": auc})
     card = read_card(tmp_path)
     assert card
     values = card.values()
     assert values.pop("card_fvu_error") == 0.01
     assert (values.pop("card_auc_1_error"), values.pop("card_auc_16_error")) == (0.02, 0.02)
+    assert (values.pop("card_ce_score_error"), values.pop("card_kl_score_error")) == (0.004, 0.003)
+    assert values.pop("card_kl_score") == 0.8
     assert values == {
         "card_fvu": 0.25, "card_l0": 32.0, "card_ce_score": 0.9, "card_auc_1": 0.8, "card_auc_16": 0.9,
         "card_rows": 1000.0,

@@ -7,18 +7,22 @@ import json
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from trainer.activations.open_source import open_source
 from trainer.cli import main
+from trainer.contract.runs.features import Features
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.evaluation.at_end import MOST_ROWS, Cards, most_rows
+from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
 from trainer.parallel.base import Parallel
 from trainer.training.loop import Trainer
 
@@ -110,15 +114,91 @@ def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
     assert stored == pytest.approx(card["figures"]["fvu_error"] * math.sqrt(38 / 150))
 
 
+def tell_tokens(activations: Path) -> None:
+    """Have the rows come from a text: of each its token, its position, and documents of 50 tokens."""
+    names = [f" w{number}" for number in range(40)]
+    (activations / "tokens.json").write_text(json.dumps(names))
+    for file in activations.glob("*.safetensors"):
+        rows = load_file(file)["activations"]
+        number = torch.arange(len(rows), dtype=torch.int32)
+        origin = {"token_ids": number % len(names), "positions": number % 50, "document": number // 50}
+        save_file({"activations": rows, **origin}, file)
+
+
+def test_what_latents_fire_on_is_found_where_the_data_tells_its_tokens(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job()
+    trainer = trained(make_trainer, job, kept)
+    cards_of(trainer, job, kept).write()
+    features = Features(tmp_path / "sae" / "features.safetensors")
+    # As many rows of the text as a card is of, at the scale of the training.
+    assert features.n_rows == 1024
+    ((learner, outliers),) = [(one, trainer.outliers[one.hook]) for one in trainer.learners.values()]
+    with learner.evaluating():
+        wanted = contexts_of(partial(acts_of, learner), texts_of(activations, 1024), outliers, 64, 10)
+    tensors = wanted.tensors(learner.sae.W_dec, [])
+    for latent in range(64):
+        feature = features.feature(latent)
+        assert feature.density * 1024 == pytest.approx(int(tensors["n_fired"][latent]))
+        assert feature.largest == pytest.approx(float(tensors["largest"][latent]), rel=1e-3)
+    assert features.search("w7")
+
+
+def test_a_card_has_latents_drawn_by_chance_with_their_texts(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job()
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    features = Features(tmp_path / "sae" / "features.safetensors")
+    latents = json.loads((tmp_path / "sae" / "card.json").read_text())["latents"]
+    assert len(latents) == min(20, len(features.order()))
+    assert {one["latent"] for one in latents} <= {*features.order()}
+    readme = (tmp_path / "sae" / "README.md").read_text()
+    for one in latents:
+        feature = features.feature(one["latent"])
+        assert one["density"] == feature.density > 0
+        (best, *_) = one["texts"]
+        assert best["tokens"] == [token.text for token in feature.contexts[0].tokens]
+        assert f"| {one['latent']} | {feature.density:.3%} | " in readme
+        assert f"**{best['tokens'][best['at']].strip()}**" in readme
+
+
+def test_latents_too_many_to_compare_in_a_small_share_of_the_time_are_left_to_an_evaluation(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job(sae={"d_sae": 1100})
+    cards_of(trained(make_trainer, job, kept), job, kept).write()
+    assert (tmp_path / "sae" / "card.json").exists()
+    assert not (tmp_path / "sae" / "features.safetensors").exists()
+
+
+def test_a_card_stays_where_what_latents_fire_on_cannot_be_written(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    tell_tokens(activations)
+    job = make_job()
+    trainer = trained(make_trainer, job, kept)
+    (tmp_path / "sae" / "features.safetensors").mkdir()
+    cards_of(trainer, job, kept).write()
+    assert kept.events[0][1:] == ("info", kept.events[0][2])
+    assert json.loads((tmp_path / "sae" / "card.json").read_text())["latents"] == []
+
+
 @pytest.mark.parametrize("mode", ["tensor", "ddp", "dp", "sweep"])
 def test_in_every_mode_one_rank_measures_the_rows_of_all(
-    mode: str, make_job: MakeJob, start_ranks: Callable, tmp_path: Path
+    mode: str, make_job: MakeJob, start_ranks: Callable, activations: Path, tmp_path: Path
 ) -> None:
+    tell_tokens(activations)
     ranks = start_ranks(make_job(parallel={"mode": mode}, sae={"k": [2, 4]} if mode == "sweep" else {}), 2)
     assert set(ranks.wait()) == {EXIT_FINISHED}
     cards = [json.loads(file.read_text()) for file in tmp_path.rglob("card.json")]
     assert sorted(card["label"] for card in cards) == (["k=2", "k=4"] if mode == "sweep" else [""])
     assert {card["figures"]["n_tokens"] for card in cards} == {150}
+    assert all(card["latents"] for card in cards)
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         assert [event.kind for event in reader.events()].count("card") == len(cards)
         assert reader.heartbeat().phase == "finished"

@@ -45,6 +45,24 @@ def test_a_card_tells_the_held_out_fvu_of_the_training_and_is_written_beside_the
     assert f"{figures['fvu']:.4f}" in (run / "sae" / "README.md").read_text()
 
 
+def test_a_model_card_tells_no_path_of_this_machine_and_where_nothing_is_left_out(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    meta = {"model_name": str(tmp_path / "models" / "smol"), "dataset_path": str(tmp_path / "corpus.jsonl")}
+    (activations / "meta.json").write_text(json.dumps(meta | {"hook_name": "resid_post.3"}))
+    run = finished_run(make_job(data={"max_norm": 0}), make_trainer, tmp_path / "run", kept)
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    card = (run / "sae" / "README.md").read_text()
+    assert "- model name: smol\n" in card
+    assert "- dataset path: corpus.jsonl\n" in card
+    assert str(tmp_path) not in card
+    assert "rows; none are left out for their norm.\n" in card
+    assert "rows of more than" not in card
+    figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
+    assert figures["rare"] is None
+    assert "dead, – rare, " in card
+
+
 def test_a_card_of_a_sweep_has_each_sae_and_leaves_a_strangers_readme_alone(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

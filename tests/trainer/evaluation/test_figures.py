@@ -13,10 +13,9 @@ from support.saes import made
 from support.tiny_models import make_model
 from torch import Tensor
 
+from trainer.contract.runs.report_card import BINS_PER_DECADE, LEAST_ROWS_FOR_RARE, LOWEST_DECADE
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.figures import (
-    BINS_PER_DECADE,
-    LOWEST_DECADE,
     QUANTILES,
     histogram,
     largest_cosines,
@@ -80,6 +79,7 @@ def test_every_figure_is_that_of_a_naive_loop(rows: Tensor, w_dec: Tensor, acts:
     assert told.l2_ratio == pytest.approx(ratios.mean(), rel=1e-6)
     assert told.relative_reconstruction_bias == pytest.approx((y**2).sum() / (x * y).sum(), rel=1e-6)
     assert told.dead == (density == 0).mean() > 0
+    assert told.dead_error == pytest.approx(math.sqrt(told.dead * (1 - told.dead) / F))
     assert told.dense_1 == (density > 0.01).mean()
     assert told.dense_10 == (density > 0.1).mean()
     assert sum(told.density_histogram) == (density > 0).sum()
@@ -140,6 +140,24 @@ def test_the_error_of_the_fvu_is_what_resampling_the_rows_gives() -> None:
         resampled.append(error[drawn].sum() / spread[drawn].sum())
     assert ratio_error(torch.tensor(error), torch.tensor(spread)) == pytest.approx(np.std(resampled), rel=0.15)
     assert math.isnan(ratio_error(torch.ones(1), torch.ones(1)))
+
+
+def test_the_share_of_rare_latents_is_not_told_where_too_few_rows_could_show_one() -> None:
+    """On so few rows a latent that fires at all is above that share."""
+    fires = torch.zeros(LEAST_ROWS_FOR_RARE, 4)
+    fires[:9, 0] = 1
+    fires[:, 1] = 1
+    fires[:11, 2] = 1
+
+    def rare(n: int) -> float | None:
+        parts = list(fires[:n].split(1000))
+        starts = iter(parts)
+        return measure(
+            lambda x, _: (DenseActs(next(starts)), x), lambda: [(one, one) for one in parts], torch.eye(4)
+        ).rare
+
+    assert rare(len(fires)) == 0.25
+    assert rare(len(fires) - 1000) is None
 
 
 def test_densities_are_counted_by_half_decades_and_never_firing_not_at_all() -> None:

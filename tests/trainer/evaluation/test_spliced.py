@@ -109,6 +109,35 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
     assert told.ce_score == pytest.approx((told.ce_with_zeros - told.ce_with_sae) / (told.ce_with_zeros - told.ce))
 
 
+def test_the_errors_of_the_scores_are_what_resampling_the_contexts_gives(gpt2: Path, job: ExtractJob) -> None:
+    spied = Spied(gpt2)
+    changes = {"clean": None, "sae": keep_first(half), "zeros": keep_first(torch.zeros_like)}
+    sums: dict[str, list[tuple[float, float]]] = {name: [] for name in changes}
+    for pieces in contexts_of(spied, length=64):
+        of_each = {name: [0.0, 0.0] for name in changes}
+        for ids in (torch.tensor([piece]) for piece in pieces):
+            logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
+            for name, own in logits.items():
+                of_each[name][0] -= own[:-1].gather(1, ids[0, 2:, None]).sum().item()
+                of_each[name][1] += (logits["clean"].exp() * (logits["clean"] - own)).sum().item()
+        for name, (ce, kl) in of_each.items():
+            sums[name].append((ce, kl))
+    by_context = {name: np.array(values) for name, values in sums.items()}
+    generator, scores = np.random.default_rng(0), []
+    for _ in range(2000):
+        drawn = generator.integers(0, len(by_context["sae"]), len(by_context["sae"]))
+        clean, sae, zeros = (by_context[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
+        scores.append((zeros - sae)[1] / (zeros - clean)[1])
+    whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
+    told = SplicedModel(whole, HOOK, CPU).measure(half, None, n_tokens=10**6)
+    assert told.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
+    # An untrained model loses next to nothing, and resampled CE scores are anywhere: the error by its definition.
+    clean, sae, zeros = (by_context[name][:, 0] for name in ("clean", "sae", "zeros"))
+    left = (zeros - sae) - told.ce_score * (zeros - clean)
+    error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
+    assert told.ce_score_error == pytest.approx(error, rel=1e-3)
+
+
 def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     mlp = spied.model.transformer.h[1].mlp
@@ -140,11 +169,17 @@ def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Pa
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
-    """Lay the documents end to end, cut them after every `length` tokens, and return what is left of each in a row."""
+    """Return what is left of each document in a row where the text is cut after every `length` tokens."""
+    return [piece for context in contexts_of(spied, length) for piece in context]
+
+
+def contexts_of(spied: Spied, length: int) -> list[list[list[int]]]:
+    """Lay the documents end to end, cut them after every `length` tokens, and return the pieces of each context."""
     stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
     contexts = [stream[first : first + length] for first in range(0, len(stream), length)]
     return [
-        [one for _, one in piece] for context in contexts for _, piece in itertools.groupby(context, lambda two: two[0])
+        [[one for _, one in piece] for _, piece in itertools.groupby(context, lambda two: two[0])]
+        for context in contexts
     ]
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.hooks import names_of_hook
-
-# Of the rows of a hook, beside their shards.
-META = "meta.json"
+from trainer.contract.settings.tokens_of_data import META
 
 
 def other_names(hook: str, folder: Path) -> list[str]:

@@ -1,0 +1,105 @@
+"""The report cards of a job's SAEs, one at a time."""
+
+from __future__ import annotations
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Label
+
+from sae_tui.format import fit
+from sae_tui.jobs.evaluation.report_card import whole_cards
+from sae_tui.panels.report_card import CardPanel
+from sae_tui.screens.features import FeaturesScreen
+from sae_tui.session import Session
+from sae_tui.widgets.footer import Footer
+from trainer.contract.runs.report_card import Card
+
+
+class CardScreen(Screen[None]):
+    """Shows the whole card of an SAE; it is read again once the job has ended or was evaluated."""
+
+    BINDINGS = [
+        Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),
+        Binding("m", "next_member(1)", "SAE", id="card.member", tooltip="The card of the next SAE of a sweep"),
+        Binding("M", "next_member(-1)", "SAE before", show=False, id="card.member_before",
+                tooltip="The card of the SAE of the sweep before"),
+        Binding("f", "open_features", "Features", id="card.features", tooltip="What the latents of its SAE fire on"),
+        Binding("e", "evaluate", "Evaluate", id="card.evaluate",
+                tooltip="Measure it again, on more rows; goes on if you quit"),
+    ]  # fmt: skip
+    DEFAULT_CSS = "CardScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }"
+
+    class Found(Message):
+        """The cards were read, by label."""
+
+        def __init__(self, cards: dict[str, Card]) -> None:
+            super().__init__()
+            self.cards = cards
+
+    def __init__(self, session: Session, job_id: int, member: str = "") -> None:
+        super().__init__(name="card")
+        self.session, self.job_id, self.member = session, job_id, member
+        self._cards: dict[str, Card] = {}
+        self._n_news = len(session.watcher.news)
+
+    def compose(self) -> ComposeResult:
+        yield Label("", id="card-title", markup=False)
+        yield CardPanel(id="card")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(CardPanel).focus()
+        self._title()
+        self._read()
+
+    def on_resize(self) -> None:
+        self._title()
+
+    def show_gpus(self) -> None:
+        """Do nothing: the GPUs are on the dashboard."""
+
+    def show_jobs(self) -> None:
+        """Read the cards again once there is news of the job."""
+        news = self.session.watcher.news[self._n_news :]
+        self._n_news += len(news)
+        if any(one.job_id == self.job_id for one in news):
+            self._read()
+
+    @work(thread=True, group="card", exit_on_error=False)
+    def _read(self) -> None:
+        self.post_message(self.Found(whole_cards(self.session.data.sae(self.job_id))))
+
+    @on(Found)
+    def _show(self, event: Found) -> None:
+        self._cards = event.cards
+        if self.member not in event.cards:
+            self.member = next(iter(event.cards), "")
+        self._draw()
+
+    def _draw(self) -> None:
+        self.refresh_bindings()
+        self._title()
+        none_yet = f"Job {self.job_id} has no report card yet; once it has ended, e makes one."
+        self.query_one(CardPanel).show_card(self._cards.get(self.member) or none_yet)
+
+    def _title(self) -> None:
+        parts = [f"Job {self.job_id}", self.member, "Report card"]
+        self.query_one("#card-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
+
+    def action_next_member(self, by: int) -> None:
+        labels = list(self._cards)
+        self.member = labels[(labels.index(self.member) + by) % len(labels)]
+        self._draw()
+
+    def action_open_features(self) -> None:
+        self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))
+
+    def action_evaluate(self) -> None:
+        self.session.actions.evaluate(self.job_id)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the key for a sweep's SAEs only where there are several."""
+        return action != "next_member" or len(self._cards) > 1

@@ -1,0 +1,79 @@
+"""A report card as it is read and told: whole, by older versions, damaged, and where a figure is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.features import features_file
+from support.report_cards import FIGURES, card_table
+
+from trainer.contract.runs.features import CARD, FEATURES, Features
+from trainer.contract.runs.report_card import Card, SampledText, as_table, facts, marked, read_card, sample_latents
+
+
+def card(**figures: Any) -> Card:
+    return msgspec.convert(card_table(figures=FIGURES | figures), Card)
+
+
+def told(one: Card) -> dict[str, str]:
+    return dict(facts(one))
+
+
+def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+    one = card(relative_reconstruction_bias=math.nan, rare=None)
+    (tmp_path / CARD).write_text(json.dumps(as_table(one), allow_nan=False))
+    read = read_card(tmp_path)
+    assert read
+    assert math.isnan(read.figures.relative_reconstruction_bias)
+    assert as_table(read) == as_table(one)
+
+
+def test_a_card_of_an_older_version_lacks_what_is_new(tmp_path: Path) -> None:
+    table = card_table()
+    del table["figures"]["dead_error"], table["latents"]
+    del table["spliced"]["ce_score_error"]
+    (tmp_path / CARD).write_text(json.dumps(table))
+    read = read_card(tmp_path)
+    assert read
+    assert told(read)["latents"].startswith("2.0% dead, ")
+    assert told(read)["CE score"].startswith("0.9500: ")
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"figures": 1}', '{"a": ' * 5000])
+def test_a_damaged_card_is_as_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / CARD).write_text(content)
+    assert read_card(tmp_path) is None
+    assert read_card(tmp_path / "gone") is None
+
+
+def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() -> None:
+    one = told(card(rare=None))
+    assert one["FVU"] == "0.2500 ± 0.0100, median row 0.2400"
+    assert one["latents"] == "2.0% ± 0.5% dead, – rare, 10.0% > 1 %, 1.0% > 10 %"
+    assert one["CE score"].startswith("0.9500 ± 0.0040: ")
+    assert one["KL score"].startswith("0.9600 ± 0.0030: ")
+    assert "12.5% rare" in told(card(rare=0.125))["latents"]
+    assert told(card(fvu_error=math.nan))["FVU"].startswith("0.2500, ")
+
+
+def test_latents_are_drawn_by_chance_from_those_that_fire_the_same_ones_each_time(tmp_path: Path) -> None:
+    file = tmp_path / FEATURES
+    file.write_bytes(features_file())
+    latents = sample_latents(file)
+    features = Features(file)
+    assert [one.latent for one in latents] == features.order("latent")
+    assert latents == sample_latents(file)
+    for one in latents:
+        feature = features.feature(one.latent)
+        assert one.density == feature.density
+        assert [text.act for text in one.texts] == [context.act for context in feature.contexts[:2]]
+
+
+def test_the_strongest_token_of_a_text_is_marked_without_its_space() -> None:
+    assert marked(SampledText((" a", " b\n", "c"), 1, 1.0)) == "a [b⏎]c"
+    assert marked(SampledText(("x", "\n"), 1, 1.0), "<", ">") == "x<⏎>"

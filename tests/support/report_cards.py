@@ -1,0 +1,44 @@
+"""A report card as a trainer writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.runs.features import CARD
+
+FIGURES: dict[str, Any] = {
+    "n_tokens": 1000, "d_in": 16, "d_sae": 64, "fvu": 0.25, "fvu_error": 0.01, "median_row_fvu": 0.24,
+    "explained_variance": 0.75, "mse": 1.5, "cosine": 0.9, "l0": 32.0, "l0_quantiles": [30.0, 31.0, 32.0, 33.0, 34.0],
+    "l2_ratio": 0.98, "relative_reconstruction_bias": 0.99, "dead": 0.02, "dead_error": 0.005, "rare": None,
+    "dense_1": 0.1, "dense_10": 0.01, "density_histogram": [0] * 8 + [1, 2, 3, 4], "max_decoder_cosine": 0.3,
+}  # fmt: skip
+SPLICED = {
+    "n_tokens": 4000, "text": "corpus.jsonl", "is_unseen": True, "ce": 3.5, "ce_with_sae": 3.6, "ce_with_zeros": 10.0,
+    "ce_with_mean": 7.0, "ce_score": 0.95, "ce_score_error": 0.004, "kl_with_sae": 0.2, "kl_with_zeros": 6.0,
+    "kl_score": 0.96, "kl_score_error": 0.003,
+}  # fmt: skip
+AUC = {"auc": 0.8, "seed_error": 0.01, "set_error": 0.05, "of_sets": {"a": 0.8}}
+PROBING = {"n_sets": 12, "n_seeds": 3, "n_texts": 12_000, "k": {"1": AUC, "16": AUC}, "dense": AUC}
+
+
+def card_table(**parts: Any) -> dict[str, Any]:
+    """Return a card as its JSON has it."""
+    usual = {
+        "name": "quick", "label": "", "architecture": "topk", "step": 100, "tokens": 100_000, "origin": {},
+        "data": {"place": "data/sample", "is_held_out": True, "gamma": 0.5, "outlier_fraction": 0.0, "not_finite": 0,
+                 "max_norm": 10.0, "n_held_out": 4000, "is_trained_on": False},
+        "figures": dict(FIGURES), "recovery": None, "spliced": dict(SPLICED), "probing": PROBING,
+        "latents": [
+            {"latent": number, "density": 0.01 * number, "texts": [
+                {"tokens": [" the", " children", f" of{number}", " israel"], "at": 2, "act": 1.5}]}
+            for number in range(1, 21)
+        ],
+    }  # fmt: skip
+    return usual | parts
+
+
+def put_card(folder: Path, **parts: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CARD).write_text(json.dumps(card_table(**parts)))

@@ -1,0 +1,310 @@
+"""The report card of an SAE as a run has it beside the weights: what it holds, and how people read it."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from trainer.contract.json_file import read_json
+from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.wording import bars, plural
+
+# Borders of the histogram of densities, as powers of ten.
+LOWEST_DECADE = -6
+BINS_PER_DECADE = 2
+# A latent that fires, but on no more than this share of the rows, and on how many rows that can be told.
+RARE = 1e-4
+LEAST_ROWS_FOR_RARE = round(10 / RARE)
+# Latents that are shown of all that fire, and texts of each.
+N_SAMPLED, N_TEXTS = 20, 2
+UNKNOWN = "–"
+_LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """What an SAE does on `n_tokens` rows that it has not seen.
+
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over rows; `median_row_fvu` is the median of
+    ‖y − x̂‖² / ‖y − mean‖², which no single row can move. `explained_variance` is 1 − FVU and `mse` is the mean of
+    ‖y − x̂‖². `l2_ratio` is the mean of ‖x̂‖ / ‖y‖ and `relative_reconstruction_bias` E‖x̂‖² / E⟨y, x̂⟩: below 1 where
+    reconstructions shrink. Latents are `dead` where they never fire on these rows, with the standard error of a share
+    of `d_sae`, `rare` where on at most `RARE` of them (None where fewer than `LEAST_ROWS_FOR_RARE` cannot tell), dense
+    where on more than 1 or 10 %. `density_histogram` counts those that fire by log10 of the share of rows on which they
+    do, in `BINS_PER_DECADE` bins for each decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is the mean over
+    latents of the largest cosine between its decoder direction and another's.
+    """
+
+    n_tokens: int
+    d_in: int
+    d_sae: int
+    fvu: float
+    fvu_error: float = math.nan
+    median_row_fvu: float = math.nan
+    explained_variance: float = math.nan
+    mse: float = math.nan
+    cosine: float = math.nan
+    l0: float = math.nan
+    l0_quantiles: Annotated[list[float], msgspec.Meta(min_length=5, max_length=5)]
+    l2_ratio: float = math.nan
+    relative_reconstruction_bias: float = math.nan
+    dead: float
+    dead_error: float = math.nan
+    rare: float | None = None
+    dense_1: float
+    dense_10: float
+    density_histogram: list[int]
+    max_decoder_cosine: float = math.nan
+
+
+class Spliced(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model loses, in nats for each of `n_tokens` predictions, and which text it read.
+
+    `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
+    or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
+    divergence from the model as it is, each with its standard error over contexts. `is_unseen` where that text is known
+    to come after what was extracted.
+    """
+
+    n_tokens: int
+    text: str
+    is_unseen: bool
+    ce: float = math.nan
+    ce_with_sae: float = math.nan
+    ce_with_zeros: float = math.nan
+    ce_with_mean: float | None = None
+    ce_score: float = math.nan
+    ce_score_error: float = math.nan
+    kl_with_sae: float = math.nan
+    kl_with_zeros: float = math.nan
+    kl_score: float = math.nan
+    kl_score_error: float = math.nan
+
+
+class Auc(msgspec.Struct, frozen=True, kw_only=True):
+    """The mean AUC on test texts over sets and seeds, and `of_sets` those of each set over seeds.
+
+    `seed_error` is its standard error where these sets are all that is asked, so that only the split into training and
+    test texts varies; `set_error` where they stand for all tasks there are.
+    """
+
+    auc: float
+    seed_error: float = math.nan
+    set_error: float | None = None
+    of_sets: dict[str, float]
+
+
+class Probing(msgspec.Struct, frozen=True):
+    """What probes of the k best latents reach, by k, and a probe of the raw activations, `dense`."""
+
+    n_sets: int
+    n_seeds: int
+    n_texts: int
+    k: dict[str, Auc]
+    dense: Auc
+
+
+class Data(msgspec.Struct, frozen=True, kw_only=True):
+    """The rows that were measured: `is_held_out` where they are some of the `n_held_out` that none was trained on.
+
+    Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
+    counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`. `heavy` tells in a sentence of few
+    dimensions that hold most of the variance; "" where there are none.
+    """
+
+    place: str
+    is_held_out: bool
+    gamma: float = math.nan
+    outlier_fraction: float
+    not_finite: int
+    max_norm: float
+    n_held_out: int = 0
+    is_trained_on: bool = False
+    heavy: str = ""
+
+    def rows(self, n: int) -> str:
+        """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
+        if self.is_held_out:
+            of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
+            return f"{n:,}{of_all} held-out rows"
+        return f"{n:,} {'training ' * self.is_trained_on}rows"
+
+
+class SampledText(msgspec.Struct, frozen=True):
+    """Tokens around the one at `at`, on which a latent fires most, by `act`."""
+
+    tokens: tuple[str, ...]
+    at: int
+    act: float
+
+
+class SampledLatent(msgspec.Struct, frozen=True):
+    """A latent that fires: the share of rows on which it does, and the texts in which it fires most."""
+
+    latent: int
+    density: float
+    texts: tuple[SampledText, ...]
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
+
+    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do.
+    """
+
+    name: str
+    label: str
+    architecture: str
+    step: int
+    tokens: int
+    origin: dict[str, Any]
+    data: Data
+    figures: Figures
+    recovery: float | None = None
+    spliced: Spliced | None = None
+    probing: Probing | None = None
+    latents: tuple[SampledLatent, ...] = ()
+
+    @property
+    def title(self) -> str:
+        return " ".join(word for word in (self.name, self.label) if word)
+
+
+def read_card(folder: Path) -> Card | None:
+    """Return the card of the SAE in a folder; None where there is none, or none that can be read."""
+    table = read_json(folder / CARD, dict[str, Any])
+    try:
+        return None if table is None else msgspec.convert(_without_unknown(table), Card)
+    except (msgspec.ValidationError, RecursionError):
+        return None
+
+
+def _without_unknown(value: Any) -> Any:
+    """Leave out what is null: JSON has no other word for a number that is none."""
+    if isinstance(value, dict):
+        return {name: _without_unknown(one) for name, one in value.items() if one is not None}
+    return value
+
+
+def as_table(card: Card) -> dict[str, Any]:
+    """Return the card for JSON, which has no word for a number that is none but null."""
+    table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(card))
+    return table
+
+
+def _numbers_or_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _numbers_or_none(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_numbers_or_none(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sample_latents(file: Path, seed: int = 0) -> tuple[SampledLatent, ...]:
+    """Return up to `N_SAMPLED` of the latents that fire, by chance, from a file of features; raise `UserError`."""
+    features = Features(file)
+    alive = features.order("latent")
+    drawn = sorted(random.Random(seed).sample(alive, min(N_SAMPLED, len(alive))))
+    return tuple(_sampled(features, latent) for latent in drawn)
+
+
+def _sampled(features: Features, latent: int) -> SampledLatent:
+    feature = features.feature(latent)
+    return SampledLatent(latent, feature.density, tuple(map(_text, feature.contexts[:N_TEXTS])))
+
+
+def _text(context: Context) -> SampledText:
+    return SampledText(tuple(token.text for token in context.tokens), context.at, context.act)
+
+
+def lines(card: Card) -> list[str]:
+    """Return the card in lines for a terminal."""
+    table = facts(card)
+    width = max(len(title) for title, _ in table)
+    return [*title_lines(card), *(f"  {title:<{width}}  {value}" for title, value in table)]
+
+
+def title_lines(card: Card) -> list[str]:
+    """Return in two lines what was measured, and on what."""
+    figures, data = card.figures, card.data
+    rows = f"{data.rows(figures.n_tokens)} of {data.place}"
+    left_out = f", {data.outlier_fraction:.2%} of enormous norm left out" if data.outlier_fraction else ""
+    step = f", step {card.step:,}" if card.step else ""
+    return [
+        f"{card.title}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}{step}",
+        f"on {rows}{left_out}",
+    ]
+
+
+def summary(card: Card) -> str:
+    """Return the card in one line: what matters most, and on how many rows."""
+    one = card.figures
+    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}"
+    latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
+    heavy = f"; {card.data.heavy}" if card.data.heavy else ""
+    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{heavy}"
+
+
+def facts(card: Card) -> list[tuple[str, str]]:
+    """Return each figure with its name, as people read them."""
+    one = card.figures
+    low, lower, _, upper, high = one.l0_quantiles
+    dead, rare = _with_error(one.dead, one.dead_error, ".1%"), _known(one.rare, ".1%")
+    told = [
+        ("FVU", f"{_with_error(one.fvu, one.fvu_error)}, median row {_known(one.median_row_fvu, '.4f')}"),
+        ("explained variance", f"{one.explained_variance:.2%}"),
+        ("MSE", f"{one.mse:.4g}"),
+        ("cosine", f"{one.cosine:.4f}"),
+        ("L0", f"{one.l0:.1f} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
+        ("shrinkage", f"‖x̂‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
+        ("latents", f"{dead} dead, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
+        ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
+        ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
+        ("gamma of the data", f"{card.data.gamma:.2f}"),
+    ]
+    if card.recovery is not None:
+        told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
+    if card.data.heavy:
+        told.append(("read FVU with care", card.data.heavy))
+    return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
+
+
+def _losses(spliced: Spliced) -> list[tuple[str, str]]:
+    mean = "" if spliced.ce_with_mean is None else f", {spliced.ce_with_mean:.3f} with the mean row"
+    of_each = (
+        f"{spliced.ce_with_sae:.3f} with the SAE, {spliced.ce:.3f} without, {spliced.ce_with_zeros:.3f} with zeros"
+    )
+    kl = f"{spliced.kl_with_sae:.4f} with the SAE, {spliced.kl_with_zeros:.3f} with zeros"
+    return [
+        ("CE score", f"{_with_error(spliced.ce_score, spliced.ce_score_error)}: {of_each}{mean}"),
+        ("KL score", f"{_with_error(spliced.kl_score, spliced.kl_score_error)}: {kl}"),
+        ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {spliced.text}"),
+    ]
+
+
+def _probes(probing: Probing) -> list[tuple[str, str]]:
+    aucs = {f"k = {k}": one for k, one in probing.k.items()} | {"all activations": probing.dense}
+    of_each = ", ".join(f"{_with_error(one.auc, one.seed_error, '.3f')} {name}" for name, one in aucs.items())
+    texts = f"{probing.n_texts:,} texts of {plural(probing.n_sets, 'set')}, {plural(probing.n_seeds, 'seed')}"
+    return [("probing (AUC)", of_each), ("probed on", texts)]
+
+
+def marked(text: SampledText, before: str = "[", after: str = "]") -> str:
+    """Write a text as a line, with marks around the token on which the latent fires most."""
+    tokens = [token.translate(_LINE_ENDS) for token in text.tokens]
+    strongest = tokens[text.at]
+    bare = strongest.strip() or strongest
+    tokens[text.at] = strongest.replace(bare, f"{before}{bare}{after}", 1)
+    return "".join(tokens).strip()
+
+
+def _known(value: float | None, form: str) -> str:
+    return UNKNOWN if value is None or not math.isfinite(value) else f"{value:{form}}"
+
+
+def _with_error(value: float, error: float, form: str = ".4f") -> str:
+    """Write a figure with its standard error, where that is known."""
+    return f"{_known(value, form)} ± {error:{form}}" if math.isfinite(error) else _known(value, form)
