@@ -24,6 +24,7 @@ class TopK(Sae):
     """
 
     loss_names: tuple[str, ...] = ("mse", "auxk")
+    encoder_follows = True
     # A weaker one would never be among the k largest.
     revived_share = 1.0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.workload import Layout
@@ -16,7 +17,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import lr_factor
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import LatentAxis, Optimizer
+from trainer.optimizers.base import FollowingRates, LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import dense, own_part, sum_of
 from trainer.parallel.latents import Latents
@@ -26,6 +27,7 @@ from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
+from trainer.training.following import Following, follows
 from trainer.training.gradients import LossScale, prepare, total_square
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.zero_shards import Stepped, SteppedShare
@@ -48,14 +50,16 @@ class Learner:
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
         self.sae.deal(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
-        entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
-        lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
+        kind = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer").load()
+        following = kind.following if follows(job.sae, self.sae, kind) else None
+        lr = _auto_lr(kind, self.sae.d_sae, following) if self._train.lr == "auto" else self._train.lr
         self._lr = lr * layout.lr_scale
         knobs = msgspec.structs.asdict(self._train.knobs)
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
-        self.optimizer: Optimizer = entry.load()(stepped.values(), self._lr, **knobs)
+        self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
+        self._following = self._follow(following)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
@@ -68,6 +72,13 @@ class Learner:
         self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
 
+    def _follow(self, rates: FollowingRates | None) -> Following | None:
+        """Return what moves encoders with their decoders, where there are rates for that."""
+        if rates is None:
+            return None
+        asked = self._job.sae.encoder_scale
+        return Following(self.sae.encoder_scale if asked == "auto" else asked, self.stepped.parameters)
+
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
         initialise(self.sae, x, y, self._job.sae, self._train.seed)
@@ -77,7 +88,8 @@ class Learner:
         self.sae.begin_step(step / self.total_steps)
         decay = 0.0 if self.optimizer.is_schedule_free else self._train.decay_fraction
         for group in self.optimizer.param_groups:
-            group["lr"] = self._lr * lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
+            factor = lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
+            group["lr"] = self._lr * group.get("rate", 1.0) * factor
 
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
@@ -142,8 +154,9 @@ class Learner:
         self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
         self.loss_scale.update(bad)
         self.optimizer.found_inf = bad
-        self.optimizer.step()
-        self.sae.constrain(bad > 0, self.stepped.rows)
+        with self._following.apart(bad > 0) if self._following else contextlib.nullcontext():
+            self.optimizer.step()
+            self.sae.constrain(bad > 0, self.stepped.rows)
         self.stepped.end()
         self.sae.zero_grad()
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
@@ -229,3 +242,15 @@ class Learner:
     def k(self) -> int:
         """Latents active per token that were asked for."""
         return self._job.sae.knobs.n_active
+
+
+def _auto_lr(kind: type[Optimizer], d_sae: int, following: FollowingRates | None) -> float:
+    return kind.auto_lr(d_sae) * (following.lr if following else 1.0)
+
+
+def _groups(parameters: Mapping[str, nn.Parameter], following: FollowingRates | None) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: all parameters, but the encoder by itself where it has a rate of its own."""
+    if following is None:
+        return [{"params": [*parameters.values()]}]
+    others = [one for name, one in parameters.items() if name != "W_enc"]
+    return [{"params": others}, {"params": [parameters["W_enc"]], "rate": following.encoder}]

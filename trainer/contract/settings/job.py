@@ -77,6 +77,10 @@ class Sae(msgspec.Struct, frozen=True):
     encoder_scale: (
         Annotated[float, about("Norm of the encoder's columns at the start.", advanced=True, gt=0)] | Literal["auto"]
     ) = "auto"
+    encoder_follows: Annotated[
+        Literal["auto", "off"],
+        about("Moves each encoder with its decoder; auto: where the optimizer has rates for it.", advanced=True),
+    ] = "auto"
     skip: Annotated[
         bool,
         about(
@@ -125,9 +129,12 @@ class Train(msgspec.Struct, frozen=True):
     accumulate: Annotated[int, about("Micro-batches per optimiser step.", advanced=True, ge=1)] = 1
     n_tokens: Annotated[int, about("Tokens to train on.", unit="tokens", ge=1)] = 2_000_000
     n_steps: Annotated[int, about("Optimiser steps; overrides n_tokens.", unit="steps", ge=1)] | None = None
-    lr: Annotated[float, about("Learning rate; auto suits optimizer, width and length.", gt=0)] | Literal["auto"] = (
-        "auto"
-    )
+    lr: (
+        Annotated[
+            float, about("Learning rate, of the decoder where encoders follow; auto suits optimizer and width.", gt=0)
+        ]
+        | Literal["auto"]
+    ) = "auto"
     lr_scaling: Annotated[
         Literal["off", "sqrt", "linear"],
         about("Whether lr follows the tokens per step, by root or in proportion.", advanced=True),
@@ -141,7 +148,7 @@ class Train(msgspec.Struct, frozen=True):
     ] = 0.0
     decay_fraction: Annotated[
         float, about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1)
-    ] = 0.2
+    ] = 0.6
     grad_clip: Annotated[float, about("Largest global norm of the gradient; 0 for none.", advanced=True, ge=0)] = 1.0
     precision: Annotated[
         Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Arithmetic of the matrix products; weights stay fp32.")

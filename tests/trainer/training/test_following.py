@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.steps import take_alone
+from torch import Tensor
+
+from trainer.contract.settings.job import JobConfig
+from trainer.optimizers.adam import Adam
+from trainer.parallel.base import Parallel
+from trainer.training.following import Following
+from trainer.training.learner import Learner
+
+MakeJob = Callable[..., JobConfig]
+CPU = torch.device("cpu")
+OFF = {"encoder_follows": "off"}
+
+
+def rows(n: int = 256, seed: int = 1) -> Tensor:
+    return torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def learner(make_job: MakeJob, sae: dict[str, Any] | None = None, **train: Any) -> Learner:
+    made = Learner(make_job(sae=sae or {}, train={"lr": 1e-2, "n_steps": 20} | train), 16, None, Parallel(CPU))
+    made.initialise(rows(500, 9), rows(500, 9))
+    return made
+
+
+def weights(of: Learner) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in of.sae.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk"])
+@pytest.mark.parametrize("scale", ["auto", 0.5])
+def test_an_encoder_moves_as_its_decoder_does_and_by_a_part_of_its_own_step(
+    make_job: MakeJob, architecture: str, scale: str | float
+) -> None:
+    sae = {"architecture": architecture, "encoder_scale": scale}
+    follows, alone = learner(make_job, sae), learner(make_job, sae | OFF)
+    before, share = weights(follows), follows.sae.encoder_scale if scale == "auto" else scale
+    torch.testing.assert_close(before["W_enc"], share * before["W_dec"].T)
+    for one in (follows, alone):
+        take_alone(one, 0, rows())
+    after, own = weights(follows), weights(alone)
+    for name in ("W_dec", "b_dec", "b_enc"):
+        torch.testing.assert_close(after[name], own[name], msg=name)
+    moved = Adam.following.encoder * (own["W_enc"] - before["W_enc"]) + share * (after["W_dec"] - before["W_dec"]).T
+    torch.testing.assert_close(after["W_enc"], before["W_enc"] + moved, rtol=1e-5, atol=1e-6)
+
+
+def test_a_skipped_step_changes_no_bit(make_job: MakeJob) -> None:
+    one = learner(make_job)
+    take_alone(one, 0, rows())
+    before = weights(one)
+    take_alone(one, 1, torch.full((8, 16), torch.inf))
+    assert one.take_skipped() == (1, 1)
+    for name, value in weights(one).items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_the_rate_that_is_asked_for_is_that_of_the_decoder_and_auto_is_higher(make_job: MakeJob) -> None:
+    asked, auto, alone = learner(make_job), learner(make_job, lr="auto"), learner(make_job, OFF, lr="auto")
+    for one in (asked, auto, alone):
+        one.begin_step(0)
+    others, encoder = asked.optimizer.param_groups
+    assert (others["lr"], encoder["lr"]) == (1e-2, pytest.approx(1e-2 * Adam.following.encoder))
+    rates = [one.optimizer.param_groups[0]["lr"] for one in (auto, alone)]
+    assert rates[0] == pytest.approx(Adam.following.lr * rates[1])
+
+
+@pytest.mark.parametrize(
+    ("sae", "train"),
+    [
+        (OFF, {}),
+        ({"encoder_init": "independent"}, {}),
+        ({"architecture": "jumprelu"}, {}),
+        ({"architecture": "standard"}, {}),
+        ({}, {"optimizer": "signum"}),
+        ({}, {"optimizer": "muon"}),
+    ],
+)
+def test_encoders_move_alone_where_nobody_has_found_rates_for_it(
+    make_job: MakeJob, sae: dict[str, Any], train: dict[str, Any]
+) -> None:
+    assert len(learner(make_job, sae, **train).optimizer.param_groups) == 1
+
+
+def test_the_encoder_of_a_transcoder_moves_alone(make_job: MakeJob) -> None:
+    assert len(Learner(make_job(), 16, 16, Parallel(CPU)).optimizer.param_groups) == 1
+
+
+def test_apart_and_together_again_is_what_it_was() -> None:
+    parameters = {"W_enc": torch.nn.Parameter(rows(6).T.contiguous()), "W_dec": torch.nn.Parameter(rows(6, 2))}
+    before = parameters["W_enc"].detach().clone()
+    with Following(0.3, parameters).apart(torch.tensor(False)):
+        torch.testing.assert_close(parameters["W_enc"].detach(), before - 0.3 * parameters["W_dec"].detach().T)
+    torch.testing.assert_close(parameters["W_enc"].detach(), before)
