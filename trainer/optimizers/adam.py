@@ -28,9 +28,8 @@ class Adam(torch.optim.Adam, Optimizer):
     """
 
     # TopK, k = 48, 6,144 latents, 300 steps of 2,048 rows of MiniLM's last layer: held-out FVU 0.193; 0.225 with
-    # encoders that move alone, at half the rate and a fall over the last fifth; 0.206 with that fall; 0.206 also at half
-    # the rate, half of it for the encoder, and that fall. Of SmolLM2's 12th block (k = 32, 4,608 latents) 0.172, not
-    # 0.182. Latents that never fire: 0.0 % instead of 3.0 %, and 0.1 % instead of 2.7 %.
+    # encoders that move alone, at half the rate and a fall over the last fifth; 0.206 with that fall alone. Of SmolLM2's
+    # 12th block (k = 32, 4,608 latents) 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %; 0.1 %, not 2.7 %.
     following = FollowingRates(lr=2.0, encoder=0.2)
 
     def __init__(
