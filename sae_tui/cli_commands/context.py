@@ -48,6 +48,8 @@ class Context:
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
         self.as_json: bool = getattr(flags, "json", False)
+        # Whether a GPU is asked for; where none is, nothing is said of why there are none.
+        self.wants_gpus = True
 
     @functools.cached_property
     def settings(self) -> Settings:
@@ -58,10 +60,10 @@ class Context:
 
     @functools.cached_property
     def gpus(self) -> Snapshot:
-        """The GPUs as they are now; says on stderr why there are none, or not all."""
+        """The GPUs as they are now; says on stderr why there are none, or not all, where some are wanted."""
         occupancy = Occupancy(self.data)
         snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
-        if message := snapshot.problem or snapshot.note:
+        if self.wants_gpus and (message := snapshot.problem or snapshot.note):
             warn(message)
         return snapshot
 

@@ -38,6 +38,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
         # What the settings need is not known where defaults stand in for refused ones.
         is_known = not any(problem.severity == "error" for problem in problems)
         if job:
+            context.wants_gpus = not job.on_cpu
             where, wrong = _check(context, job)
             problems += [problem for problem in wrong if is_known or problem.severity == "error"]
             look = where.look if where and is_known else None
@@ -81,6 +82,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
 
 def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None) -> int:
     """Launch all jobs, or none where one of them cannot run; return the exit code."""
+    context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
         warn(f"warning: {message}")
     promises = promised_by(context.data, flags.after)

@@ -8,6 +8,7 @@ import stat
 import subprocess
 
 import pytest
+from support.forked_commands import run_command
 
 from sae_tui.cli_commands.completion import job_ids
 from sae_tui.cli_commands.parser import make_parser
@@ -102,3 +103,14 @@ def test_names_tags_and_notes_take_no_control_characters(tmp_path):
         with pytest.raises(UserError, match="are without control characters, not"):
             as_tags([text])
     assert as_tags(["grün", "宽"]) == ("grün", "宽")
+
+
+@pytest.mark.parametrize("command", [["launch", "--hold"], ["validate"]])
+def test_a_job_for_the_cpu_is_not_told_that_there_are_no_gpus(shell, command):
+    of_cpu, of_a_gpu = (
+        run_command([*command, str(shell.job_file), "--gpus", gpus], shell.env, shell.folder, timeout=120)
+        for gpus in ("cpu", "auto:1")
+    )
+    assert (of_cpu.returncode, "driver" in of_cpu.stderr) == (0, False)
+    # What asks for a GPU is told, where there is none.
+    assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr

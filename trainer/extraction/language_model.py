@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,6 +258,8 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         raise UserError("model.path: reading a language model needs `pip install 'sae-tui[hf]'`") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # Of a hub that cannot be reached it tells each of ten attempts.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     name, extra = settings.path, {}
     if settings.path.endswith(".gguf"):
         name, extra = str(Path(settings.path).parent), {"gguf_file": Path(settings.path).name}

@@ -237,7 +237,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
 
     with contextlib.suppress(OSError):
         write_json(file, plan)
-    if plan.ranks > 1 or plan.model_gpus:
+    if plan.ranks > 1 or plan.model_gpus or plan.model_share:
         progress.event("plan", plan.sentence())
         rank_log.say(f"plan: {plan.sentence()}")
 

@@ -57,9 +57,8 @@ class Plan(msgspec.Struct, frozen=True):
         if self.model_gpus:
             where = words_of_place(self.model_gpus, self.ranks + self.model_gpus, self.model_why)
             return f"{where}; {'it' if self.model_gpus == 1 else 'each'} reads {text}, for {share}"
-        return (
-            f"every rank runs the language model, on {text}: {share}{f'; {self.model_why}' if self.model_why else ''}"
-        )
+        who = f"every rank runs the language model, on {text}" if self.ranks > 1 else "it runs the language model too"
+        return f"{who}: {share}{f'; {self.model_why}' if self.model_why else ''}"
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:
