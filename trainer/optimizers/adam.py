@@ -27,9 +27,9 @@ class Adam(torch.optim.Adam, Optimizer):
     On a CPU a step takes 7 % (bf16) or 14 % (int8) longer.
     """
 
-    # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer, k = 48, 6,144 latents: 0.193; 0.206 with a
-    # fall over the last fifth only; 0.225 where encoders also move alone, at half the rate. SmolLM2's 12th block, k = 32,
-    # 4,608 latents: 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %, and 0.1 %, not 2.7 %.
+    # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer, k = 48, 6,144 latents: 0.193; 0.206 with
+    # a fall over the last fifth only; 0.225 where encoders also move alone, at half the rate. SmolLM2's 12th block,
+    # k = 32, 4,608 latents: 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %, and 0.1 %, not 2.7 %.
     following = FollowingRates(lr=2.0, encoder=0.2)
 
     def __init__(
