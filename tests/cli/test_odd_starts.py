@@ -111,6 +111,7 @@ def test_a_job_for_the_cpu_is_not_told_that_there_are_no_gpus(shell, command):
         run_command([*command, str(shell.job_file), "--gpus", gpus], shell.env, shell.folder, timeout=120)
         for gpus in ("cpu", "auto:1")
     )
+    run_command(["stop", "1"], shell.env, shell.folder, timeout=120)
     assert (of_cpu.returncode, "driver" in of_cpu.stderr) == (0, False)
     # What asks for a GPU is told, where there is none.
     assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr

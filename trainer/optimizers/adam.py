@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import FollowingRates, Optimizer
+from trainer.optimizers.base import Optimizer
 from trainer.optimizers.tiled import Betas, adam_step
 
 # Without what torch 2.6 to 2.13 wrap around it: that loads the compiler (see `Optimizer`).
@@ -26,11 +26,6 @@ class Adam(torch.optim.Adam, Optimizer):
     latents, k = 32 and 500 steps of 4,096 tokens, held-out FVU was 0.0921 (fp32), 0.0923 (bf16) and 0.0924 (int8).
     On a CPU a step takes 7 % (bf16) or 14 % (int8) longer.
     """
-
-    # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer, k = 48, 6,144 latents: 0.193; 0.206 with
-    # a fall over the last fifth only; 0.225 where encoders also move alone, at half the rate. SmolLM2's 12th block,
-    # k = 32, 4,608 latents: 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %, and 0.1 %, not 2.7 %.
-    following = FollowingRates(lr=2.0, encoder=0.2)
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, *, beta1: float, beta2: float, state: str

@@ -31,16 +31,6 @@ class LatentAxis(NamedTuple):
     ids: Tensor
 
 
-class FollowingRates(NamedTuple):
-    """How rates change where the encoder of a latent moves with its decoder.
-
-    `lr` is a factor on `auto_lr`; the encoder's own rate is `encoder` times the decoder's.
-    """
-
-    lr: float
-    encoder: float
-
-
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose whole state is tensors in `state[parameter]`, which is what a checkpoint holds.
 
@@ -56,8 +46,6 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # Where the latents of a parameter are; those without any are left out.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # None where encoders are stepped by their own gradients alone.
-    following: FollowingRates | None = None
     # With a schedule of its own, the learning rate is not decayed at the end.
     is_schedule_free = False
 

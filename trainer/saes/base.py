@@ -46,8 +46,6 @@ class Sae(nn.Module, ABC):
     unit_decoder = True
     # Norm of the encoder's columns at the start where the job does not say.
     encoder_scale = 0.3
-    # Whether an encoder moves with its decoder, where the optimizer has rates for that.
-    encoder_follows = False
     n_own_sums = 0
     # Parameters [d_sae] in the units of a pre-activation.
     biases: tuple[str, ...] = ("b_enc",)

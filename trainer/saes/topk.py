@@ -24,7 +24,6 @@ class TopK(Sae):
     """
 
     loss_names: tuple[str, ...] = ("mse", "auxk")
-    encoder_follows = True
     # A weaker one would never be among the k largest.
     revived_share = 1.0
 

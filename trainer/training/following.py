@@ -8,24 +8,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.settings.job import Sae as SaeSettings
-from trainer.optimizers.base import Optimizer
-from trainer.saes.base import Sae
-
-
-def follows(settings: SaeSettings, sae: Sae, optimizer: type[Optimizer]) -> bool:
-    """Tell whether encoders follow: where both start as one, and architecture and optimizer have settings for it."""
-    starts_tied = settings.encoder_init == "tied" and not sae.is_transcoder
-    return (
-        settings.encoder_follows == "auto" and starts_tied and sae.encoder_follows and optimizer.following is not None
-    )
-
 
 class Following:
     """W_enc as share · W_decᵀ and a rest: while they are `apart` the optimizer steps W_dec and that rest.
 
     Where a latent fires decides its encoder, but what it is decoded to is corrected by every token that it fires on; an
-    encoder that moves by its own gradient alone lags behind. See `Optimizer.following` for what that is worth.
+    encoder that moves by its own gradient alone lags behind. What that is worth is beside Adam's rates in the catalog.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:

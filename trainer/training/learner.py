@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from trainer.contract.planning import memory
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import FollowingRates
+from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import lr_factor
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import FollowingRates, LatentAxis, Optimizer
+from trainer.optimizers.base import LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import dense, own_part, sum_of
 from trainer.parallel.latents import Latents
@@ -27,7 +29,7 @@ from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
-from trainer.training.following import Following, follows
+from trainer.training.following import Following
 from trainer.training.gradients import LossScale, prepare, total_square
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.zero_shards import Stepped, SteppedShare
@@ -51,7 +53,7 @@ class Learner:
         self.sae.deal(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
         kind = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer").load()
-        following = kind.following if follows(job.sae, self.sae, kind) else None
+        following = following_rates(job, is_transcoder=self.sae.is_transcoder)
         lr = _auto_lr(kind, self.sae.d_sae, following) if self._train.lr == "auto" else self._train.lr
         self._lr = lr * layout.lr_scale
         knobs = msgspec.structs.asdict(self._train.knobs)
@@ -60,6 +62,7 @@ class Learner:
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
         self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
         self._following = self._follow(following)
+        self._decay_fraction = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
@@ -86,7 +89,7 @@ class Learner:
     def begin_step(self, step: int) -> None:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
         self.sae.begin_step(step / self.total_steps)
-        decay = 0.0 if self.optimizer.is_schedule_free else self._train.decay_fraction
+        decay = 0.0 if self.optimizer.is_schedule_free else self._decay_fraction
         for group in self.optimizer.param_groups:
             factor = lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
             group["lr"] = self._lr * group.get("rate", 1.0) * factor

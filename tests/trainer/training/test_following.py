@@ -8,14 +8,17 @@ import torch
 from support.steps import take_alone
 from torch import Tensor
 
+from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
-from trainer.optimizers.adam import Adam
 from trainer.parallel.base import Parallel
 from trainer.training.following import Following
 from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
 CPU = torch.device("cpu")
+RATES = OPTIMIZERS["adam"].following
+assert RATES
 OFF = {"encoder_follows": "off"}
 
 
@@ -47,7 +50,7 @@ def test_an_encoder_moves_as_its_decoder_does_and_by_a_part_of_its_own_step(
     after, own = weights(follows), weights(alone)
     for name in ("W_dec", "b_dec", "b_enc"):
         torch.testing.assert_close(after[name], own[name], msg=name)
-    moved = Adam.following.encoder * (own["W_enc"] - before["W_enc"]) + share * (after["W_dec"] - before["W_dec"]).T
+    moved = RATES.encoder * (own["W_enc"] - before["W_enc"]) + share * (after["W_dec"] - before["W_dec"]).T
     torch.testing.assert_close(after["W_enc"], before["W_enc"] + moved, rtol=1e-5, atol=1e-6)
 
 
@@ -66,9 +69,9 @@ def test_the_rate_that_is_asked_for_is_that_of_the_decoder_and_auto_is_higher(ma
     for one in (asked, auto, alone):
         one.begin_step(0)
     others, encoder = asked.optimizer.param_groups
-    assert (others["lr"], encoder["lr"]) == (1e-2, pytest.approx(1e-2 * Adam.following.encoder))
+    assert (others["lr"], encoder["lr"]) == (1e-2, pytest.approx(1e-2 * RATES.encoder))
     rates = [one.optimizer.param_groups[0]["lr"] for one in (auto, alone)]
-    assert rates[0] == pytest.approx(Adam.following.lr * rates[1])
+    assert rates[0] == pytest.approx(RATES.lr * rates[1])
 
 
 @pytest.mark.parametrize(
@@ -86,6 +89,13 @@ def test_encoders_move_alone_where_nobody_has_found_rates_for_it(
     make_job: MakeJob, sae: dict[str, Any], train: dict[str, Any]
 ) -> None:
     assert len(learner(make_job, sae, **train).optimizer.param_groups) == 1
+
+
+def test_the_rate_falls_for_longer_where_encoders_follow_unless_asked_otherwise(make_job: MakeJob) -> None:
+    follows, alone = make_job(), make_job(sae=OFF)
+    assert [decay_fraction(job, is_transcoder=False) for job in (follows, alone)] == [RATES.decay, 0.2]
+    assert decay_fraction(follows, is_transcoder=True) == 0.2
+    assert decay_fraction(make_job(train={"decay_fraction": 0.0}), is_transcoder=False) == 0.0
 
 
 def test_the_encoder_of_a_transcoder_moves_alone(make_job: MakeJob) -> None:

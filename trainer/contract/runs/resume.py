@@ -12,6 +12,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
+from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.schedule import lr_factor
@@ -161,7 +162,8 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -
     if now <= position.step:
         message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
-    fractions = job.train.warmup_fraction, job.train.decay_fraction
+    is_transcoder = read_state(run.checkpoint).d_out is not None
+    fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=is_transcoder)
     old, new = (lr_factor(min(position.step, total - 1), total, *fractions) for total in (before, now))
     rate = f": the learning rate continues at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
     return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow{rate}"]

@@ -146,9 +146,13 @@ class Train(msgspec.Struct, frozen=True):
     warmup_fraction: Annotated[
         float, about("Share of the steps in which the rate rises from 0.", advanced=True, ge=0, le=1)
     ] = 0.0
-    decay_fraction: Annotated[
-        float, about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1)
-    ] = 0.6
+    decay_fraction: (
+        Annotated[
+            float,
+            about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1),
+        ]
+        | Literal["auto"]
+    ) = "auto"
     grad_clip: Annotated[float, about("Largest global norm of the gradient; 0 for none.", advanced=True, ge=0)] = 1.0
     precision: Annotated[
         Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Arithmetic of the matrix products; weights stay fp32.")

@@ -12,7 +12,7 @@ def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fractio
     one over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. Beside a rise over 5 %, it was 0.116 with a fall over
     the last 20 %, 0.121 over half, 0.137 over all, and 0.139 with a cosine. In 500 steps it was 0.0912 without a rise
     and 0.0921 with 5 %; without one, but a fall over half, 0.0923. Where encoders follow their decoders the rate is
-    twice as high, and a longer fall is better: 0.193 over the last 60 % and 0.206 over 20 % (see `Adam.following`).
+    twice as high, and a longer fall is better: 0.193 over the last 60 % and 0.206 over 20 % (see `catalog`).
     """
     warmup, decay = warmup_fraction * total_steps, decay_fraction * total_steps
     rising = (step + 1) / warmup if warmup else 1.0
