@@ -70,6 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2048)
     parser.add_argument("--held-out", type=int, default=4096, help="rows to judge on")
     parser.add_argument("--spliced-tokens", type=int, default=4096, help="that the model reads with an SAE in it")
+    parser.add_argument("--sets", type=int, default=12, help="sets of labelled texts to train probes on")
     parser.add_argument("--speed-tokens", type=int, default=32_768, help="to measure each reader with; 0: none")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--text", type=Path, help="a .jsonl with a column `text`; default Python's own reference")
@@ -174,8 +175,9 @@ class Chain:
 
     def _judge(self, run: str) -> dict[str, Any]:
         words = ["--model", "auto", "--tokens", self.options.spliced_tokens, "--contexts", 0]
+        probes = ["--probe", "--sets", self.options.sets] if self._has_probe else []
         card: dict[str, Any]
-        (card,) = self._trainer("eval", run, *words, *["--probe"] * self._has_probe)["cards"]
+        (card,) = self._trainer("eval", run, *words, *probes)["cards"]
         return card
 
     def _rates(self, asked: reading.Asked) -> dict[str, float]:
