@@ -181,7 +181,7 @@ class FeaturesScreen(Screen[None]):
         self._show(latent)
 
     def action_search(self) -> None:
-        self.app.push_screen(Ask("Find in the texts", "a part of a token", self.words), self._search)
+        self.app.push_screen(Ask("Find in the texts", "words, or a part of one", self.words), self._search)
 
     def _search(self, words: str | None) -> None:
         if words is None or self._features is None:

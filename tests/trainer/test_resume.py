@@ -75,6 +75,13 @@ def test_length_cadence_and_devices_may_change(run_dir: Path) -> None:
     assert job.sae == stored_job(run_dir, []).sae
 
 
+def test_a_run_from_before_encoders_followed_goes_on_as_it_began(run_dir: Path) -> None:
+    assert stored_job(run_dir, []).sae.encoder_follows == "auto"
+    file = run_dir / "job.toml"
+    file.write_text(file.read_text().replace('encoder_follows = "auto"\n', ""))
+    assert stored_job(run_dir, ["train.n_steps=50"]).sae.encoder_follows == "off"
+
+
 def test_tokens_alone_are_the_length_although_steps_go_first(run_dir: Path) -> None:
     assert Layout(stored_job(run_dir, ["train.n_tokens=12800"]), 1).total_steps == 100
     assert Layout(stored_job(run_dir, ["train.n_tokens=12800", "train.n_steps=40"]), 1).total_steps == 40

@@ -14,7 +14,7 @@ from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_f
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.job_file import load_job, read_toml
 from trainer.contract.settings.schedule import lr_factor
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.rows import Device
@@ -81,7 +81,15 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # train.n_steps overrides n_tokens, so it is cleared where only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
-    return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])], read=read_plain_text)
+    as_before = [*(["train.n_steps="] if by_tokens else []), *_settings_since(job_file)]
+    return load_job(job_file, [*overrides, *as_before], read=read_plain_text)
+
+
+def _settings_since(job_file: Path) -> list[str]:
+    """Return as overrides what a run began with before a setting was there, where the default is another now."""
+    sae = read_toml(job_file, read_plain_text).get("sae")
+    # The file of a run has all settings that there were.
+    return [] if isinstance(sae, dict) and "encoder_follows" in sae else ["sae.encoder_follows=off"]
 
 
 def _attempts(run_dir: Path) -> list[int]:
