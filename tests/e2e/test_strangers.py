@@ -20,6 +20,7 @@ import tomli_w
 from support.box import CTRL_O, ENTER, ESC, ROOT, Box
 from support.driver import environment
 from support.features import features_file
+from support.report_cards import put_card
 from support.strangers import PIECES, Texts, leaked, taken_for_markup
 from support.terminal import Terminal
 from support.tui import record_metrics
@@ -146,6 +147,8 @@ class World:
         folder.mkdir(parents=True)
         tokens = {5: "the", 7: self.texts.short("token of a text"), 9: "end"}
         (folder / FEATURES).write_bytes(features_file(tokens))
+        fires_on = {"tokens": [self.texts.short("token of a card")], "at": 0, "act": 1.0}
+        put_card(folder, name=self.texts.short("card"), latents=[{"latent": 0, "density": 0.1, "texts": [fires_on]}])
 
     def _start_stranger(self) -> subprocess.Popen[bytes]:
         """Start a process on the GPUs, with a command line of its own choice."""
@@ -235,7 +238,8 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(*core("jobs.name"), ENTER, to="n New job")
     goes(ESC, "\x1b[B", ENTER, to=core("log error"))
     goes("i", "i", to=core("jobs.note"))
-    goes("f", to=core("token of a text"))
+    goes("v", to=core("card"))
+    goes(ESC, "f", to=core("token of a text"))
     goes(ESC, "l", to="& Only")
     goes("r", to=core("log of rank 1"))
     goes("r", to=core("log of the supervisor"))
@@ -336,8 +340,8 @@ TRAINER_WORDS = {
 }
 # Texts that no command prints.
 NOT_BY_COMMANDS = [
-    "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
-    "log of the supervisor", "requests.kind", "stored data path",
+    "card", "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
+    "log of the supervisor", "requests.kind", "stored data path", "token of a card",
 ]  # fmt: skip
 ALL = """
 import contextlib, json, sys

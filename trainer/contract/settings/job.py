@@ -79,7 +79,7 @@ class Sae(msgspec.Struct, frozen=True):
     ) = "auto"
     encoder_follows: Annotated[
         Literal["auto", "off"],
-        about("Moves each encoder with its decoder; auto: where the optimizer has rates for it.", advanced=True),
+        about("Encoders move with their decoders, and by a fifth of lr; auto: TopK kinds with Adam.", advanced=True),
     ] = "auto"
     skip: Annotated[
         bool,
@@ -129,12 +129,9 @@ class Train(msgspec.Struct, frozen=True):
     accumulate: Annotated[int, about("Micro-batches per optimiser step.", advanced=True, ge=1)] = 1
     n_tokens: Annotated[int, about("Tokens to train on.", unit="tokens", ge=1)] = 2_000_000
     n_steps: Annotated[int, about("Optimiser steps; overrides n_tokens.", unit="steps", ge=1)] | None = None
-    lr: (
-        Annotated[
-            float, about("Learning rate, of the decoder where encoders follow; auto suits optimizer and width.", gt=0)
-        ]
-        | Literal["auto"]
-    ) = "auto"
+    lr: Annotated[float, about("Learning rate; auto suits optimizer, width and length.", gt=0)] | Literal["auto"] = (
+        "auto"
+    )
     lr_scaling: Annotated[
         Literal["off", "sqrt", "linear"],
         about("Whether lr follows the tokens per step, by root or in proportion.", advanced=True),
