@@ -160,7 +160,7 @@ def give_to_saelens(chain: Chain) -> None:
     sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
     # TransformerLens does not know this model.
     assert sae.cfg.metadata["hook_name"] == "model.layers.6"
-    assert sae.cfg.metadata["as_extracted"] == {"hook_name": "blocks.6.hook_resid_post"}
+    assert sae.cfg.metadata["as_extracted"]["hook_name"] == "blocks.6.hook_resid_post"
     x = ordinary(chain.rows(STREAM)["activations"])
     with torch.no_grad():
         assert_judged_alike(chain, "saelens", STREAM, fvu(x, sae(x)))
