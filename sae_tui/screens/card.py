@@ -11,6 +11,7 @@ from textual.widgets import Label
 
 from sae_tui.format import fit
 from sae_tui.jobs.evaluation.report_card import whole_cards
+from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.report_card import CardPanel
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.session import Session
@@ -43,7 +44,7 @@ class CardScreen(Screen[None]):
         super().__init__(name="card")
         self.session, self.job_id, self.member = session, job_id, member
         self._cards: dict[str, Card] = {}
-        self._n_news = len(session.watcher.news)
+        self._news = NewsOfJob(session.watcher, job_id)
 
     def compose(self) -> ComposeResult:
         yield Label("", id="card-title", markup=False)
@@ -63,9 +64,7 @@ class CardScreen(Screen[None]):
 
     def show_jobs(self) -> None:
         """Read the cards again once there is news of the job."""
-        news = self.session.watcher.news[self._n_news :]
-        self._n_news += len(news)
-        if any(one.job_id == self.job_id for one in news):
+        if self._news.has_come():
             self._read()
 
     @work(thread=True, group="card", exit_on_error=False)

@@ -17,6 +17,7 @@ from sae_tui.format import fit
 from sae_tui.jobs.evaluation.outcome import has_features
 from sae_tui.jobs.evaluation.request import offer
 from sae_tui.jobs.features import features_of_job, search
+from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.latents import LatentDetail, LatentList
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
@@ -81,7 +82,7 @@ class FeaturesScreen(Screen[None]):
         self.words = ""
         self._opened: dict[str, Features] = {}
         self._asked = False
-        self._n_news = len(session.watcher.news)
+        self._news = NewsOfJob(session.watcher, job_id)
 
     def compose(self) -> ComposeResult:
         yield Label("", id="features-title", markup=False)
@@ -104,9 +105,7 @@ class FeaturesScreen(Screen[None]):
 
     def show_jobs(self) -> None:
         """Read what latents fire on again once an evaluation of the job is over."""
-        news = self.session.watcher.news[self._n_news :]
-        self._n_news += len(news)
-        if any(one.job_id == self.job_id for one in news):
+        if self._news.has_come():
             self._open()
 
     @work(thread=True, group="features", exit_on_error=False)

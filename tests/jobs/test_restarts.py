@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.workloads import stream_of_model
 
 from sae_tui.jobs import detach, edits
 from sae_tui.jobs.launch import launching
@@ -58,14 +59,7 @@ def test_a_job_keeps_its_cards_from_one_attempt_to_the_next(box):
 def test_gpus_of_the_model_alone_are_leased_and_pinned_without_a_rank_in_every_attempt(
     box, tmp_path, model_gpus, n_ranks
 ):
-    (tmp_path / "text.txt").write_text("a cat sat")
-    data = {
-        "source": "model",
-        "model": "a/model",
-        "d_in": 8,
-        "hook": "resid_post.0",
-        "text": str(tmp_path / "text.txt"),
-    }
+    data = stream_of_model(tmp_path)
     table = {"name": "steps=20 save=4 crash=0@10#1", "data": data | {"model_gpus": model_gpus}}
     table |= {"train": {"n_steps": 20}, "launch": {"gpus": [0, 1, 2, 3], "max_restarts": 1}}
     config, problems = parse_job(table)

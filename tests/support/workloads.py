@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
@@ -11,3 +14,10 @@ from trainer.contract.settings.sources import DataShape
 def workload(job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda") -> Workload:
     """Return the job on `ranks` ordinary GPUs or CPU processes, with more than enough data."""
     return Workload(job, ranks, DataShape(d_in, d_out, 10**9), CPU if device == "cpu" else "")
+
+
+def stream_of_model(folder: Path) -> dict[str, Any]:
+    """Return the data section of a training straight from a language model that is not here, on a text in `folder`."""
+    text = folder / "text.txt"
+    text.write_text("a cat sat")
+    return {"source": "model", "model": "a/model", "d_in": 8, "hook": "resid_post.0", "text": str(text)}

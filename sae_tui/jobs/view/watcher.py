@@ -139,3 +139,16 @@ class Watcher:
         except UserError as error:
             return str(error)
         return ""
+
+
+class NewsOfJob:
+    """Tells whether there is news of a job that was not asked about yet."""
+
+    def __init__(self, watcher: Watcher, job_id: int) -> None:
+        self._watcher, self._job_id, self._n_seen = watcher, job_id, len(watcher.news)
+
+    def has_come(self) -> bool:
+        """Return whether news of the job has come since this was last asked."""
+        news = self._watcher.news[self._n_seen :]
+        self._n_seen += len(news)
+        return any(one.job_id == self._job_id for one in news)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.workloads import stream_of_model
 
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import Box
@@ -19,14 +20,7 @@ UUIDS = tuple(f"GPU-{index}" for index in range(4))
 
 @pytest.fixture
 def job(tmp_path: Path) -> JobConfig:
-    (tmp_path / "text.txt").write_text("a cat sat")
-    data = {
-        "source": "model",
-        "model": "a/model",
-        "d_in": 8,
-        "hook": "resid_post.0",
-        "text": str(tmp_path / "text.txt"),
-    }
+    data = stream_of_model(tmp_path)
     job, problems = parse_job({"data": data, "train": {"n_tokens": 10**6}, "launch": {"gpus": "auto:4"}})
     assert job, problems
     return job

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.workloads import workload
+from support.workloads import stream_of_model, workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.cards.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
@@ -410,14 +410,7 @@ def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
 
 
 def test_the_summary_and_the_row_of_a_job_count_the_gpus_of_its_model(tmp_path):
-    (tmp_path / "text.txt").write_text("a cat sat")
-    data = {
-        "source": "model",
-        "model": "a/model",
-        "d_in": 8,
-        "hook": "resid_post.0",
-        "text": str(tmp_path / "text.txt"),
-    }
+    data = stream_of_model(tmp_path)
 
     def said_of(model_gpus) -> str:
         config, problems = parse_job({"data": data | {"model_gpus": model_gpus}, "train": {"n_steps": 100}})

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.workloads import stream_of_model
 
 from trainer.cli import main
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
@@ -97,14 +98,7 @@ def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
 def test_torchrun_leaves_no_gpu_to_a_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 4, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    (tmp_path / "text.txt").write_text("a cat sat")
-    data = {
-        "source": "model",
-        "model": "a/model",
-        "d_in": 8,
-        "hook": "resid_post.0",
-        "text": str(tmp_path / "text.txt"),
-    }
+    data = stream_of_model(tmp_path)
     table = {"data": data | {"model_gpus": 2}, "train": {"n_steps": 9}, "launch": {"gpus": "auto:4"}}
     job, problems = parse_job(table)
     assert job, problems
