@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class Following:
     """W_enc as share · W_decᵀ and a rest: while they are `apart` the optimizer steps W_dec and that rest.
 
-    Where a latent fires decides its encoder, but what it is decoded to is corrected by every token that it fires on; an
-    encoder that moves by its own gradient alone lags behind. What that is worth is beside Adam's rates in the catalog.
+    The encoder decides on which tokens a latent fires, and where it moves by its own gradient alone it lags behind a
+    decoder that every such token corrects. What following is worth is told beside Adam's rates in the catalog.
     """
 
     def __init__(self, share: float, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -24,8 +24,10 @@ class Following:
         """Take the decoder's share out of W_enc while the context lasts; where `skips` (0-dim bool), change no bit."""
         share = torch.where(skips, 0.0, self._share).to(self._encoder.dtype)
         self._add(-share)
-        yield
-        self._add(share)
+        try:
+            yield
+        finally:
+            self._add(share)
 
     @torch.no_grad()
     def _add(self, share: Tensor) -> None:
