@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -27,6 +28,17 @@ class TerminalDriver(LinuxDriver):
     """
 
     _settings_before: list[Any] | None = None
+
+    def start_application_mode(self) -> None:
+        """Take the terminal; from here on ctrl+z and what follows it wait for the app to be between two things.
+
+        A handler of Python breaks in anywhere. One that breaks into a write, and writes, waits for itself for ever:
+        the queue of the output has one lock. Of stops while the app drew, one in some hundred hung it.
+        """
+        super().start_application_mode()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
+        loop.add_signal_handler(signal.SIGCONT, self._sigcont_application)
 
     def stop_application_mode(self) -> None:
         self._settings_before, self.attrs_before = self.attrs_before, None
