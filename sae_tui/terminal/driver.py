@@ -35,7 +35,7 @@ class TerminalDriver(LinuxDriver):
         A handler of Python breaks in anywhere. One that breaks into a write, and writes, waits for itself for ever:
         the queue of the output has one lock. Of stops while the app drew, one in some hundred hung it.
         """
-        super().start_application_mode()
+        super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
         loop.add_signal_handler(signal.SIGCONT, self._sigcont_application)
