@@ -74,10 +74,10 @@ class Shards(IndexedSource):
         return SideBySide([self, *others])
 
     def rows(self, indices: Indices) -> Tensor:
-        return self._inputs.rows(np.sort(indices))
+        return self._inputs.rows(_sorted(indices))
 
     def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        indices = np.sort(indices)
+        indices = _sorted(indices)
         x = self._inputs.rows(indices)
         return x, x if self._targets is None else self._targets.rows(indices)
 
@@ -122,6 +122,11 @@ class _Mapped:
             np.take(rows, places, axis=0, out=into.view(torch.uint8).numpy().view(rows.dtype), mode="clip")
         else:
             into.copy_(torch.from_numpy(rows[places]).view(dtype))
+
+
+def _sorted(indices: Indices) -> Indices:
+    # By a sort that takes runs as they are: a tenth of the time of another, which was a seventh of the reading.
+    return np.sort(indices, kind="stable")
 
 
 def _content(shard: Shard, field: str) -> Bytes:
