@@ -15,7 +15,8 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
+# A bar is thinner than its row, so that bars below each other stay apart; its rail shows how long it could be.
+LINE, HALF, RAIL = "━", "╸", "─"
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
@@ -90,12 +91,11 @@ def clock_time(timestamp: float) -> str:
 
 
 def bar(fraction: float | None, width: int) -> str:
-    """Return a horizontal bar in `width` cells, exact to an eighth of a cell; blanks where `fraction` is None."""
+    """Return a horizontal bar in `width` cells, exact to half a cell; blanks where `fraction` is None."""
     if fraction is None or not math.isfinite(fraction):
         return " " * width
-    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
+    full, half = divmod(round(max(0.0, min(1.0, fraction)) * width * 2), 2)
+    return (LINE * full + HALF * half).ljust(width, RAIL)
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:

@@ -39,7 +39,7 @@ def test_a_tall_sparkline_fills_as_many_eighths_as_the_value_has(values: list, h
 
 
 @pytest.mark.parametrize(
-    ("fraction", "expected"), [(None, "    "), (0, "    "), (0.5, "██  "), (1, "████"), (7, "████"), (-1, "    ")]
+    ("fraction", "expected"), [(None, "    "), (0, "────"), (0.4, "━╸──"), (1, "━━━━"), (7, "━━━━"), (-1, "────")]
 )
 def test_a_bar_is_clamped_and_empty_where_unknown(fraction, expected) -> None:
     assert say.bar(fraction, 4) == expected

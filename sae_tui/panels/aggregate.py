@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, tall_sparkline, watts
+from sae_tui.format import UNKNOWN, bar, celsius, count, fit, percent, sparkline, tall_sparkline, watts
 from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
 from sae_tui.widgets.lines import Line, LineView
+
+_AXIS = 5  # cells for the numbers left of a plot
+_GAP = 2  # cells between two plots
+_TALL = 5  # rows from which an axis has its middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +24,15 @@ class Total:
     """One aggregated quantity: its text, how many cards report it, and its share of the total, now and before."""
 
     label: str
+    title: str
     text: str
     counted: int
     gpu_count: int
     share: float | None
     history: Sequence[float | None]
     style: str
+    # Where the axis ends, in the unit of the text.
+    ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
         """Return `298.7 / 842.4 GiB · 6 of 8 cards`, if short `298.7 / 842.4 GiB · 6 of 8`; no count if of all."""
@@ -36,14 +43,14 @@ class Total:
 
 
 class AggregatePanel(LineView):
-    """Four quantities, as many rows each as the screen has room for."""
+    """Four quantities: a line each, or four plots, two beside two."""
 
-    rows_each = 1
+    _plot = 0
     _totals: tuple[Total, ...] = ()
 
-    def show_totals(self, totals: Sequence[Total], *, rows_each: int = 1) -> None:
-        self._totals = tuple(totals)
-        self.rows_each = rows_each
+    def show_totals(self, totals: Sequence[Total], *, plot: int = 0) -> None:
+        """Draw the quantities as plots of `plot` rows each, or where that is 0 as a line each."""
+        self._totals, self._plot = tuple(totals), plot
         self._draw()
 
     def on_mount(self) -> None:
@@ -54,31 +61,62 @@ class AggregatePanel(LineView):
 
     def _draw(self) -> None:
         width = self.width
-        if width:
-            words = [total.words(short=width < 100) for total in self._totals]
-            text_width = max([24 if width >= 60 else 16, *(cell_len(text) + 1 for text in words)])
-            self.show(
-                [
-                    line
-                    for total, text in zip(self._totals, words, strict=True)
-                    for line in _lines(total, fit(text, text_width), width, self.rows_each)
-                ]
-            )
+        if not width:
+            return
+        if self._plot:
+            self.show(plots(self._totals, width, self._plot))
+            return
+        words = [total.words(short=width < 100) for total in self._totals]
+        text_width = max([24 if width >= 60 else 16, *(cell_len(text) + 1 for text in words)])
+        self.show([_line(total, fit(text, text_width), width) for total, text in zip(self._totals, words, strict=True)])
 
 
-def _lines(total: Total, text: str, width: int, height: int) -> list[Line]:
+def _line(total: Total, text: str, width: int) -> Line:
     bar_width = 10 if width >= 60 else 0
     spark_width = max(0, width - 7 - cell_len(text) - bar_width - 2)
-    rows = tall_sparkline(total.history, spark_width, height, 1.0)
-    first: Line = (
+    return (
         (fit(f" {total.label}", 7), "label"),
         (text, "title"),
-        (bar(total.share, bar_width), f"{total.style} trough"),
+        (bar(total.share, bar_width), f"{total.style} rail"),
         (" ", "text"),
-        (rows[0], total.style),
+        (sparkline(total.history, spark_width, 1.0), total.style),
     )
-    indent = " " * (width - spark_width - 1)
-    return [first, *(((indent, "text"), (row, total.style)) for row in rows[1:])]
+
+
+def plots(totals: Sequence[Total], width: int, height: int) -> list[Line]:
+    """Return the quantities as plots of `height` rows, each with a heading, in two columns."""
+    each = (width - _GAP) // 2
+    lines: list[Line] = []
+    for left, right in zip(totals[::2], totals[1::2], strict=True):
+        beside = _plot_lines(left, each, height), _plot_lines(right, width - _GAP - each, height)
+        lines += [(*one, (" " * _GAP, "text"), *other) for one, other in zip(*beside, strict=True)]
+    return lines
+
+
+def _plot_lines(total: Total, width: int, height: int) -> list[Line]:
+    """Return the heading with the value now, and the history over its axis from 0 to what there is."""
+    text = total.words(short=width < 50)
+    heading: Line = (
+        (f" {total.title} ", "label"),
+        (fit(text, max(0, width - cell_len(total.title) - 2)), "title"),
+    )
+    labels = _axis(total.ceiling, height)
+    history = tall_sparkline(total.history, max(0, width - _AXIS - 2), height, 1.0)
+    body = [
+        ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, total.style), (" ", "text"))
+        for label, row in zip(labels, history, strict=True)
+    ]
+    return [heading, *body]
+
+
+def _axis(ceiling: float | None, height: int) -> list[str]:
+    """Return a label for each row of an axis that begins with 0: its ends, and its middle where there is room."""
+    if not ceiling:
+        return [""] * height
+    labels = [count(ceiling), *[""] * (height - 2), "0"]
+    if height >= _TALL and height % 2:
+        labels[height // 2] = count(ceiling / 2)
+    return labels
 
 
 def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
@@ -92,14 +130,15 @@ def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
     hot = f"{celsius(heat)} GPU {now.hottest.index}" if now.hottest else UNKNOWN
     drawn = f"{watts(power)} / {watts(limit)}"
     counted = now.counted
+    most_gib = total / 2**30 if total else None
     return [
-        Total("VRAM", memory, counted.memory, of, _share(used, total), before.memory, "memory"),
-        Total(
-            "Util", f"{percent(busy)} average", counted.utilization, of, _share(busy, 100), before.utilization, "spark"
-        ),
-        Total("Power", drawn, counted.power, of, _share(power, limit), before.power, "bar"),
-        Total("Temp", hot, counted.temperature, of, _share(heat, HOTTEST_C), before.temperature, "accent"),
-    ]
+        Total("VRAM", "Memory", memory, counted.memory, of, _share(used, total), before.memory, "memory", most_gib),
+        Total("Util", "Utilisation", f"{percent(busy)} average", counted.utilization, of, _share(busy, 100),
+              before.utilization, "spark", 100),
+        Total("Power", "Power", drawn, counted.power, of, _share(power, limit), before.power, "bar", limit),
+        Total("Temp", "Hottest", hot, counted.temperature, of, _share(heat, HOTTEST_C), before.temperature, "heat",
+              HOTTEST_C),
+    ]  # fmt: skip
 
 
 def _share(now: float | None, top: float | None) -> float | None:

@@ -60,7 +60,7 @@ class JobsFinder(Vertical):
         Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Take all marks away"),
     ]  # fmt: skip
     DEFAULT_CSS = """
-    JobsFinder { height: 1fr; min-height: 3; }
+    JobsFinder { height: 1fr; min-height: 1; }
     JobsFinder > Horizontal { height: 1; display: none; background: $panel; }
     JobsFinder.-in-use > Horizontal { display: block; }
     JobsFinder.-unfiltered Label, JobsFinder.-unfiltered Input { display: none; }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import bar, celsius, fit, percent, sparkline, watts
+from sae_tui.format import bar, celsius, fit, gibibytes, percent, tall_sparkline, watts, wrap
 from sae_tui.gpu.base import GpuSample
 from sae_tui.widgets.lines import Line, LineView, Span
 from trainer.contract.planning.gpu_vendors import VENDORS
@@ -17,6 +17,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 CARD_WIDTH = 38
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
 HOT_C = 85
+_LONG_WORD = 8  # by which the first of two lines may be shorter than the second
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,15 @@ class GpuPanel(LineView):
         self._rows: tuple[GpuRow, ...] = ()
         self._cards = False
         self._room = 0
+        self._lines_each = 1
         self._first = 0
 
-    def show_gpus(self, rows: Sequence[GpuRow], *, cards: bool, room: int) -> None:
-        """Draw the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to."""
-        self._rows, self._cards, self._room = tuple(rows), cards, room
+    def show_gpus(self, rows: Sequence[GpuRow], *, cards: bool, room: int, lines_each: int = 1) -> None:
+        """Draw the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to.
+
+        Those that are not cards have one or two lines each.
+        """
+        self._rows, self._cards, self._room, self._lines_each = tuple(rows), cards, room, lines_each
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
@@ -74,7 +79,9 @@ class GpuPanel(LineView):
             self._draw()
 
     def _grid(self) -> _Grid:
-        return _card_grid(len(self._rows), self.width, self._room) if self._cards else _Grid(1, 1, len(self._rows))
+        if self._cards:
+            return _card_grid(len(self._rows), self.width, self._room)
+        return _Grid(1, self._lines_each, len(self._rows))
 
     def _draw(self) -> None:
         width = self.width
@@ -85,7 +92,7 @@ class GpuPanel(LineView):
         top = max(0, min(self._first // grid.columns, grid.bands - shown))
         self._first = top * grid.columns
         rows = self._rows[self._first : (top + shown) * grid.columns]
-        lines = card_lines(rows, width, grid) if self._cards else gpu_lines(rows, self._rows, width)
+        lines = card_lines(rows, width, grid) if self._cards else gpu_lines(rows, self._rows, width, grid.height)
         if shown < grid.bands:
             lines.append(_more(self._first, len(self._rows) - self._first - len(rows), width))
         self.show(lines)
@@ -110,32 +117,65 @@ def _more(above: int, below: int, width: int) -> Line:
     return ((fit(f"   {'  '.join(filter(None, parts))}  (keys [ and ])", width), "accent"),)
 
 
-def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int) -> list[Line]:
-    """Return a line for each GPU in columns that suit all `of` them, so that nothing moves while one scrolls."""
+def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
+    """Return `each` lines, one or two, for each GPU in columns that suit all `of` them, so that nothing moves while
+    one scrolls."""
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
-    return [gpu_line(row, width, longest) for row in rows]
+    if each > 1:
+        longest = longest // 2 + _LONG_WORD
+    return [line for row in rows for line in gpu_line(row, width, longest, each)]
 
 
-def gpu_line(row: GpuRow, width: int, longest: int = 0) -> Line:
-    """Return a GPU in one line; bars and numbers go first where the terminal is narrow, the reason last."""
+def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[Line]:
+    """Return a GPU in one line or two; bars and numbers go first where the terminal is narrow, the reason last.
+
+    Of two lines the second has the lower half of the histories, the power limit, and what there was no room for: who
+    has the card, or if that is said, the processes on it.
+    """
     sample = row.sample
     head: Line = ((fit(f"{sample.index}", 2, right=True), "title"), (" " + fit(short_name(sample.name), 13), "label"))
     if not sample.healthy:
-        return (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
+        line = (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
+        return [line, *[_blank(width)] * (each - 1)]
     bar_width, power_width, sparks, holder_width = _columns(width, longest)
     gap: Span = (" " if any(sparks) or not holder_width else "", "text")
-    return (
+    util = _history(row, "utilization", sparks[0], 100, each)
+    memory = _history(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, each)
+    first: Line = (
         *head,
-        *_meter(percent(sample.utilization), 5, _share(sample.utilization, 100), bar_width, "bar"),
-        _spark(row, "utilization", sparks[0], 100, "spark"),
+        *_meter(percent(sample.utilization), 5, _share(sample.utilization, 100), bar_width, "spark"),
+        (util[0], "spark"),
         gap,
         *_meter(memory_short(sample), 11, memory_share(sample), bar_width, "memory"),
-        _spark(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, "memory"),
+        (memory[0], "memory"),
         gap,
         (fit(celsius(sample.temperature_c), 5, right=True) + " ", _heat(sample)),
         (fit(watts(sample.power_w), 6, right=True) + " " if power_width else "", "text"),
-        (fit(row.holder, holder_width), row.holder_style),
     )
+    if each == 1:
+        return [(*first, (fit(row.holder, holder_width), row.holder_style))]
+    who, *more = wrap(row.holder, holder_width) or [""]
+    blank = bar_width + bool(bar_width)
+    limit = "" if sample.power_limit_w is None else f"of {watts(sample.power_limit_w)}"
+    return [
+        (*first, (fit(who, holder_width), row.holder_style)),
+        (
+            (" " * (16 + 6 + blank), "text"),
+            (util[1], "spark"),
+            (gap[0] + " " * (12 + blank), "text"),
+            (memory[1], "memory"),
+            (gap[0], "text"),
+            (fit(limit, 5 + power_width, right=True) + " ", "dim"),
+            (fit(" ".join(more) or processes(sample), holder_width), row.holder_style if more else "dim"),
+        ),
+    ]
+
+
+def processes(sample: GpuSample) -> str:
+    """Return who computes on a card, those who hold most first: `31415 mallory python 21.0 GiB`."""
+    largest = sorted(sample.processes or (), key=lambda each: -(each.memory_used_bytes or 0))
+    words = ((str(one.pid), one.user, one.name, gibibytes(one.memory_used_bytes)) for one in largest)
+    return ", ".join(" ".join(filter(None, each)) for each in words)
 
 
 def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
@@ -177,7 +217,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
         return _unhealthy(sample, width, height)
     heading = _heading(row, width)
     heat = ((fit(celsius(sample.temperature_c), 6, right=True), _heat(sample)), (fit(f"  {power(sample)}", 16), "text"))
-    util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "bar", "spark")
+    util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "spark", "spark")
     memory = _card_row(
         row, "mem", memory_short(sample), "memory_used_bytes", sample.memory_total_bytes, width, "memory", "memory"
     )
@@ -234,13 +274,17 @@ def _blank(width: int) -> Line:
 def _meter(text: str, text_width: int, share: float | None, width: int, style: str) -> Line:
     return (
         (fit(text, text_width, right=True) + " ", "text"),
-        (bar(share, width), f"{style} trough"),
+        (bar(share, width), f"{style} rail"),
         (" " if width else "", "text"),
     )
 
 
 def _spark(row: GpuRow, name: str, width: int, top: float | None, style: str) -> Span:
-    return (sparkline(row.column(name, width), width, top) if width else "", style)
+    return (_history(row, name, width, top, 1)[0], style)
+
+
+def _history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
+    return tall_sparkline(row.column(name, width), width, height, top) if width else [""] * height
 
 
 def _heat(sample: GpuSample) -> str:

@@ -16,7 +16,7 @@ from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
-from sae_tui.widgets.lines import PALETTE, Line, Span, cut
+from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract.settings.series import key_metrics
 from trainer.contract.store.rows import Job
 
@@ -27,7 +27,6 @@ class Headline(DetailPanel):
     DEFAULT_CSS = """
     Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
     """
-    palette = PALETTE | {"trough": "on $background"}
 
     def lines(self, detail: JobDetail) -> list[Line]:
         return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
@@ -53,7 +52,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     second: Line = (
         (" ", "text"),
-        (bar(job.progress, max(10, width - 72)), "bar trough"),
+        (bar(job.progress, max(10, width - 72)), "bar rail"),
         (fit(percent(100 * job.progress), 5, right=True), "title"),
         (f"  {unit} {count(job.step)}/{total}", "text"),
         (f"  {count(job.tokens_per_s)} {rate}", "text"),

@@ -13,7 +13,12 @@ from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.store.states import JobState
 
 MARK = "●"
-NO_JOBS = "No jobs yet: press n to launch one."
+NO_JOBS = (
+    "No jobs yet: press n to launch one.\n"
+    "n, ctrl+l: train a first SAE, on the sample that is shown; it takes a minute.\n"
+    "n: choose GPUs, data and settings, or a model and a text to extract activations from.\n"
+    "d: what this machine lacks for it.  ?: every key."
+)
 COLUMNS = (
     Column("JOB", 5, right=True),
     Column("NAME", 12, grow=True),
@@ -70,7 +75,7 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
         key=str(job.id),
         cells=(
             *head,
-            (bar(job.progress, 10), "bar trough"),
+            (bar(job.progress, 10), "bar rail"),
             (percent(100 * job.progress), "text"),
             (count(job.step), "text"),
             (number(job.loss), "text"),

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
+from textual.containers import Container
+from textual.content import Content
 from textual.screen import Screen
+from textual.timer import Timer
+from textual.widget import Widget
 
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpus import GpuPanel, GpuRow
 from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
+from sae_tui.screens.dashboard_rows import Rows, arrange
 from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
@@ -29,7 +36,9 @@ _OF_JOBS = frozenset(
     {f"dashboard.{verb}" for verb in ("open", "stop", "pause", "continue", "log", "clone", "delete", "undo")}
     | {*_IDS.values(), "jobs.filter"}
 )
-_JOB_LINES = 5  # heading and four jobs stay visible whatever the GPUs take
+_TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
+# A job is read for its preview once the cursor has rested on it.
+_RESTED_S = 0.2
 
 
 class Dashboard(Screen[None]):
@@ -70,24 +79,29 @@ class Dashboard(Screen[None]):
         super().__init__(id="dashboard")
         self.session = session
         self.view = view
+        self._rows: Rows | None = None
+        self._rested: Timer | None = None
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
-        yield AggregatePanel(id="aggregate")
-        yield GpuPanel(id="gpus")
-        yield JobEdits(self.session, id="finder")
+        yield AggregatePanel(id="aggregate", classes="panel")
+        yield GpuPanel(id="gpus", classes="panel")
+        with Container(id="work"):
+            yield JobEdits(self.session, id="finder").add_class("panel")
+            yield PreviewPanel(id="preview", classes="panel")
         yield Footer()
 
     def on_mount(self) -> None:
         table = self.query_one(JobsPanel)
         table.focus()
-        self.watch(table, "cursor", self.refresh_bindings, init=False)
+        self.watch(table, "cursor", self._selected, init=False)
         self.show_gpus()
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
         self.show_gpus()
         self.show_jobs()
+        self._selected()
 
     def on_resize(self) -> None:
         self.show_gpus()
@@ -96,32 +110,68 @@ class Dashboard(Screen[None]):
         """Draw the latest samples."""
         if not self.is_mounted:
             return
-        monitor, height = self.session.monitor, self.size.height
+        monitor = self.session.monitor
         samples = monitor.latest()
         past = monitor.past(self.size.width)
         cards = self.view == "per_gpu"
-        rows_each = 0 if cards and height < 30 else 1 if cards or height < 35 else 2
-        aggregate = self.query_one(AggregatePanel)
-        aggregate.display = bool(samples) and rows_each > 0
-        if aggregate.display:
-            aggregate.show_totals(totals(samples, past), rows_each=rows_each)
+        laid = self._arrange(len(samples))
+        if laid.totals:
+            self.query_one(AggregatePanel).show_totals(totals(samples, past), plot=laid.plot)
         rows = [GpuRow(sample, *self.session.holder(sample), partial(past.column, sample.index)) for sample in samples]
-        room = max(3, height - 2 - _JOB_LINES - (4 * rows_each if aggregate.display else 0))
         panel = self.query_one(GpuPanel)
-        panel.styles.max_height = room
         if rows:
-            panel.show_gpus(rows, cards=cards, room=room)
+            panel.show_gpus(rows, cards=cards, room=laid.gpus, lines_each=laid.per_gpu)
         elif monitor.opening:
             panel.show_words(ASKING, "dim")
         else:
             panel.show_words(NO_GPUS, "text")
         self.query_one(StatusLine).show_status(self.session.status())
 
+    def _arrange(self, n_gpus: int) -> Rows:
+        """Give the panels their rows, where these are not as they were."""
+        rows = arrange(
+            self.size.width,
+            self.size.height,
+            n_gpus=n_gpus,
+            n_jobs=len(self.session.jobs),
+            cards=self.view == "per_gpu",
+            previews=self.query_one(JobsPanel).selected is not None,
+        )
+        if rows != self._rows:
+            self._rows = rows
+            for frame in ("framed", "ruled", "bare"):
+                self.set_class(frame == rows.frame, f"-{frame}")
+            self.set_class(rows.beside, "-beside")
+            # Textual leaves a cell free beside a title only where the frame has corners.
+            air = "" if rows.frame == "framed" else " "
+            for name, title in _TITLES.items():
+                self.query_one(f"#{name}").border_title = Content(f"{air}{title}{air}")
+            for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
+                panel: Widget = self.query_one(f"#{name}")
+                panel.display = inside > 0
+                panel.styles.height = "1fr" if name == "preview" and rows.beside else inside + rows.chrome
+        return rows
+
     def show_jobs(self) -> None:
-        """Draw the jobs as last read."""
-        if self.is_mounted:
-            self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
-            self.query_one(StatusLine).show_status(self.session.status())
+        """Draw the jobs as last read, and what is known of the one under the cursor."""
+        if not self.is_mounted:
+            return
+        self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
+        self.query_one(StatusLine).show_status(self.session.status())
+        rows, detail = self._arrange(len(self.session.monitor.latest())), self.session.detail
+        if rows.preview and detail is not None and detail.view.id == self.query_one(JobsPanel).selected:
+            self.query_one(PreviewPanel).show_detail(msgspec.structs.replace(detail, member=detail.view.best_sae))
+
+    def _selected(self) -> None:
+        self.refresh_bindings()
+        if self._rested:
+            self._rested.stop()
+        self._rested = self.set_timer(_RESTED_S, self._follow_selected)
+
+    def _follow_selected(self) -> None:
+        """Have the job under the cursor read for its preview, where there is room for one."""
+        if self.is_current and self._rows and self._rows.preview:
+            self.session.watcher.follow(self.query_one(JobsPanel).selected)
 
     def select(self, job_id: int | None) -> None:
         """Put the cursor on a job, which may not be in the list yet."""

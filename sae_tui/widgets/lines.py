@@ -17,7 +17,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.style import Style
 
-from sae_tui.format import fit, visible
+from sae_tui.format import RAIL, fit, visible
 
 Span = tuple[str, str]  # text, name of its style
 Line = tuple[Span, ...]
@@ -33,14 +33,16 @@ PALETTE = {
     "spark": "$primary",
     "bar": "$success",
     "memory": "$secondary",
+    "heat": "$warning",
     "title": "bold $foreground",
     "cursor": "on $primary 35%",
     "here": "underline",
     "trough": "on $panel",
+    "rail": "$foreground 30%",
     "swapped": "bold",
 }
-# The terminal's own colours have no surfaces.
-_TROUGH_OF_16 = "on ansi_bright_black"
+# The terminal's own colours have no surfaces, and no shades.
+_OF_16 = {"trough": "on ansi_bright_black", "rail": "ansi_bright_black"}
 
 
 class LazyLines(Sequence[Line]):
@@ -113,7 +115,8 @@ class LineView(ScrollView, can_focus=False):
         base = self.rich_style
         if row >= len(self._lines):
             return Strip.blank(self.size.width, base)
-        segments = [Segment(visible(text), self._style(style)) for text, style in self._lines[row]]
+        spans = (part for span in self._lines[row] for part in _apart(*span))
+        segments = [Segment(visible(text), self._style(style)) for text, style in spans]
         return Strip(segments).adjust_cell_length(self.size.width, base)
 
     def _rows_in_view(self) -> list[int]:
@@ -139,10 +142,18 @@ class LineView(ScrollView, can_focus=False):
         return self._styles[names]
 
     def _look(self, name: str) -> Style:
-        if name == "trough" and self.app.native_ansi_color:
-            return Style.parse(_TROUGH_OF_16)
+        if name in _OF_16 and self.app.native_ansi_color:
+            return Style.parse(_OF_16[name])
         # Of a variable with several words, Textual 8.2 takes the first.
         return Style.parse(self.palette[name].replace("$text-muted", self.app.theme_variables["text-muted"]))
+
+
+def _apart(text: str, style: str) -> tuple[Span, ...]:
+    """Return a bar, of a style like `"memory rail cursor"`, and its rail as spans of their own."""
+    if "rail" not in style:
+        return ((text, style),)
+    filled, (own, others) = len(text.rstrip(f"{RAIL} ")), style.split(" rail")
+    return ((text[:filled], own + others), (text[filled:], "rail" + others))
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:

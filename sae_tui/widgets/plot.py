@@ -1,4 +1,4 @@
-"""A line plot in braille: 2 x 4 dots per cell, the axis labelled with its own range."""
+"""A line plot in braille: 2 x 4 dots per cell, the axis with round numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from sae_tui.widgets.lines import Line, LineView
 # The bit of a braille character for a dot at (column, row) of its 2 x 4 cell.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # cells for the numbers left of the plot
+_MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
+_NEAR = 1e-9  # by which a sum of floats may miss a round number
 
 
 class Plot(LineView):
@@ -60,10 +62,11 @@ class Plot(LineView):
             self.show([self._heading(), ((fit(f"  {self._nothing}", self.size.width), "dim"),)])
             return
         low, high = y_range([y for _, y in self._points], from_zero=self.from_zero, least_top=self.least_top)
+        low, high, ticks = round_axis(low, high, height)
         rows = braille(self._points, width, height, low, high)
-        labels = [self.word(high), *[""] * (height - 2), self.word(low)][: len(rows)]
+        labels = [self.word(ticks[row]) if row in ticks else "" for row in range(height)]
         body = [
-            ((fit(label, _AXIS, right=True) + "┤", "dim"), (row, "spark"))
+            ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, "spark"))
             for label, row in zip(labels, rows, strict=True)
         ]
         self.show([self._heading(), *body, self._foot(width)])
@@ -90,6 +93,21 @@ def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -mat
         return low, high
     room = abs(high) * 0.1 or 1.0
     return (low if from_zero and low == 0 else low - room), high + room
+
+
+def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
+    """Return an axis that begins and ends with round numbers, and which of its `rows`, from above, has which number."""
+    most = max(2, min(_MOST_STEPS, (rows - 1) // 2))
+    if rows < 3 or not math.isfinite(high - low) or high - low < _NEAR * max(abs(high), abs(low)):
+        return low, high, {rows - 1: low, 0: high}
+    exponent = math.floor(math.log10((high - low) / most))
+    steps = (factor * 10.0**power for power in range(exponent, exponent + 3) for factor in _ROUND)
+    for step in steps:
+        first, last = math.floor(low / step + _NEAR), math.ceil(high / step - _NEAR)
+        if last - first <= most:
+            break
+    n_steps = max(1, last - first)
+    return first * step, last * step, {round(n * (rows - 1) / n_steps): (last - n) * step for n in range(n_steps + 1)}
 
 
 def braille(

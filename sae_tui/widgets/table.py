@@ -149,7 +149,8 @@ class KeyedTable(LineView, can_focus=True):
 
             self.show(LazyLines(1 + len(rows), line))
             return
-        wrapped = textwrap.wrap(self.empty, max(10, self.size.width - 2))
+        room = max(10, self.size.width - 2)
+        wrapped = [line for text in self.empty.splitlines() for line in textwrap.wrap(text, room)]
         self.show([heading, *(((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped)])
 
 
@@ -181,7 +182,5 @@ def _line(
             taken = next((later for later in range(place + 1, len(cells)) if cells[later][0]), len(cells))
             width = sum(widths[other] + 1 for other in columns[place:taken] if other in widths) - 1
         if width >= 0:
-            cell = fit(text, width, right=column.right and place != spill)
-            # The track of a bar ends with its cell, so that a full bar is full.
-            spans += [(cell, style), (" ", "text")] if "trough" in style else [(cell + " ", style)]
+            spans.append((fit(text, width, right=column.right and place != spill) + " ", style))
     return tuple(spans)

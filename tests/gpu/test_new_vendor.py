@@ -149,7 +149,7 @@ async def test_the_screens_show_the_cards_and_the_form_offers_them(frames: Path,
     abacus.hang_up(frames, c={"fault": "jam"})
     monitor = Monitor(load_source("auto"), data, dict, interval_s=0.1)
     app = SaeApp(data, monitor, Settings(sampling_interval_s=0.1), ())
-    async with app.run_test(size=(130, 45)) as pilot:
+    async with app.run_test(size=(99, 45)) as pilot:
         await wait_until(pilot, lambda: "4.0/16.0G" in app.screen.query_one(GpuPanel).plain)
         first, _, jammed = app.screen.query_one(GpuPanel).plain.splitlines()
         assert "0 Suanpan 13" in first

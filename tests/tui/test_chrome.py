@@ -21,13 +21,13 @@ from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel, card
+from sae_tui.panels.jobs import JobsPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
 from sae_tui.settings import load_settings
 from sae_tui.theme import DARK, LIGHT, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Entry, Footer, arrange
-from sae_tui.widgets.table import Column, _line
 from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
@@ -71,8 +71,8 @@ async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(
     app = make_app(4, theme="terminal")
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
-        page, track = (app.screen.query_one(GpuPanel)._style(name).bgcolor for name in ("text", "text trough"))
-        assert page != track
+        bar, rail = (app.screen.query_one(GpuPanel)._style(name) for name in ("spark", "rail"))
+        assert bar.color != rail.color
         await pilot.press("n")
         await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
         await pilot.pause()
@@ -283,10 +283,16 @@ async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, dat
 # tables and cards
 
 
-def test_the_track_of_a_bar_ends_with_its_cell() -> None:
-    columns = [Column("A", 4), Column("B", 4)]
-    spans = _line({column: 4 for column in columns}, (("████", "bar trough"), ("100%", "text")), columns)
-    assert spans == (("████", "bar trough"), (" ", "text"), ("100% ", "text"))
+async def test_a_bar_and_its_rail_are_told_apart_by_colour_and_by_sign(make_app, data) -> None:
+    record_job(data, "half", JobState.STOPPED, total_steps=100, step=50)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.pause()
+        strip = app.screen.query_one(JobsPanel).render_line(1)
+        bar, rail = (next(part for part in strip if part.text.startswith(sign)) for sign in ("━", "─"))
+        assert (bar.text, rail.text.strip()) == ("━" * 5, "─" * 5)
+        assert bar.style.color != rail.style.color
 
 
 def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,17 +35,23 @@ def text(app, panel) -> str:
     return app.screen.query_one(panel).plain
 
 
+def cards(app) -> list[str]:
+    """Return the two lines of each card as one."""
+    lines = text(app, GpuPanel).splitlines()
+    return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
+
+
 async def test_one_key_toggles_between_all_gpus_as_one_and_a_card_each(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        assert "VRAM" in text(app, AggregatePanel)
-        assert len(text(app, GpuPanel).splitlines()) == 4
+        assert "Utilisation 25%" in text(app, AggregatePanel)
+        assert len(cards(app)) == 4
         await pilot.press("v")
         assert "GPU 0 RTX 3090" in text(app, GpuPanel)
         assert len(text(app, GpuPanel).splitlines()) > 8
         await pilot.press("v")
-        assert len(text(app, GpuPanel).splitlines()) == 4
+        assert len(cards(app)) == 4
 
 
 async def test_a_card_is_named_after_a_job_as_soon_as_the_job_is_listed(make_app, data) -> None:
@@ -103,7 +110,7 @@ async def test_eight_gpus_and_the_aggregate_fit_80_by_24_with_who_has_each(make_
         assert all("used by mallory" in line for line in (lines[3], lines[7]))
         assert lines[0].endswith("idle".ljust(18))
         assert app.screen.query_one(GpuPanel).max_scroll_y == 0
-        assert app.screen.query_one(AggregatePanel).region.height == 4
+        assert app.screen.query_one(AggregatePanel).size.height == 4
         assert app.screen.query_one(JobsPanel).region.height >= 4
 
 
@@ -112,7 +119,7 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
     app = make_app(monitor=StillMonitor(source=source))
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
-        lines = text(app, GpuPanel).splitlines()
+        lines = cards(app)
         assert "fallen off the bus" in lines[1]
         assert "–" in lines[2]
         assert lines[3].startswith(" 3")
@@ -147,9 +154,8 @@ async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(m
 
 @pytest.mark.parametrize(
     ("width", "shown"),
-    [(80, "used by mallory (…"), (120, "used by mallory (pid 31415, python train.py)"),
-     (200, "used by mallory (pid 31415, python train.py)")],
-)  # fmt: skip
+    [(80, "used by mallory (…"), (99, "used by mallory (pid 3…")],
+)
 async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width, shown) -> None:
     app = make_app(4)
     async with app.run_test(size=(width, 40)) as pilot:
@@ -160,24 +166,36 @@ async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width,
         assert ("▁" in lines[0]) == (width > 80)
 
 
+@pytest.mark.parametrize("width", [110, 120, 200])
+async def test_with_two_lines_a_card_has_its_user_its_limit_and_a_history(make_app, width) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(width, 40)) as pilot:
+        await pilot.pause()
+        idle, *_, busy = cards(app)
+        assert "idle" in idle
+        assert "▁" in idle
+        assert "of 350 W" in busy
+        assert re.search(r"used by mallory \(pid (31415, )?.*of 350 W (31415, )?python train.py\)", busy)
+
+
 async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) -> None:
     app = make_app(16)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         lines = text(app, GpuPanel).splitlines()
-        assert len(lines) == app.screen.query_one(GpuPanel).size.height == 13
-        assert "▼ 4 more" in lines[-1]
+        assert len(lines) == app.screen.query_one(GpuPanel).size.height == 10
+        assert "▼ 7 more" in lines[-1]
         await pilot.press("right_square_bracket")
         lines = text(app, GpuPanel).splitlines()
-        assert [line.split()[0] for line in lines[:-1]] == [str(index) for index in range(4, 16)]
-        assert "▲ 4 more" in lines[-1]
+        assert [line.split()[0] for line in lines[:-1]] == [str(index) for index in range(7, 16)]
+        assert "▲ 7 more" in lines[-1]
         await pilot.press("right_square_bracket", "left_square_bracket")
         assert text(app, GpuPanel).splitlines()[0].startswith(" 0")
         await pilot.resize_terminal(50, 24)
         await pilot.press("v", "right_square_bracket")
-        cards = text(app, GpuPanel).splitlines()
-        assert cards[0].startswith(" GPU 8")
-        assert cards[-1].startswith("   ▲ 8 more  (keys")
+        lines = text(app, GpuPanel).splitlines()
+        assert lines[0].startswith(" GPU 7")
+        assert lines[-1].startswith("   ▲ 7 more  ▼ 2 more  (keys")
 
 
 async def test_while_the_driver_opens_nothing_is_said_to_be_missing(make_app) -> None:
@@ -225,7 +243,7 @@ async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> 
         await wait_until(pilot, lambda: app.session.jobs)
         await pilot.pause()
         app.screen.show_gpus()
-        lines = text(app, GpuPanel).splitlines()
+        lines = cards(app)
         assert "job 1" in lines[1]
         assert "mallory" in lines[3]
         assert "4 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
@@ -248,7 +266,7 @@ async def test_a_newer_store_is_said_in_the_status_line_and_the_gpus_go_on(make_
         await wait_until(pilot, lambda: app.session.watcher.problem)
         app.screen.show_gpus()
         assert "newer version" in text(app, StatusLine)
-        assert len(text(app, GpuPanel).splitlines()) == 4
+        assert len(cards(app)) == 4
 
 
 async def test_the_jobs_table_shows_live_progress_and_enter_opens_the_job(make_app, data) -> None:

@@ -7,6 +7,7 @@ from support.tui import NOW, StillMonitor, record_job, record_metrics, wait_unti
 
 from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
 from trainer.contract.settings.job_file import dump_job, parse_job
@@ -49,29 +50,28 @@ def monitor(gpus: int = 4, faults: dict | None = None, *, busy: bool = True) -> 
     return still
 
 
+async def dashboard(pilot) -> None:
+    """Wait until the dashboard shows the cards, the three jobs and, where there is room, the one under the cursor."""
+    app = pilot.app
+    await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
+    app.screen.show_gpus()
+    app.screen.show_jobs()
+    preview = app.screen.query_one(PreviewText)
+    await wait_until(pilot, lambda: not app.screen.query_one(PreviewPanel).display or preview.plain)
+    await pilot.pause()
+
+
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
 @pytest.mark.parametrize("gpus", [4, 8])
 def test_dashboard(snap_compare, make_app, box, size, view, gpus) -> None:
     app = make_app(monitor=monitor(gpus, {5: "lost", 6: "no_power"}), monitor_view_default=view)
-
-    async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
-        app.screen.show_gpus()
-        await pilot.pause()
-
-    assert snap_compare(app, terminal_size=size, run_before=ready)
+    assert snap_compare(app, terminal_size=size, run_before=dashboard)
 
 
 def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
     app = make_app(monitor=monitor(), theme="light")
-
-    async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
-        app.screen.show_gpus()
-        await pilot.pause()
-
-    assert snap_compare(app, terminal_size=LARGE, run_before=ready)
+    assert snap_compare(app, terminal_size=LARGE, run_before=dashboard)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
@@ -137,9 +137,7 @@ def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
     app = make_app(monitor=monitor())
 
     async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
-        app.screen.show_gpus()
-        app.screen.show_jobs()
+        await dashboard(pilot)
         await pilot.press("s")
         await pilot.pause()
 

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from textual.app import App, ComposeResult
 
@@ -9,7 +11,7 @@ from sae_tui.widgets import table
 from sae_tui.widgets.chart import legend
 from sae_tui.widgets.lines import LazyLines, Line
 from sae_tui.widgets.menu import Menu, Words
-from sae_tui.widgets.plot import braille, y_range
+from sae_tui.widgets.plot import braille, round_axis, y_range
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 
@@ -150,3 +152,23 @@ async def test_a_page_of_a_menu_in_a_window_without_room_for_it_does_nothing() -
         await pilot.pause()
         words.action_page_down()
         words.action_page_up()
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 60))
+def test_an_axis_ends_with_round_numbers_beyond_the_values(low: float, span: float, rows: int) -> None:
+    assume(span > 1e-6 * abs(low))
+    first, last, ticks = round_axis(low, low + span, rows)
+    assert first <= low + 1e-6 * span
+    assert last >= low + span - 1e-6 * span
+    assert sorted(ticks) == list(ticks)
+    assert (min(ticks), max(ticks)) == (0, rows - 1)
+    values = list(ticks.values())
+    step = (values[0] - values[-1]) / (len(values) - 1)
+    assert values == pytest.approx([last - place * step for place in range(len(values))], rel=1e-9, abs=1e-9 * step)
+    leading = step / 10 ** math.floor(math.log10(step) + 1e-6)
+    assert min(abs(leading - factor) for factor in (1, 2, 2.5, 5)) < 1e-4
+
+
+@pytest.mark.parametrize(("low", "high", "rows"), [(-1e308, 1e308, 9), (1e9, 1e9 + 1e-7, 9), (0.0, 1.0, 1)])
+def test_an_axis_that_cannot_be_round_keeps_its_ends(low: float, high: float, rows: int) -> None:
+    assert round_axis(low, high, rows) == (low, high, {rows - 1: low, 0: high})

@@ -1,0 +1,78 @@
+"""The job under the cursor at a glance: its curve, what was set, and the end of its log."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import Horizontal
+from textual.content import Content
+
+from sae_tui.format import fit, wrap
+from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.output import extracts
+from sae_tui.jobs.view.watcher import JobDetail
+from sae_tui.panels.curves import OF_EXTRACTION, CurvePlot, members_of
+from sae_tui.panels.detail import DetailPanel
+from sae_tui.widgets.lines import Line, Span
+from trainer.contract.settings.series import curves
+
+_OF_TRAINING = "fvu"
+_ENTRY = 30  # columns of a setting with its value
+_NAME = 14
+
+
+class PreviewPanel(Horizontal):
+    """The curve at the left, settings and log at the right."""
+
+    def compose(self) -> ComposeResult:
+        yield CurvePlot(_OF_TRAINING, curves()[_OF_TRAINING])
+        yield CurvePlot(*next(iter(OF_EXTRACTION.items())))
+        yield PreviewText(id="preview-text")
+
+    def show_detail(self, detail: JobDetail) -> None:
+        """Draw the job as it is now; of a sweep, the best SAE."""
+        air = "" if self.styles.border_bottom[0] else " "
+        title = Content(f"{air}Job {detail.view.id} · {detail.view.name}{air}")
+        if title != self._border_title:
+            self.border_title = title
+        of_extraction = extracts(detail.view.config)
+        for plot in self.query(CurvePlot):
+            plot.display = (plot.series_name in OF_EXTRACTION) == of_extraction
+            if plot.display:
+                plot.show_detail(detail)
+        self.query_one(PreviewText).show_detail(detail)
+
+
+class PreviewText(DetailPanel):
+    """Settings in as many columns as fit, and below them the last lines of the log."""
+
+    DEFAULT_CSS = "PreviewText { height: 1fr; width: 1fr; padding: 0 1; }"
+
+    def lines(self, detail: JobDetail) -> list[Line]:
+        width, height = self.size.width, self.size.height
+        why = wrap(detail.view.error, width)[: height - 1] if detail.view.error else []
+        log = [line for line in detail.log if line.strip()]
+        room = height - len(why)
+        settings = _settings(detail, width)[: max(1, room - min(3, len(log)) - 1)]
+        end = log[-(room - len(settings) - 1) :] if room > len(settings) + 1 else []
+        gap = height - len(why) - len(settings) - len(end)
+        return [
+            *(((fit(text, width), "bad"),) for text in why),
+            *settings,
+            *[((" " * width, "text"),)] * gap,
+            *(((fit(line, width), "dim"),) for line in end),
+        ]
+
+
+def _settings(detail: JobDetail, width: int) -> list[Line]:
+    """Return what was set, side by side; of a sweep which SAE is shown first."""
+    entries = [("SAE", detail.member)] if detail.member in members_of(detail) else []
+    entries += summary(detail.view.config)[0]
+    columns = max(1, width // _ENTRY)
+    each = width // columns
+    lines = []
+    for start in range(0, len(entries), columns):
+        spans: list[Span] = []
+        for name, value in entries[start : start + columns]:
+            spans += [(fit(name, _NAME) + " ", "label"), (fit(value, each - _NAME - 2) + " ", "text")]
+        lines.append(tuple(spans))
+    return lines

@@ -1,0 +1,104 @@
+"""How many rows each panel of the dashboard gets, so that they fill the window."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Frame = Literal["framed", "ruled", "bare"]
+
+# Below these the sides and feet of frames cost more than they tell, and below the third the titles too.
+FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
+# Columns from which the totals are four plots, and the preview stands beside the jobs.
+PLOTS_FROM, BESIDE_FROM = 100, 160
+_CHROME: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}
+_TOTALS = 4  # lines: memory, utilisation, power, heat
+_SENTENCE = 90  # cells
+_FEWEST_GPUS, _FEWEST_JOBS = 3, 2
+_LEAST_JOBS = 5  # with the heading
+_LEAST_PLOT, _GOOD_PLOT, _TALLEST_PLOT = 2, 4, 12
+_LEAST_PREVIEW, _GOOD_PREVIEW = 5, 14
+_MANY_JOBS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows inside each panel's frame; 0 where it is not shown.
+
+    `plot` is the rows of each of the four plots of all GPUs, 0 where they are a line each. `per_gpu` is the lines of a
+    GPU; where not all GPUs fit into `gpus`, they scroll. `beside`: the preview has its rows beside the jobs.
+    """
+
+    frame: Frame
+    totals: int
+    gpus: int
+    jobs: int
+    preview: int = 0
+    plot: int = 0
+    per_gpu: int = 1
+    beside: bool = False
+
+    @property
+    def chrome(self) -> int:
+        """The rows that a panel's frame takes."""
+        return _CHROME[self.frame]
+
+    @property
+    def height(self) -> int:
+        """The rows of all panels with their frames."""
+        stacked = [self.totals, self.gpus, self.jobs, 0 if self.beside else self.preview]
+        return sum(rows + self.chrome for rows in stacked if rows)
+
+
+def arrange(width: int, height: int, *, n_gpus: int, n_jobs: int, cards: bool = False, previews: bool = False) -> Rows:
+    """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
+
+    `cards`: each GPU is a card. `previews`: there is a job to preview. Without jobs their panel says what can be done.
+    """
+    room = max(2, height - 2)
+    is_large = width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS
+    frame: Frame = "framed" if is_large else "ruled" if height >= RULED_FROM_ROWS else "bare"
+    rows = _least(Rows(frame, 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
+    return _grown(rows, room, width, n_gpus, n_jobs, cards=cards, previews=previews)
+
+
+def _least(rows: Rows, room: int, width: int, n_gpus: int, *, cards: bool) -> Rows:
+    """Give each panel what it can be read with; where not even that fits, jobs go before cards, and totals first."""
+    # Why there are no GPUs is a sentence.
+    wanted = n_gpus or math.ceil(_SENTENCE / max(1, width))
+    left = room - 2 * rows.chrome
+    has_totals = n_gpus > 0 and not (cards and rows.frame != "framed")
+    with_totals = left - _TOTALS - rows.chrome
+    is_room = with_totals >= min(wanted, _FEWEST_GPUS) + _FEWEST_JOBS
+    totals, left = (_TOTALS, with_totals) if has_totals and is_room else (0, left)
+    gpus = min(wanted, max(min(wanted, _FEWEST_GPUS), left - _LEAST_JOBS), max(1, left - _FEWEST_JOBS))
+    return replace(rows, totals=totals, gpus=gpus, jobs=min(_LEAST_JOBS, left - gpus))
+
+
+def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, cards: bool, previews: bool) -> Rows:
+    """Give out the rows that are left, what tells most first."""
+    several = bool(rows.totals) and width >= PLOTS_FROM
+    wishes = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
+    wishes += [_plots(_LEAST_PLOT)] if several else []
+    wishes += [{"preview": _LEAST_PREVIEW}] if previews and not rows.beside else []
+    wishes += [{"gpus": n_gpus * lines} for lines in (2, 3, 4, 5)] if cards else []
+    wishes += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not cards else []
+    wishes += [_plots(plot) for plot in range(_LEAST_PLOT + 1, _GOOD_PLOT + 1)] if several else []
+    if previews and not rows.beside:
+        wishes += [{"preview": preview} for preview in range(_LEAST_PREVIEW + 1, _GOOD_PREVIEW + 1)]
+    wishes += [{"jobs": _GOOD_PREVIEW}] if previews and rows.beside else []
+    wishes += [{"jobs": 1 + n_jobs}]
+    wishes += [_plots(plot) for plot in range(_GOOD_PLOT + 1, _TALLEST_PLOT + 1)] if several else []
+    for wish in wishes:
+        larger = replace(rows, **{name: max(value, getattr(rows, name)) for name, value in wish.items()})
+        rows = larger if larger.height <= room else rows
+    spare = max(0, room - rows.height)
+    rest = "preview" if rows.preview and not rows.beside else "jobs"
+    rows = replace(rows, **{rest: getattr(rows, rest) + spare})
+    return replace(rows, preview=rows.jobs) if rows.beside and previews else rows
+
+
+def _plots(rows: int) -> dict[str, int]:
+    """Return the wish for plots of so many rows, two and two with a heading each."""
+    return {"plot": rows, "totals": 2 * (rows + 1)}
