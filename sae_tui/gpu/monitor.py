@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
+from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import CAPACITY
@@ -86,6 +87,14 @@ class Monitor:
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every card that may be used, by index."""
         return visible(self._sampler.latest(), self.source_name)
+
+    def look_at(self, index: int | None) -> None:
+        """Have the particulars of this card read from now on; None of none."""
+        self._sampler.look_at(index)
+
+    def details(self, index: int) -> GpuDetails | None:
+        """Return the particulars of the card that is looked at; None before the first, or where it tells none."""
+        return self._sampler.details(index)
 
     def past(self, n: int) -> Past:
         """Return the last `n` intervals of every card that may be used."""

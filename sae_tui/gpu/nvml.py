@@ -13,6 +13,8 @@ from typing import Any
 
 from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.details import GpuDetails
+from sae_tui.gpu.nvml_details import NvmlDetails
 from trainer.contract.printable import printable
 
 LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
@@ -64,6 +66,9 @@ class Nvml:
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(processes=processes)
+
+    def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        return self._cards[index].details(sample)
 
     def facts(self) -> GpuFacts:
         handles = [self._ask("nvmlDeviceGetHandleByIndex", card.index) for card in self._cards]
@@ -124,6 +129,7 @@ class _Card:
         self._failed: dict[str, str] = {}
         self._answered = False
         self._fault: int | None = None
+        self._details: NvmlDetails | None = None
 
     def sample(self, *, processes: bool) -> GpuSample:
         self._failed = {}
@@ -137,6 +143,13 @@ class _Card:
             index=self.index, uuid=self._uuid(), name=_text(self._static.get("name")) or "NVIDIA GPU",
             timestamp=time.time(), failed=self._failed, **fields,
         )  # fmt: skip
+
+    def details(self, sample: GpuSample) -> GpuDetails:
+        """Return the particulars of the card; none where it cannot be read."""
+        if self._details is None:
+            self._details = NvmlDetails(self._nvml)
+        handle = self._handle
+        return GpuDetails(time.time()) if handle is None else self._details.read(handle, sample)
 
     def _read(self, processes: bool) -> dict[str, Any]:
         """Return the fields of a healthy sample, by four calls and up to five more for what seldom changes.

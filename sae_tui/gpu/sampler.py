@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -11,6 +12,7 @@ from enum import StrEnum
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.details import DetailedSource, GpuDetails
 from sae_tui.gpu.ring import CAPACITY, Ring
 
 PROCESSES_EVERY_S = 3.0
@@ -34,6 +36,7 @@ class _Card:
     sample: GpuSample
     ring: Ring
     answered: float  # monotonic time of the last answer
+    details: GpuDetails | None = None
 
 
 class Sampler:
@@ -56,6 +59,7 @@ class Sampler:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._stopping = False
+        self._looked_at: int | None = None
 
     @property
     def status(self) -> Status:
@@ -94,6 +98,16 @@ class Sampler:
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
+
+    def look_at(self, index: int | None) -> None:
+        """Read the particulars of this card from now on, and of no other; None reads those of none."""
+        with self._changed:
+            self._looked_at = index
+            self._changed.notify_all()
+
+    def details(self, index: int) -> GpuDetails | None:
+        """Return the newest particulars of the card that is looked at; None before the first, or of another card."""
+        return self._cards[index].details if index < len(self._cards) and index == self._looked_at else None
 
     def _run(self) -> None:
         count = self._open()
@@ -137,8 +151,9 @@ class Sampler:
             card.ring.append(sample)
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
+            card.details = self._read_details(sample) if index == self._looked_at else None
             deadline = time.monotonic() + until_next(time.time(), self._interval)
-            self._wait_until(deadline)
+            self._wait_until(deadline, looking=index)
             deadline = min(deadline, time.monotonic())
 
     def _read(self, last: GpuSample, *, processes: bool) -> GpuSample:
@@ -150,6 +165,13 @@ class Sampler:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         return replace(sample, processes=last.processes, failed={**sample.failed, **failed})
+
+    def _read_details(self, sample: GpuSample) -> GpuDetails | None:
+        if not sample.healthy or not isinstance(self.source, DetailedSource):
+            return None
+        with contextlib.suppress(Exception):  # no particulars are no reason to lose the card
+            return self.source.details(sample.index, sample)
+        return None
 
     def _current(self, card: _Card, now: float) -> GpuSample:
         silent_s = now - card.answered
@@ -169,12 +191,17 @@ class Sampler:
                            reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"})  # fmt: skip
         return _Card(sample, self.ring(index), time.monotonic())
 
-    def _wait_until(self, deadline: float) -> None:
-        """Return at the deadline, or at once when the sampler stops or the interval is changed."""
-        interval = self._interval
+    def _wait_until(self, deadline: float, *, looking: int | None = None) -> None:
+        """Return at the deadline, or at once when the sampler stops, the interval is changed or this card looked at."""
+        interval, was = self._interval, self._looked_at
         with self._changed:
             self._changed.wait_for(
-                lambda: self._stopping or self._interval != interval, timeout=max(0.0, deadline - time.monotonic())
+                lambda: (
+                    self._stopping
+                    or self._interval != interval
+                    or (looking is not None and was != self._looked_at == looking)
+                ),
+                timeout=max(0.0, deadline - time.monotonic()),
             )
 
     def _spawn(self, target: Callable[..., None], name: str, *arguments: int) -> threading.Thread:

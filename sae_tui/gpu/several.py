@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sae_tui.gpu import AUTO
 from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.details import DetailedSource, GpuDetails
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 
@@ -41,6 +42,10 @@ class Several:
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         source, number = self._cards[index]
         return replace(source.sample(number, processes=processes), index=index, vendor=source.name)
+
+    def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        source, number = self._cards[index]
+        return source.details(number, sample) if isinstance(source, DetailedSource) else GpuDetails(sample.timestamp)
 
     def facts(self) -> GpuFacts:
         """Return the facts of all vendors, by the indices of these cards."""

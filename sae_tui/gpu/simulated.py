@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, starmap
 
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.details import GpuDetails, ProcessDetails, ProcessReader
 from sae_tui.gpu.faults import LOST
 from sae_tui.gpu.nvml_faults import NO_PEER
 from trainer.contract.errors import UserError
@@ -77,6 +78,9 @@ class Simulated:
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(self._clock(), processes)
 
+    def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        return self._cards[index].details(self._clock(), sample)
+
     def facts(self) -> GpuFacts:
         """Return pairs in which the first two of every four cards have NVLink, and four cards share a CPU socket."""
         n_cards = len(self._cards)
@@ -123,6 +127,7 @@ class _Card:
         self._occupied = occupied
         self._fault = fault
         self._heat = _Heat(hot=self._kind.foreign is not None)
+        self._processes = ProcessReader()
 
     def sample(self, now: float, processes: bool) -> GpuSample:
         kind, uuid = self._kind, uuid_of(self._index)
@@ -144,6 +149,39 @@ class _Card:
             power_limit_w=kind.power_limit_w,
             processes=running if processes else None,
         )  # fmt: skip
+
+    def details(self, now: float, sample: GpuSample) -> GpuDetails:
+        """Return particulars that go with the sample; somebody else's process has been here for two hours."""
+        kind, busy = self._kind, (sample.utilization or 0) / 100
+        own = [one for one in sample.processes or () if one is not kind.foreign]
+        foreign = () if kind.foreign is None else (_foreign_details(kind.foreign, sample, now),)
+        return GpuDetails(
+            now,
+            processes=(*foreign, *self._processes.read(own, {one.pid: round(100 * busy) for one in own})),
+            memory_bandwidth_percent=round(60 * busy),
+            memory_reserved_bytes=300 * MIB,
+            sm_clock_mhz=round(210 + 1485 * busy) if busy else 210,
+            most_sm_clock_mhz=2100,
+            memory_clock_mhz=9501 if busy else 405,
+            most_memory_clock_mhz=9751,
+            performance_state=2 if busy else 8,
+            slowed_by=("power limit reached",) if busy > 0.95 else (),
+            slowdown_c=93,
+            fan_percent=round(30 + 50 * busy),
+            energy_j=3.6e6 * (self._index + 1),
+            pcie_generation=4 if busy else 1,
+            most_pcie_generation=4,
+            pcie_width=16,
+            most_pcie_width=16,
+            pcie_received_bytes_s=2.1e9 * busy,
+            pcie_sent_bytes_s=0.4e9 * busy,
+            nvlinks=4 * (self._index % 4 < 2),
+            encoder_percent=0,
+            decoder_percent=0,
+            persistence=True,
+            compute_mode="shared",
+            bus_id=f"00000000:{self._index + 1:02X}:00.0",
+        )
 
     def _running(self, uuid: str) -> tuple[GpuProcess, ...]:
         """Return the processes on the card: somebody else's and the one of our job."""
@@ -177,6 +215,19 @@ class _Heat:
     def _at(self, now: float) -> float:
         target = BUSY_TEMPERATURE_C if self._busy else IDLE_TEMPERATURE_C
         return target + (self._from - target) * math.exp(-max(0.0, now - self._since) / WARM_UP_S)
+
+
+def _foreign_details(process: GpuProcess, sample: GpuSample, now: float) -> ProcessDetails:
+    return ProcessDetails(
+        process.pid,
+        process.user,
+        process.name,
+        process.memory_used_bytes,
+        sample.utilization,
+        104.0,
+        6 * GIB,
+        now - 7300,
+    )
 
 
 def _user() -> str:

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import UNKNOWN, bar, celsius, count, fit, percent, sparkline, tall_sparkline, watts
+from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, sparkline, watts
 from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
+from sae_tui.widgets.area import area, beside
 from sae_tui.widgets.lines import Line, LineView
 
-_AXIS = 5  # cells for the numbers left of a plot
 _GAP = 2  # cells between two plots
-_TALL = 5  # rows from which an axis has its middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,38 +84,18 @@ def _line(total: Total, text: str, width: int) -> Line:
 
 def plots(totals: Sequence[Total], width: int, height: int) -> list[Line]:
     """Return the quantities as plots of `height` rows, each with a heading, in two columns."""
-    each = (width - _GAP) // 2
-    lines: list[Line] = []
-    for left, right in zip(totals[::2], totals[1::2], strict=True):
-        beside = _plot_lines(left, each, height), _plot_lines(right, width - _GAP - each, height)
-        lines += [(*one, (" " * _GAP, "text"), *other) for one, other in zip(*beside, strict=True)]
-    return lines
+    left = (width - _GAP) // 2
+    areas = [_area(one, left if place % 2 == 0 else width - _GAP - left, height) for place, one in enumerate(totals)]
+    return [line for pair in zip(areas[::2], areas[1::2], strict=True) for line in beside(*pair, _GAP)]
 
 
-def _plot_lines(total: Total, width: int, height: int) -> list[Line]:
-    """Return the heading with the value now, and the history over its axis from 0 to what there is."""
+def _area(total: Total, width: int, height: int) -> list[Line]:
     text = total.words(short=width < 50)
     heading: Line = (
         (f" {total.title} ", "label"),
         (fit(text, max(0, width - cell_len(total.title) - 2)), "title"),
     )
-    labels = _axis(total.ceiling, height)
-    history = tall_sparkline(total.history, max(0, width - _AXIS - 2), height, 1.0)
-    body = [
-        ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, total.style), (" ", "text"))
-        for label, row in zip(labels, history, strict=True)
-    ]
-    return [heading, *body]
-
-
-def _axis(ceiling: float | None, height: int) -> list[str]:
-    """Return a label for each row of an axis that begins with 0: its ends, and its middle where there is room."""
-    if not ceiling:
-        return [""] * height
-    labels = [count(ceiling), *[""] * (height - 2), "0"]
-    if height >= _TALL and height % 2:
-        labels[height // 2] = count(ceiling / 2)
-    return labels
+    return area(heading, total.history, style=total.style, ceiling=total.ceiling, width=width, height=height)
 
 
 def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.cells import cell_len
-from textual.events import Resize
+from textual.binding import Binding
+from textual.events import Click, Resize
+from textual.message import Message
 
 from sae_tui.format import bar, celsius, fit, gibibytes, percent, tall_sparkline, watts, wrap
 from sae_tui.gpu.base import GpuSample
@@ -28,15 +30,38 @@ class GpuRow:
     holder: str
     holder_style: str
     column: Callable[[str, int], Sequence[float | None]]
+    has_cursor: bool = False
+
+    @property
+    def mark(self) -> str:
+        """What is added to the style of the name of a GPU that has the cursor."""
+        return " cursor" if self.has_cursor else ""
 
 
-class GpuPanel(LineView):
+class GpuPanel(LineView, can_focus=True):
     """Cards or lines; everything is one widget, so that a tick of 8 GPUs costs one repaint.
 
-    Where not all fit, the last line says how many there are above and below.
+    Where not all fit, the last line says how many there are above and below. While it has the focus, one GPU has the
+    cursor.
     """
 
+    BINDINGS = [
+        Binding("up,k", "move(0, -1)", "Up", show=False),
+        Binding("down,j", "move(0, 1)", "Down", show=False),
+        Binding("left,h", "move(-1, 0)", "Left", show=False),
+        Binding("right,l", "move(1, 0)", "Right", show=False),
+        Binding("enter", "choose", "Open", id="gpus.open", tooltip="The GPU over the whole window"),
+    ]
+
+    class Chosen(Message):
+        """Enter or a second click on a GPU."""
+
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.index = index
+
     def on_mount(self) -> None:
+        self._cursor = 0  # place in the rows
         self._rows: tuple[GpuRow, ...] = ()
         self._cards = False
         self._room = 0
@@ -62,6 +87,39 @@ class GpuPanel(LineView):
             grid = self._grid()
             self._first += pages * grid.count_fitting(self._room) * grid.columns
             self._draw()
+
+    def action_move(self, across: int, down: int) -> None:
+        """Move the cursor, and scroll it into view."""
+        if not self._rows:
+            return
+        grid = self._grid()
+        self._cursor = max(0, min(len(self._rows) - 1, self._cursor + across + down * grid.columns))
+        band, shown = self._cursor // grid.columns, grid.count_fitting(self._room)
+        top = min(max(self._first // grid.columns, band - shown + 1), band)
+        self._first = top * grid.columns
+        self._draw()
+
+    def action_choose(self) -> None:
+        if self._cursor < len(self._rows):
+            self.post_message(self.Chosen(self._rows[self._cursor].sample.index))
+
+    def on_click(self, event: Click) -> None:
+        grid, at = self._grid(), event.get_content_offset(self)
+        if at is None:
+            return
+        column = min(grid.columns - 1, at.x * grid.columns // max(1, self.width))
+        place = self._first + at.y // grid.height * grid.columns + column
+        if place < len(self._rows):
+            again, self._cursor = place == self._cursor, place
+            self._draw()
+            if again:
+                self.action_choose()
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
 
     def on_mouse_scroll_down(self) -> None:
         self._scroll_by(1)
@@ -91,7 +149,9 @@ class GpuPanel(LineView):
         shown = grid.count_fitting(self._room)
         top = max(0, min(self._first // grid.columns, grid.bands - shown))
         self._first = top * grid.columns
-        rows = self._rows[self._first : (top + shown) * grid.columns]
+        at = self._cursor if self.has_focus else None
+        marked = [replace(row, has_cursor=True) if place == at else row for place, row in enumerate(self._rows)]
+        rows = marked[self._first : (top + shown) * grid.columns]
         lines = card_lines(rows, width, grid) if self._cards else gpu_lines(rows, self._rows, width, grid.height)
         if shown < grid.bands:
             lines.append(_more(self._first, len(self._rows) - self._first - len(rows), width))
@@ -133,7 +193,10 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
     has the card, or if that is said, the processes on it.
     """
     sample = row.sample
-    head: Line = ((fit(f"{sample.index}", 2, right=True), "title"), (" " + fit(short_name(sample.name), 13), "label"))
+    head: Line = (
+        (fit(f"{sample.index}", 2, right=True), f"title{row.mark}"),
+        (" " + fit(short_name(sample.name), 13), f"label{row.mark}"),
+    )
     if not sample.healthy:
         line = (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
         return [line, *[_blank(width)] * (each - 1)]
@@ -214,7 +277,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     """Return a GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and a blank line."""
     sample = row.sample
     if not sample.healthy:
-        return _unhealthy(sample, width, height)
+        return _unhealthy(row, width, height)
     heading = _heading(row, width)
     heat = ((fit(celsius(sample.temperature_c), 6, right=True), _heat(sample)), (fit(f"  {power(sample)}", 16), "text"))
     util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "spark", "spark")
@@ -227,11 +290,12 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     )
 
 
-def _unhealthy(sample: GpuSample, width: int, height: int) -> list[Line]:
+def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
     """Return the heading, and the reason in as many of the other lines as it takes."""
+    sample = row.sample
     texts = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
     reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(texts)]
-    return [((fit(_name(sample), width), "title"),), *reason, *[_blank(width)] * (height - 1 - len(reason))]
+    return [((fit(_name(sample), width), f"title{row.mark}"),), *reason, *[_blank(width)] * (height - 1 - len(reason))]
 
 
 def _name(sample: GpuSample) -> str:
@@ -241,7 +305,10 @@ def _name(sample: GpuSample) -> str:
 def _heading(row: GpuRow, width: int) -> Line:
     name = _name(row.sample)
     holder_width = max(0, width - len(name))
-    return ((fit(name, width - holder_width), "title"), (fit(row.holder, holder_width, right=True), row.holder_style))
+    return (
+        (fit(name, width - holder_width), f"title{row.mark}"),
+        (fit(row.holder, holder_width, right=True), row.holder_style),
+    )
 
 
 def _card_row(

@@ -21,6 +21,7 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import Rows, arrange
+from sae_tui.screens.gpu import GpuScreen
 from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
@@ -47,6 +48,9 @@ class Dashboard(Screen[None]):
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
                 tooltip="Aggregated view or a card per GPU"),
+        *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
+                  key_display="0…9", tooltip="The GPU of this number over the whole window" if index == 0 else "")
+          for index in range(10)),
         Binding("left_square_bracket", "scroll_gpus(-1)", "GPUs up", key_display="[", show=False, group=GPUS,
                 id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
@@ -194,6 +198,14 @@ class Dashboard(Screen[None]):
     def action_toggle_view(self) -> None:
         self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
         self.show_gpus()
+
+    def action_open_gpu(self, index: int) -> None:
+        if any(sample.index == index for sample in self.session.monitor.latest()):
+            self.app.push_screen(GpuScreen(self.session, index))
+
+    @on(GpuPanel.Chosen)
+    def _open_gpu(self, event: GpuPanel.Chosen) -> None:
+        self.action_open_gpu(event.index)
 
     def action_scroll_gpus(self, pages: int) -> None:
         self.query_one(GpuPanel).scroll_gpus(pages)

@@ -51,15 +51,20 @@ class Rows:
         return sum(rows + self.chrome for rows in stacked if rows)
 
 
+def frame_of(width: int, height: int) -> Frame:
+    """Return how much of a frame there is room for: all of it, its top line with the title, or none."""
+    if width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS:
+        return "framed"
+    return "ruled" if height >= RULED_FROM_ROWS else "bare"
+
+
 def arrange(width: int, height: int, *, n_gpus: int, n_jobs: int, cards: bool = False, previews: bool = False) -> Rows:
     """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
 
     `cards`: each GPU is a card. `previews`: there is a job to preview. Without jobs their panel says what can be done.
     """
     room = max(2, height - 2)
-    is_large = width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS
-    frame: Frame = "framed" if is_large else "ruled" if height >= RULED_FROM_ROWS else "bare"
-    rows = _least(Rows(frame, 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
+    rows = _least(Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
     return _grown(rows, room, width, n_gpus, n_jobs, cards=cards, previews=previews)
 
 

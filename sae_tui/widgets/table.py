@@ -112,8 +112,9 @@ class KeyedTable(LineView, can_focus=True):
             self.post_message(self.Chosen(self, self.cursor))
 
     def on_click(self, event: events.Click) -> None:
-        row = event.y - 1 + round(self.scroll_y)
-        if event.y >= 1 and row < len(self.rows):
+        at = event.get_content_offset(self)
+        row = -1 if at is None else at.y - 1 + round(self.scroll_y)
+        if at is not None and at.y >= 1 and row < len(self.rows):
             again = self.cursor == self.rows[row].key
             self.cursor = self.rows[row].key
             if again:

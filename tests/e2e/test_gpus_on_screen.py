@@ -23,31 +23,31 @@ def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
 def drawn(terminal: Terminal, card: int) -> int:
     """Return how many columns the history of a card's utilisation has."""
     line = next((line for line in terminal.screen.display if line.startswith(f" {card} H200")), "")
-    return sum(char in BLOCKS[1:] for char in line[33:46])
+    return sum(char in BLOCKS[1:] for char in line[29:44])
 
 
 def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_the_sums(
     box: Box, drivers: Path
 ) -> None:
     faults = environment(drivers, GPUS=4, PIDS="", FAULTS="1:slow=400,2:hang@5,3:lost@5")
-    terminal = box.app(120, 30, *NVML, shows="H200", **faults)
+    terminal = box.app(99, 30, *NVML, shows="H200", **faults)
     terminal.wait_for(SILENT)
     text = terminal.wait_for("4 GPUs, 1 lost, 1 unreadable")
     assert "421.2 GiB" not in text
-    assert "280.8 GiB · 2 of 4 cards" in text
+    assert "280.8 GiB · 2 of 4" in text
     terminal.wait_for(lambda _: drawn(terminal, 0) >= 12)
     terminal.wait_for(lambda _: drawn(terminal, 1) >= 8)
 
     terminal.send("?")
     terminal.wait_for("A job runs on its own")
-    behind = [line[100:] for line in terminal.screen.display[1:5]]
-    terminal.wait_for(lambda _: [line[100:] for line in terminal.screen.display[1:5]] != behind)
+    behind = [line[80:] for line in terminal.screen.display[2:6]]
+    terminal.wait_for(lambda _: [line[80:] for line in terminal.screen.display[2:6]] != behind)
 
 
 def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: Box, drivers: Path) -> None:
     slow = environment(drivers, GPUS=2, PIDS="", FAULTS="1:slow=300")
     for columns in (4, 9):
-        terminal = box.app(120, 30, *NVML, shows="H200", **slow)
+        terminal = box.app(99, 30, *NVML, shows="H200", **slow)
         terminal.wait_for(lambda _, n=columns, t=terminal: sum(map(bool, heights(t, " VRAM", 42))) >= n)
         shown = heights(terminal, " VRAM", 42)
         terminal.send("q")
@@ -57,11 +57,11 @@ def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: B
 
 
 def test_gpus_below_the_edge_are_reached_by_keys(box: Box) -> None:
-    terminal = box.app(80, 24, "--demo", "--demo-gpus", "16", shows="▼ 4 more")
+    terminal = box.app(80, 24, "--demo", "--demo-gpus", "16", shows="▼ 7 more")
     terminal.send("]")
-    terminal.wait_for(lambda text: "15 RTX 3090" in text and "▲ 4 more" in text and "16 GPUs · 0 running" in text)
+    terminal.wait_for(lambda text: "15 RTX 3090" in text and "▲ 7 more" in text and "16 GPUs · 0 running" in text)
     terminal.send("[")
-    terminal.wait_for(lambda text: " 0 RTX 3090" in text and "▼ 4 more" in text)
+    terminal.wait_for(lambda text: " 0 RTX 3090" in text and "▼ 7 more" in text)
 
 
 def test_a_driver_that_takes_seconds_to_open_is_being_asked(box: Box, drivers: Path) -> None:

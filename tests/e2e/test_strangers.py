@@ -224,7 +224,10 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes = visit.press
     for label in ("jobs.name", "setting", "theme"):
         visit.to(core(label))
-    goes("v", to="VRAM")
+    goes("v", to="Utilisation")
+    goes("0", to="Particulars")
+    visit.to(core("process"))
+    goes(ESC, to="Utilisation")
     goes("s", to="Stop job 5")
     goes(ESC, ENTER, to=core("event"))
     goes(ESC, "\x1b[B", "D", to="Delete job 4")

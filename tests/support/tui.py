@@ -13,6 +13,7 @@ from support.stores import put_store
 from textual.pilot import Pilot
 
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
@@ -36,6 +37,7 @@ class StillMonitor:
     opening = False
     problem = ""
     hidden = ""
+    looked_at: int | None = None
 
     def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
         self.now = 1_700_000_000.0
@@ -57,6 +59,13 @@ class StillMonitor:
 
     def latest(self) -> tuple[GpuSample, ...]:
         return self._latest
+
+    def look_at(self, index: int | None) -> None:
+        self.looked_at = index
+
+    def details(self, index: int) -> GpuDetails | None:
+        sample = self._latest[index]
+        return self.source.details(index, sample) if index == self.looked_at and sample.healthy else None
 
     def past(self, n: int) -> Past:
         return past(dict(enumerate(self._rings)), n, interval_s=1.0, now=self.now)

@@ -1,0 +1,114 @@
+"""The particulars of an NVIDIA card, by NVML: two dozen calls, made only while somebody looks at the card."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import ModuleType
+from typing import Any
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.details import GpuDetails, ProcessReader
+from trainer.contract.printable import printable
+
+# NVML's numbers for what is asked.
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_SLOWDOWN = 1
+_CORRECTED, _UNCORRECTED, _SINCE_RESET = 0, 1, 0
+_SENT, _RECEIVED = 0, 1
+_MEMORY_V2 = 0x2000028
+_MOST_NVLINKS = 18
+# Not among them: that the card is idle, at which its clocks are low because nothing is to be done.
+SLOWED_BY = {
+    0x002: "clocks were set (nvidia-smi -ac)",
+    0x004: "power limit reached",
+    0x008: "the hardware slows it (heat or power)",
+    0x010: "kept in step with other GPUs (sync boost)",
+    0x020: "too hot: the driver slows it",
+    0x040: "too hot: the hardware slows it",
+    0x080: "the power supply asks for less (power brake)",
+    0x100: "clocks follow the display",
+}
+COMPUTE_MODES = {0: "shared", 2: "no computing", 3: "one process"}
+
+
+class NvmlDetails:
+    """Reads one card, in its own thread."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+        self._processes = ProcessReader()
+
+    def read(self, handle: Any, sample: GpuSample) -> GpuDetails:
+        """Return what the card and its processes tell; None for each sensor that does not answer."""
+        ask = self._ask
+        utilization = ask("nvmlDeviceGetUtilizationRates", handle)
+        memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
+        energy_mj = ask("nvmlDeviceGetTotalEnergyConsumption", handle)
+        rows = ask("nvmlDeviceGetRemappedRows", handle)
+        encoder, decoder = (ask(f"nvmlDeviceGet{one}Utilization", handle) for one in ("Encoder", "Decoder"))
+        pci = ask("nvmlDeviceGetPciInfo", handle)
+        persistence = ask("nvmlDeviceGetPersistenceMode", handle)
+        return GpuDetails(
+            timestamp=time.time(),
+            processes=self._processes.read(sample.processes or (), self._sm_percents(handle)),
+            memory_bandwidth_percent=None if utilization is None else utilization.memory,
+            memory_reserved_bytes=None if memory is None else int(getattr(memory, "reserved", 0)),
+            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            most_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
+            memory_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, _MEMORY_CLOCK),
+            most_memory_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY_CLOCK),
+            performance_state=ask("nvmlDeviceGetPerformanceState", handle),
+            slowed_by=self._slowed_by(handle),
+            slowdown_c=ask("nvmlDeviceGetTemperatureThreshold", handle, _SLOWDOWN),
+            fan_percent=ask("nvmlDeviceGetFanSpeed", handle),
+            energy_j=None if energy_mj is None else energy_mj / 1000,
+            pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            most_pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            most_pcie_width=ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+            pcie_received_bytes_s=self._pcie(handle, _RECEIVED),
+            pcie_sent_bytes_s=self._pcie(handle, _SENT),
+            nvlinks=self._nvlinks(handle),
+            ecc_corrected=ask("nvmlDeviceGetTotalEccErrors", handle, _CORRECTED, _SINCE_RESET),
+            ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET),
+            remapped_rows=None if rows is None else rows[0] + rows[1],
+            remapping_failed=None if rows is None else bool(rows[3]),
+            encoder_percent=None if encoder is None else encoder[0],
+            decoder_percent=None if decoder is None else decoder[0],
+            persistence=None if persistence is None else bool(persistence),
+            compute_mode=COMPUTE_MODES.get(ask("nvmlDeviceGetComputeMode", handle)),
+            bus_id=None if pci is None else _text(pci.busId),
+        )
+
+    def _slowed_by(self, handle: Any) -> tuple[str, ...] | None:
+        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if bits is None:
+            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return None if bits is None else tuple(words for bit, words in SLOWED_BY.items() if bits & bit)
+
+    def _pcie(self, handle: Any, direction: int) -> float | None:
+        """Return the bytes per second in a direction, which NVML counts for 20 ms while it is asked."""
+        kilobytes: int | None = self._ask("nvmlDeviceGetPcieThroughput", handle, direction)
+        return None if kilobytes is None else kilobytes * 1024.0
+
+    def _nvlinks(self, handle: Any) -> int | None:
+        states = [self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(_MOST_NVLINKS)]
+        return None if states[0] is None else states.count(1)
+
+    def _sm_percents(self, handle: Any) -> dict[int, int]:
+        """Return each process's share of the multiprocessors by its newest sample; drivers also answer nonsense."""
+        samples = sorted(
+            self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
+        )
+        return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """Return NVML's answer; None for what this driver, this pynvml or this card does not tell."""
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError, UnicodeDecodeError):
+            return getattr(self._nvml, function)(*arguments)
+        return None
+
+
+def _text(answer: str | bytes) -> str:
+    return printable(answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer)

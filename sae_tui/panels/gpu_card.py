@@ -1,0 +1,215 @@
+"""One GPU in full: its histories, its particulars, and the processes on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.cells import cell_len
+from textual.events import Resize
+
+from sae_tui.format import UNKNOWN, celsius, count, duration, fit, gibibytes, percent, watts, wrap
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.details import GpuDetails, ProcessDetails
+from sae_tui.gpu.past import Past
+from sae_tui.panels.gpus import HOT_C
+from sae_tui.widgets.area import area
+from sae_tui.widgets.lines import Line, LineView
+from sae_tui.widgets.table import Column, KeyedTable, Row
+
+_NAME = 13  # cells of the name of a particular
+_HEAT_AXIS_C = 100.0
+
+
+class GpuHistory(LineView):
+    """Utilisation, memory, power and heat over time, below each other."""
+
+    DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
+
+    def show_gpu(self, sample: GpuSample, past: Past) -> None:
+        """Draw the newest intervals, as many as there are columns."""
+        height, width = self.size.height, self.size.width
+        quantities = _quantities(sample)
+        rows, spare = divmod(height - len(quantities), len(quantities))
+        if width < 12 or rows < 1:
+            self.show([])
+            return
+        lines: list[Line] = []
+        for place, (name, title, text, top, style) in enumerate(quantities):
+            heading: Line = ((f" {title} ", "label"), (fit(text, max(0, width - cell_len(title) - 2)), "title"))
+            values = past.column(sample.index, name, width) if top else []
+            shares = [None if value is None else value / (top or 1) for value in values]
+            ceiling = top / 2**30 if top and name == "memory_used_bytes" else top
+            lines += area(heading, shares, style=style, ceiling=ceiling, width=width, height=rows + (place < spare))
+        self.show(lines)
+
+
+def _quantities(sample: GpuSample) -> list[tuple[str, str, str, float | None, str]]:
+    """Return for each quantity its field, title, value in words, where its axis ends, and its style."""
+    used, total = sample.memory_used_bytes, sample.memory_total_bytes
+    limit = sample.power_limit_w
+    return [
+        ("utilization", "Utilisation", percent(sample.utilization), 100, "spark"),
+        ("memory_used_bytes", "Memory", f"{gibibytes(used)} of {gibibytes(total)}", total, "memory"),
+        ("power_w", "Power", f"{watts(sample.power_w)} of {watts(limit)}", limit, "bar"),
+        ("temperature_c", "Temperature", celsius(sample.temperature_c), _HEAT_AXIS_C, "heat"),
+    ]
+
+
+class GpuFacts(LineView):
+    """The particulars of a card in groups; what it does not tell is left out."""
+
+    DEFAULT_CSS = "GpuFacts { height: 1fr; }"
+
+    def on_mount(self) -> None:
+        self._shown: tuple[GpuSample, GpuDetails | None, str, str] | None = None
+
+    def show_gpu(self, sample: GpuSample, details: GpuDetails | None, holder: str, style: str) -> None:
+        """Draw who has the card and what it tells of itself."""
+        self._shown = sample, details, holder, style
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._shown and self.size.width:
+            self.show(list(self._particulars(*self._shown)))
+
+    def _particulars(self, sample: GpuSample, details: GpuDetails | None, holder: str, style: str) -> Iterator[Line]:
+        width = self.size.width
+        if not sample.healthy:
+            yield from (((f" {text}", "bad"),) for text in wrap(f"✗ {sample.reason}", width - 2))
+            return
+        yield from _entry("holder", holder, style, width)
+        yield from _entry("memory free", gibibytes(sample.memory_free_bytes), "text", width)
+        if details is None:
+            yield from _entry("", "reading the card…", "dim", width)
+            return
+        for group in facts(sample, details):
+            yield ((" " * width, "text"),)
+            for name, value, look in group:
+                yield from _entry(name, value, look, width)
+
+
+def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
+    """Return the particulars in groups, each as (name, value, style); those that are not known are left out."""
+    found = (_speed(details), _heat(sample, details), _links(details), _faults(details), _modes(sample, details))
+    groups = ([entry for entry in group if entry[1] and UNKNOWN not in entry[1]] for group in found)
+    return [group for group in groups if group]
+
+
+def _speed(details: GpuDetails) -> list[tuple[str, str, str]]:
+    slowed = details.slowed_by
+    why = "" if slowed is None else "; ".join(slowed) or "nothing"
+    return [
+        ("SM clock", _of(details.sm_clock_mhz, details.most_sm_clock_mhz, "MHz"), "text"),
+        ("memory clock", _of(details.memory_clock_mhz, details.most_memory_clock_mhz, "MHz"), "text"),
+        ("state", "" if details.performance_state is None else f"P{details.performance_state}", "text"),
+        ("slowed by", why, "warn" if slowed else "dim"),
+        ("memory bus", percent(details.memory_bandwidth_percent), "text"),
+        ("encoder", percent(details.encoder_percent), "text"),
+        ("decoder", percent(details.decoder_percent), "text"),
+    ]
+
+
+def _heat(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
+    hot = (sample.temperature_c or 0) >= (details.slowdown_c or HOT_C)
+    kilowatt_hours = None if details.energy_j is None else details.energy_j / 3.6e6
+    return [
+        ("temperature", celsius(sample.temperature_c), "bad" if hot else "text"),
+        ("slows from", celsius(details.slowdown_c), "text"),
+        ("fan", percent(details.fan_percent), "text"),
+        ("energy", "" if kilowatt_hours is None else f"{kilowatt_hours:.1f} kWh", "text"),
+    ]
+
+
+def _links(details: GpuDetails) -> list[tuple[str, str, str]]:
+    generation = _of(details.pcie_generation, details.most_pcie_generation, "")
+    width = _of(details.pcie_width, details.most_pcie_width, "lanes")
+    received, sent = (_rate(one) for one in (details.pcie_received_bytes_s, details.pcie_sent_bytes_s))
+    return [
+        ("PCIe", f"generation {generation}, {width}" if generation and width else "", "text"),
+        ("PCIe in", received, "text"),
+        ("PCIe out", sent, "text"),
+        ("NVLink", "" if not details.nvlinks else f"{details.nvlinks} links up", "text"),
+    ]
+
+
+def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
+    corrected, uncorrected, rows = details.ecc_corrected, details.ecc_uncorrected, details.remapped_rows
+    return [
+        ("ECC", "" if corrected is None else f"{count(corrected)} errors corrected", "text"),
+        ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
+        ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
+        ("", "a row could not be remapped; the card is failing" if details.remapping_failed else "", "bad"),
+    ]
+
+
+def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
+    kept = {True: "on", False: "off: the first call after a pause takes seconds", None: ""}[details.persistence]
+    return [
+        ("persistence", kept, "text"),
+        ("computing", details.compute_mode or "", "text"),
+        ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
+        ("bus", details.bus_id or "", "text"),
+        ("UUID", sample.uuid, "dim"),
+    ]
+
+
+def _of(now: int | None, most: int | None, unit: str) -> str:
+    """Return `1,695 of 2,100 MHz`."""
+    if now is None:
+        return ""
+    return " ".join(filter(None, [f"{now:,}", "" if most is None else f"of {most:,}", unit]))
+
+
+def _rate(bytes_s: float | None) -> str:
+    return "" if bytes_s is None else f"{bytes_s / 1e6:,.0f} MB/s"
+
+
+def _entry(name: str, value: str, style: str, width: int) -> Iterator[Line]:
+    """Yield the lines of a particular; a long value goes on below itself."""
+    room = max(8, width - _NAME - 2)
+    for row, part in enumerate(wrap(value, room)):
+        yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, room), style)
+
+
+class GpuProcesses(KeyedTable):
+    """The processes on a card, those that hold most memory first."""
+
+    DEFAULT_CSS = "GpuProcesses { height: 1fr; }"
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        columns = (
+            Column("PID", 8, right=True),
+            Column("USER", 10),
+            Column("MEMORY", 9, right=True),
+            Column("SM", 5, right=True),
+            Column("CPU", 6, right=True, drop=1),
+            Column("HOST MEM", 9, right=True, drop=2),
+            Column("RUNS", 8, right=True, drop=3),
+            Column("COMMAND", 10, grow=True),
+        )
+        super().__init__(columns, id=id)
+
+    def show_processes(self, details: GpuDetails | None, nothing: str) -> None:
+        """Show the processes; `nothing` says why there are none."""
+        self.empty = nothing
+        self.show_rows([_row(one, details.timestamp) for one in details.processes] if details else [])
+
+
+def _row(process: ProcessDetails, now: float) -> Row:
+    runs = None if process.started is None else max(0.0, now - process.started)
+    return Row(
+        str(process.pid),
+        (
+            (str(process.pid), "label"),
+            (process.user or UNKNOWN, "text"),
+            (gibibytes(process.memory_used_bytes), "text"),
+            (percent(process.sm_percent), "text"),
+            (percent(process.cpu_percent), "text"),
+            (gibibytes(process.host_memory_bytes), "text"),
+            (duration(runs), "text"),
+            (process.command or "cannot be seen from here", "title" if process.command else "dim"),
+        ),
+    )

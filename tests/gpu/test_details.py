@@ -1,0 +1,179 @@
+"""The particulars of a card: through the real pynvml on a fake driver, and read only while somebody looks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.details import GpuDetails, ProcessReader
+from sae_tui.gpu.nvml_details import SLOWED_BY
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.panels.gpu_card import facts
+
+READ_DETAILS = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+indices = range(nvml.open())
+samples = [nvml.sample(index, processes=True) for index in indices]
+print(json.dumps([asdict(nvml.details(index, samples[index])) for index in indices]))
+"""
+# A fault of the fake driver, and the fields that it takes away.
+FAULTS = {
+    "no_clock": ["sm_clock_mhz", "memory_clock_mhz"],
+    "err_max_clock": ["most_sm_clock_mhz", "most_memory_clock_mhz"],
+    "no_fan": ["fan_percent"],
+    "no_pstate": ["performance_state"],
+    "no_throttle": ["slowed_by"],
+    "no_energy": ["energy_j"],
+    "perm_pcie": ["pcie_received_bytes_s", "pcie_sent_bytes_s"],
+    "no_pcielink": ["pcie_generation", "most_pcie_generation", "pcie_width", "most_pcie_width"],
+    "no_nvlink": ["nvlinks"],
+    "no_ecc": ["ecc_corrected", "ecc_uncorrected"],
+    "no_codec": ["encoder_percent", "decoder_percent"],
+    "no_persistence": ["persistence"],
+    "no_compute_mode": ["compute_mode"],
+    "no_util": ["memory_bandwidth_percent"],
+    "no_pci": ["bus_id"],
+}
+SAMPLE = GpuSample(0, "GPU-1", "H200", 0.0, temperature_c=70, memory_used_bytes=1 << 30, memory_total_bytes=2 << 30)
+
+
+@pytest.fixture(scope="module")
+def read(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
+    def run(faults: dict[int, str] | None = None, **options: Any) -> list[dict[str, Any]]:
+        specs = ",".join(f"{index}:{fault}" for index, fault in (faults or {}).items())
+        details: list[dict[str, Any]] = on_nvml(READ_DETAILS, FAULTS=specs, **options)
+        return details
+
+    return run
+
+
+def test_a_healthy_card_tells_clocks_links_faults_and_processes(read) -> None:
+    (card,) = read(GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
+    # The fake driver has no call for remapped rows.
+    unknown = {name for name, value in card.items() if value is None}
+    assert unknown == {"remapped_rows", "remapping_failed"}
+    assert (card["most_sm_clock_mhz"], card["memory_clock_mhz"]) == (1980, 3201)
+    assert (card["pcie_generation"], card["pcie_width"], card["nvlinks"]) == (5, 16, 18)
+    assert (card["slowdown_c"], card["performance_state"], card["compute_mode"]) == (92, 0, "shared")
+    assert 0 <= card["pcie_received_bytes_s"] <= 900_000 * 1024
+    (process,) = card["processes"]
+    assert process["pid"] == os.getpid()
+    assert process["memory_used_bytes"] == 1 << 30
+    assert process["host_memory_bytes"] > 1 << 20
+    assert 0 <= process["sm_percent"] <= 100
+    assert time.time() - process["started"] < 86_400
+
+
+def test_a_sensor_that_does_not_answer_takes_nothing_else_away(read) -> None:
+    cards = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
+    for card, (fault, missing) in zip(cards, FAULTS.items(), strict=True):
+        unknown = {name for name, value in card.items() if value is None} - {"remapped_rows", "remapping_failed"}
+        assert unknown == set(missing), fault
+
+
+def test_an_old_driver_tells_why_clocks_are_low_too(read) -> None:
+    (card,) = read({0: "throttle_on"}, driver="old", GPUS=1)
+    assert card["slowed_by"] == [SLOWED_BY[0x008], SLOWED_BY[0x040]]
+
+
+def test_a_lost_card_has_no_particulars(read) -> None:
+    (card,) = read({0: "lost"}, GPUS=1)
+    assert {name for name, value in card.items() if value not in (None, [])} == {"timestamp"}
+
+
+def test_what_a_card_does_not_tell_is_left_out_and_a_fault_stands_out() -> None:
+    assert facts(SAMPLE, GpuDetails(0.0)) == [
+        [("temperature", "70°C", "text")],
+        [("UUID", "GPU-1", "dim")],
+    ]
+    slowed = ("power limit reached",)
+    failing = GpuDetails(0.0, slowed_by=slowed, ecc_uncorrected=3, remapping_failed=True, slowdown_c=65)
+    entries = {name: (value, style) for group in facts(SAMPLE, failing) for name, value, style in group}
+    assert entries["slowed by"] == ("power limit reached", "warn")
+    assert entries["uncorrected"] == ("3", "bad")
+    assert entries["temperature"] == ("70°C", "bad")
+    assert entries[""] == ("a row could not be remapped; the card is failing", "bad")
+
+
+def test_a_process_that_has_ended_keeps_its_row_and_a_living_one_has_its_share_of_the_cpu(until) -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
+        reader = ProcessReader()
+        on_card = [GpuProcess(spinning.pid, "ada", "python", 1 << 30), GpuProcess(4_194_303, None, None, None)]
+        reader.read(on_card, {})
+        until(lambda: (reader.read(on_card, {spinning.pid: 50})[0].cpu_percent or 0) > 5)
+        spinning.kill()
+        spinning.wait()
+        alive, unseen = reader.read(on_card, {})
+    assert (alive.pid, alive.command, alive.started) == (spinning.pid, "python", None)
+    assert (unseen.cpu_percent, unseen.host_memory_bytes, unseen.command) == (None, None, None)
+
+
+class Counting(Simulated):
+    """Simulated cards that count how often the particulars of each are read."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.reads = [0, 0, 0]
+
+    def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        self.reads[index] += 1
+        if index == 2:
+            raise OSError("no particulars")
+        return super().details(index, sample)
+
+
+def test_particulars_are_read_only_of_the_card_that_is_looked_at(until) -> None:
+    source = Counting()
+    sampler = Sampler(source, 0.05)
+    sampler.start()
+    until(lambda: len(sampler.latest()) == 3 and all(sample.healthy for sample in sampler.latest()))
+    assert source.reads == [0, 0, 0]
+    assert sampler.details(1) is None
+    sampler.look_at(1)
+    until(lambda: sampler.details(1) is not None)
+    assert sampler.details(0) is None
+    sampler.look_at(2)
+    until(lambda: source.reads[2] > 2)
+    assert sampler.details(2) is None
+    assert sampler.latest()[2].healthy
+    sampler.look_at(None)
+    assert source.reads[0] == 0
+    assert sampler.stop()
+
+
+def test_what_is_looked_at_is_read_at_once(until) -> None:
+    sampler = Sampler(Counting(), 3600.0)
+    sampler.start()
+    until(lambda: len(sampler.latest()) == 3 and all(sample.healthy for sample in sampler.latest()))
+    sampler.look_at(0)
+    until(lambda: sampler.details(0) is not None)
+    assert sampler.stop()
+
+
+SAMPLE_ONCE = """
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+nvml.open()
+nvml.sample(0, processes=True)
+print(0)
+"""
+
+
+def test_pcie_is_not_counted_while_nobody_looks(on_nvml, tmp_path: Path) -> None:
+    log = tmp_path / "calls"
+    on_nvml(SAMPLE_ONCE, GPUS=1, LOG=log)
+    (file,) = tmp_path.glob("calls.*")
+    assert "nvmlDeviceGetUtilizationRates" in file.read_text()
+    assert "Pcie" not in file.read_text()

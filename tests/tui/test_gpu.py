@@ -1,0 +1,103 @@
+"""The screen of one GPU, and how one gets there."""
+
+from __future__ import annotations
+
+import pytest
+from support.tui import StillMonitor, record_job, wait_until
+
+from sae_tui.gpu.simulated import Simulated, uuid_of
+from sae_tui.panels.gpu_card import GpuFacts, GpuHistory, GpuProcesses
+from sae_tui.panels.gpus import GpuPanel
+from sae_tui.screens.gpu import GpuScreen
+from trainer.contract.store.states import JobState
+
+
+def text(app, panel) -> str:
+    return app.screen.query_one(panel).plain
+
+
+async def shown(pilot, index: int) -> None:
+    app = pilot.app
+    await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen) and app.screen.index == index)
+    await wait_until(pilot, lambda: app.screen.query(GpuFacts) and "PCIe" in text(app, GpuFacts))
+
+
+async def test_a_digit_opens_a_gpu_and_arrows_go_on_to_the_next(make_app, data) -> None:
+    record_job(data, "minilm", JobState.RUNNING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("3")
+        await shown(pilot, 3)
+        assert "used by mallory (pid 31415," in text(app, GpuFacts)
+        assert "slowed by" in text(app, GpuFacts)
+        assert "31415 mallory" in text(app, GpuProcesses)
+        assert "2 h 02" in text(app, GpuProcesses)
+        assert [word in text(app, GpuHistory) for word in ("Utilisation", "of 24.0 GiB", "of 350 W", "Temp")] == [
+            True
+        ] * 4
+        await pilot.press("right")
+        await shown(pilot, 0)
+        assert "job 1 (minilm)" in text(app, GpuFacts)
+        await pilot.press("left", "left")
+        await shown(pilot, 2)
+        assert app.session.monitor.looked_at == 2
+        assert "No process is seen: idle." in text(app, GpuProcesses)
+        await pilot.press("escape")
+        assert app.screen is app.navigator.dashboard
+        await wait_until(pilot, lambda: app.session.monitor.looked_at is None)
+
+
+async def test_enter_on_a_gpu_opens_it(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        app.screen.query_one(GpuPanel).focus()
+        await pilot.press("down", "down", "up", "enter")
+        await shown(pilot, 1)
+        await pilot.press("escape", "v", "down", "right", "down", "down", "enter")
+        await shown(pilot, 3)
+
+
+async def test_a_click_chooses_a_gpu_and_another_opens_it(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.click(GpuPanel, offset=(5, 6))
+        assert app.screen is app.navigator.dashboard
+        await pilot.click(GpuPanel, offset=(5, 5))
+        await shown(pilot, 2)
+
+
+async def test_the_cursor_goes_to_gpus_below_the_edge(make_app) -> None:
+    app = make_app(16)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        app.screen.query_one(GpuPanel).focus()
+        await pilot.press(*["down"] * 15)
+        assert any(line.startswith("15 ") for line in text(app, GpuPanel).splitlines())
+        await pilot.press(*["up"] * 15)
+        assert text(app, GpuPanel).startswith(" 0")
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
+async def test_a_lost_card_says_why_at_any_size(make_app, size) -> None:
+    app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0, faults={1: "lost"})))
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        await pilot.press("1")
+        await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen))
+        await pilot.pause()
+        await wait_until(pilot, lambda: "fallen off the bus" in " ".join(text(app, GpuProcesses).split()))
+        for panel in (GpuHistory, GpuFacts, GpuProcesses):
+            widget = app.screen.query_one(panel)
+            for y in range(widget.size.height):
+                assert widget.render_line(y).cell_length == widget.size.width
+
+
+async def test_a_digit_without_a_gpu_does_nothing(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("7")
+        assert app.screen is app.navigator.dashboard
