@@ -10,6 +10,7 @@ from textual.screen import Screen
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
+from sae_tui.host import Host
 from sae_tui.job_actions import Front, JobActions
 from sae_tui.jobs.cards import availability
 from sae_tui.jobs.cards.availability import GpuChoice, Holders
@@ -49,6 +50,7 @@ class Session:
         self.watcher = watcher
         self.settings = settings
         self.actions = JobActions(self, front)
+        self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
         self._lock_folder = lock_folder(data, monitor.source_name)
 
@@ -86,7 +88,8 @@ class Session:
     def status(self) -> Status:
         """Return what the line at the top shows: the host, a summary, and what is wrong."""
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
-        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._warning)
+        problem = self.watcher.problem or self.monitor.problem or self._warning
+        return Status(socket.gethostname(), words, problem, self.host.load())
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import fit
+from sae_tui.format import fit, gibibytes, percent
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
+from sae_tui.host import NOT_READ, HostLoad
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.lines import LineView, Span
 from trainer.contract.store.states import JobState
 
 ASKING = "asking the driver…"
@@ -19,11 +21,12 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`problem` is empty while all is well."""
+    """`problem` is empty while all is well; `load` is what the machine does."""
 
     host: str
     summary: str
     problem: str = ""
+    load: HostLoad = NOT_READ
 
 
 class StatusLine(LineView):
@@ -48,14 +51,35 @@ class StatusLine(LineView):
         head = f" sae-tui · {self._status.host} "
         problem = self._status.problem
         text, style = (f"⚠ {problem}", "warn") if problem else (self._status.summary, "dim")
-        self.show(
-            [
-                (
-                    (fit(head, min(width, len(head))), "title"),
-                    (fit(text, max(0, width - len(head) - 1), right=True), style),
-                )
-            ]
-        )
+        room = max(0, width - len(head) - 1)
+        spans = load_spans(self._status.load, room - cell_len(text) - 2)
+        taken = sum(cell_len(words) for words, _ in spans)
+        first = (fit(head, min(width, len(head))), "title")
+        self.show([(first, *spans, (fit(text, room - taken, right=True), style))])
+
+
+def load_spans(load: HostLoad, room: int) -> list[Span]:
+    """Return what the machine does as labels and values, as many as fit into `room` cells."""
+    memory = f"{gibibytes(load.memory_used_bytes)} of {gibibytes(load.memory_total_bytes)}"
+    values = (
+        ("CPU", fit(percent(load.cpu_percent), 4, right=True), load.cpu_percent),
+        ("RAM", memory, load.memory_used_bytes),
+        ("load", "" if load.load is None else f"{load.load:.1f}", load.load),
+        ("swap", gibibytes(load.swap_used_bytes), load.swap_used_bytes or None),
+        ("disk", rate(load.disk_bytes_s), load.disk_bytes_s),
+        ("network", rate(load.network_bytes_s), load.network_bytes_s),
+    )
+    spans: list[Span] = []
+    for name, text, value in values:
+        room -= len(name) + len(text) + 3
+        if value is not None and room >= 0:
+            spans += [(f"  {name} ", "dim"), (text, "text")]
+    return spans
+
+
+def rate(bytes_s: float | None) -> str:
+    """Return `12 MB/s`, right-aligned up to `9999 MB/s`."""
+    return "" if bytes_s is None else f"{bytes_s / 1e6:>4.0f} MB/s"
 
 
 def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool, hidden: str = "") -> str:

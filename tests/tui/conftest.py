@@ -12,6 +12,7 @@ from support.tui import StillMonitor
 from textual.widgets import Input
 
 from sae_tui.app import SaeApp
+from sae_tui.host import Host, HostLoad
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
@@ -42,13 +43,22 @@ def data(tmp_path: Path) -> DataDir:
     return data_dir
 
 
+class StillHost(Host):
+    """A machine on which nothing moves."""
+
+    def load(self) -> HostLoad:
+        return HostLoad(37.0, 2.1, 8 << 30, 24 << 30, 0, 12e6, 3e6)
+
+
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
     """Return `make_app(gpus=8, view="per_gpu")`, which makes an app in which nothing moves by itself."""
 
     def make(gpus: int = 4, *, monitor: StillMonitor | None = None, problems: tuple = (), **settings: object) -> SaeApp:
         chosen = Settings(sampling_interval_s=60.0, **settings)
-        return SaeApp(data, monitor or StillMonitor(gpus), chosen, problems)
+        app = SaeApp(data, monitor or StillMonitor(gpus), chosen, problems)
+        app.session.host = StillHost()
+        return app
 
     return make
 

@@ -1,0 +1,77 @@
+"""What the machine itself does: processor, memory, disks and network, read where somebody looks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+from trainer.contract.machine_memory import machine_memory
+
+# A share of the processor over a shorter time is noise.
+LEAST_S = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class HostLoad:
+    """One reading: percents of all cores, bytes, and bytes per second; None where it cannot be told."""
+
+    cpu_percent: float | None = None
+    load: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    swap_used_bytes: int | None = None
+    disk_bytes_s: float | None = None
+    network_bytes_s: float | None = None
+
+
+NOT_READ = HostLoad()
+
+
+class Host:
+    """Reads the machine at most once a second; rates are those since the reading before."""
+
+    def __init__(self) -> None:
+        self._load = HostLoad()
+        self._read_at = 0.0
+        self._moved: tuple[int | None, int | None] = (None, None)
+
+    def load(self) -> HostLoad:
+        """Return the newest reading, taken now where the last is old enough."""
+        now = time.monotonic()
+        if now - self._read_at >= LEAST_S:
+            self._load = self._read(now - self._read_at if self._read_at else None)
+            self._read_at = now
+        return self._load
+
+    def _read(self, elapsed_s: float | None) -> HostLoad:
+        # Loaded with the first reading, after the first picture: it takes 15 ms.
+        import psutil
+
+        before, self._moved = self._moved, _bytes_moved()
+        disk, network = (
+            None if elapsed_s is None or was is None or is_now is None else max(0, is_now - was) / elapsed_s
+            for was, is_now in zip(before, self._moved, strict=True)
+        )
+        cpu = psutil.cpu_percent()
+        memory = used = swap = None
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            available, memory = machine_memory()
+            used = memory - available
+            swap = int(psutil.swap_memory().used)
+        # The first share of the processor is over no time at all.
+        return HostLoad(None if elapsed_s is None else cpu, os.getloadavg()[0], used, memory, swap, disk, network)
+
+
+def _bytes_moved() -> tuple[int | None, int | None]:
+    """Return the bytes that disks and networks have moved since the machine was started, the loopback left out."""
+    import psutil
+
+    disk = network = None
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
+        disks = psutil.disk_io_counters()
+        disk = None if disks is None else disks.read_bytes + disks.write_bytes
+        links = psutil.net_io_counters(pernic=True)
+        network = sum(link.bytes_sent + link.bytes_recv for name, link in links.items() if name != "lo")
+    return disk, network
