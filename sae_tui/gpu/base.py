@@ -33,6 +33,16 @@ class GpuProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class Condition:
+    """How fast a card runs and what keeps it from running faster, in words; read as often as its processes."""
+
+    sm_clock_mhz: int | None = None
+    performance_state: int | None = None
+    fan_percent: int | None = None
+    slowed_by: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
@@ -58,6 +68,7 @@ class GpuSample:
     # The driver's own figure, which leaves out what it reserves for itself; if unknown, total minus used.
     memory_free_bytes: Count | None = None
     unusable: str = ""
+    condition: Condition | None = None
     # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
     vendor: str = ""
 

@@ -17,6 +17,8 @@ from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.nvml_details import NvmlDetails
 from trainer.contract.printable import printable
 
+# A card that takes longer for its four sensors is asked for no more than these.
+SLOW_S = 0.1
 LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
@@ -129,7 +131,7 @@ class _Card:
         self._failed: dict[str, str] = {}
         self._answered = False
         self._fault: int | None = None
-        self._details: NvmlDetails | None = None
+        self._details = NvmlDetails(nvml)
 
     def sample(self, *, processes: bool) -> GpuSample:
         self._failed = {}
@@ -146,8 +148,6 @@ class _Card:
 
     def details(self, sample: GpuSample) -> GpuDetails:
         """Return the particulars of the card; none where it cannot be read."""
-        if self._details is None:
-            self._details = NvmlDetails(self._nvml)
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle, sample)
 
@@ -167,12 +167,14 @@ class _Card:
         self._once("uuid", UUID)
         mig = self._once("mig", MIG_MODE)
         self._answered, self._fault = False, None
+        began = time.monotonic()
         utilization = self._get("utilization", UTILIZATION)
         memory = self._get("memory_used_bytes", MEMORY)
         temperature = self._get("temperature_c", TEMPERATURE)
         power = self._get("power_w", POWER)
         if self._fault is not None and not self._answered:
             raise _CardFault(faults.card(self._fault))
+        is_quick = time.monotonic() - began < SLOW_S
         has_memory = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
         return {
             "utilization": None if utilization is None else utilization.gpu,
@@ -183,6 +185,7 @@ class _Card:
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "processes": self._processes() if processes else None,
+            "condition": self._details.condition(self._handle) if processes and is_quick else None,
             "unusable": faults.SPLIT if mig and mig[0] else "",
         }
 

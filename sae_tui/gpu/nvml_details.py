@@ -1,4 +1,4 @@
-"""The particulars of an NVIDIA card, by NVML: two dozen calls, made only while somebody looks at the card."""
+"""The particulars of an NVIDIA card, by NVML: four calls with its processes, two dozen while somebody looks at it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from types import ModuleType
 from typing import Any
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.gpu.details import GpuDetails, ProcessReader
 from trainer.contract.printable import printable
 
@@ -39,6 +39,15 @@ class NvmlDetails:
         self._nvml = nvml
         self._processes = ProcessReader()
 
+    def condition(self, handle: Any) -> Condition:
+        """Return how fast the card runs, by four calls."""
+        return Condition(
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            performance_state=self._ask("nvmlDeviceGetPerformanceState", handle),
+            fan_percent=self._ask("nvmlDeviceGetFanSpeed", handle),
+            slowed_by=self._slowed_by(handle),
+        )
+
     def read(self, handle: Any, sample: GpuSample) -> GpuDetails:
         """Return what the card and its processes tell; None for each sensor that does not answer."""
         ask = self._ask
@@ -49,19 +58,20 @@ class NvmlDetails:
         encoder, decoder = (ask(f"nvmlDeviceGet{one}Utilization", handle) for one in ("Encoder", "Decoder"))
         pci = ask("nvmlDeviceGetPciInfo", handle)
         persistence = ask("nvmlDeviceGetPersistenceMode", handle)
+        condition = self.condition(handle)
         return GpuDetails(
             timestamp=time.time(),
             processes=self._processes.read(sample.processes or (), self._sm_percents(handle)),
             memory_bandwidth_percent=None if utilization is None else utilization.memory,
             memory_reserved_bytes=None if memory is None else int(getattr(memory, "reserved", 0)),
-            sm_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
+            sm_clock_mhz=condition.sm_clock_mhz,
             most_sm_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
             memory_clock_mhz=ask("nvmlDeviceGetClockInfo", handle, _MEMORY_CLOCK),
             most_memory_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY_CLOCK),
-            performance_state=ask("nvmlDeviceGetPerformanceState", handle),
-            slowed_by=self._slowed_by(handle),
+            performance_state=condition.performance_state,
+            slowed_by=condition.slowed_by,
             slowdown_c=ask("nvmlDeviceGetTemperatureThreshold", handle, _SLOWDOWN),
-            fan_percent=ask("nvmlDeviceGetFanSpeed", handle),
+            fan_percent=condition.fan_percent,
             energy_j=None if energy_mj is None else energy_mj / 1000,
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
             most_pcie_generation=ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),

@@ -164,7 +164,8 @@ class Sampler:
         if processes or not sample.healthy:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
-        return replace(sample, processes=last.processes, failed={**sample.failed, **failed})
+        failed = {**sample.failed, **failed}
+        return replace(sample, processes=last.processes, condition=last.condition, failed=failed)
 
     def _read_details(self, sample: GpuSample) -> GpuDetails | None:
         if not sample.healthy or not isinstance(self.source, DetailedSource):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, starmap
 
-from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.details import GpuDetails, ProcessDetails, ProcessReader
 from sae_tui.gpu.faults import LOST
 from sae_tui.gpu.nvml_faults import NO_PEER
@@ -27,6 +27,7 @@ IDLE_MEMORY_BYTES = 922 * MIB
 IDLE_POWER_W = 24.0
 IDLE_TEMPERATURE_C = 33.0
 BUSY_TEMPERATURE_C = 74.0
+_AT_POWER_LIMIT = 0.98
 WARM_UP_S = 45.0  # time constant of heating and cooling
 
 Occupied = Callable[[], Mapping[str, tuple[int, int]]]
@@ -148,11 +149,13 @@ class _Card:
             power_w=None if self._fault == "no_power" else round(power, 1),
             power_limit_w=kind.power_limit_w,
             processes=running if processes else None,
+            condition=_condition(utilization / 100) if processes else None,
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
         """Return particulars that go with the sample; somebody else's process has been here for two hours."""
         kind, busy = self._kind, (sample.utilization or 0) / 100
+        condition = _condition(busy)
         own = [one for one in sample.processes or () if one is not kind.foreign]
         foreign = () if kind.foreign is None else (_foreign_details(kind.foreign, sample, now),)
         return GpuDetails(
@@ -160,14 +163,14 @@ class _Card:
             processes=(*foreign, *self._processes.read(own, {one.pid: round(100 * busy) for one in own})),
             memory_bandwidth_percent=round(60 * busy),
             memory_reserved_bytes=300 * MIB,
-            sm_clock_mhz=round(210 + 1485 * busy) if busy else 210,
+            sm_clock_mhz=condition.sm_clock_mhz,
             most_sm_clock_mhz=2100,
             memory_clock_mhz=9501 if busy else 405,
             most_memory_clock_mhz=9751,
-            performance_state=2 if busy else 8,
-            slowed_by=("power limit reached",) if busy > 0.95 else (),
+            performance_state=condition.performance_state,
+            slowed_by=condition.slowed_by,
             slowdown_c=93,
-            fan_percent=round(30 + 50 * busy),
+            fan_percent=condition.fan_percent,
             energy_j=3.6e6 * (self._index + 1),
             pcie_generation=4 if busy else 1,
             most_pcie_generation=4,
@@ -215,6 +218,16 @@ class _Heat:
     def _at(self, now: float) -> float:
         target = BUSY_TEMPERATURE_C if self._busy else IDLE_TEMPERATURE_C
         return target + (self._from - target) * math.exp(-max(0.0, now - self._since) / WARM_UP_S)
+
+
+def _condition(busy: float) -> Condition:
+    """Return the condition of a card that is so busy, 0 to 1; from 0.98 on at its power limit."""
+    return Condition(
+        sm_clock_mhz=round(1485 * busy) + 210,
+        performance_state=2 if busy else 8,
+        fan_percent=round(30 + 50 * busy),
+        slowed_by=("power limit reached",) if busy >= _AT_POWER_LIMIT else (),
+    )
 
 
 def _foreign_details(process: GpuProcess, sample: GpuSample, now: float) -> ProcessDetails:

@@ -12,13 +12,14 @@ from textual.events import Click, Resize
 from textual.message import Message
 
 from sae_tui.format import bar, celsius, fit, gibibytes, percent, tall_sparkline, watts, wrap
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.widgets.lines import Line, LineView, Span
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 CARD_WIDTH = 38
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
 HOT_C = 85
+NO_CONDITION = Condition()
 _LONG_WORD = 8  # by which the first of two lines may be shorter than the second
 
 
@@ -219,19 +220,47 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
         return [(*first, (fit(row.holder, holder_width), row.holder_style))]
     who, *more = wrap(row.holder, holder_width) or [""]
     blank = bar_width + bool(bar_width)
+    condition = sample.condition or NO_CONDITION
+    below, below_style = _below(row, " ".join(more))
     limit = "" if sample.power_limit_w is None else f"of {watts(sample.power_limit_w)}"
     return [
         (*first, (fit(who, holder_width), row.holder_style)),
         (
-            (" " * (16 + 6 + blank), "text"),
+            (fit(f"   {speed(condition)}", 16), "dim"),
+            (fit(fan(condition), 5 + blank, right=True) + " ", "dim"),
             (util[1], "spark"),
-            (gap[0] + " " * (12 + blank), "text"),
+            (gap[0], "text"),
+            (fit(free(sample), 11 + blank, right=True) + " ", "dim"),
             (memory[1], "memory"),
             (gap[0], "text"),
             (fit(limit, 5 + power_width, right=True) + " ", "dim"),
-            (fit(" ".join(more) or processes(sample), holder_width), row.holder_style if more else "dim"),
+            (fit(below, holder_width), below_style),
         ),
     ]
+
+
+def _below(row: GpuRow, rest: str) -> tuple[str, str]:
+    """Return what stands below the holder: what slows the card, else the rest of the holder, else the processes."""
+    slowed = row.sample.condition.slowed_by if row.sample.condition else ()
+    if slowed:
+        return f"slowed: {'; '.join(slowed)}", "warn"
+    return (rest, row.holder_style) if rest else (processes(row.sample), "dim")
+
+
+def speed(condition: Condition) -> str:
+    """Return `P2 1695 MHz`."""
+    state, clock = condition.performance_state, condition.sm_clock_mhz
+    return " ".join(filter(None, ["" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
+
+
+def fan(condition: Condition) -> str:
+    return "" if condition.fan_percent is None else f"fan {condition.fan_percent}%"
+
+
+def free(sample: GpuSample) -> str:
+    """Return `2.1Gi free`, which a job could have."""
+    size = sample.memory_free_bytes
+    return "" if size is None else f"{size / 2**30:.{0 if size >= 100 << 30 else 1}f}Gi free"
 
 
 def processes(sample: GpuSample) -> str:

@@ -174,8 +174,21 @@ async def test_with_two_lines_a_card_has_its_user_its_limit_and_a_history(make_a
         idle, *_, busy = cards(app)
         assert "idle" in idle
         assert "▁" in idle
-        assert "of 350 W" in busy
-        assert re.search(r"used by mallory \(pid (31415, )?.*of 350 W (31415, )?python train.py\)", busy)
+        assert "P8 210 MHz" in idle
+        assert "fan 30%" in idle
+        assert "23.1Gi free" in idle
+        assert re.search(r"used by mallory \(pid (31415, )?.*of 350 W slowed: power limit", busy)
+
+
+async def test_what_does_not_fit_of_the_holder_stands_below_it_and_else_the_processes(make_app) -> None:
+    monitor = StillMonitor(4)
+    monitor._latest = tuple(replace(sample, condition=None) for sample in monitor._latest)
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        *_, busy = cards(app)
+        assert re.search(r"used by mallory \(pid 31415, .*of 350 W python train.py\)", busy)
+        assert "MHz" not in busy
 
 
 async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) -> None:
