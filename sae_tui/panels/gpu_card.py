@@ -2,57 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import UNKNOWN, celsius, count, duration, fit, gibibytes, percent, watts, wrap
+from sae_tui.format import UNKNOWN, celsius, clock_time, count, duration, fit, gibibytes, percent, watts, wrap
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.details import GpuDetails, ProcessDetails
-from sae_tui.gpu.past import Past
+from sae_tui.gpu.window import Window
 from sae_tui.panels.gpus import HOT_C
-from sae_tui.widgets.area import area
+from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _NAME = 13  # cells of the name of a particular
 _HEAT_AXIS_C = 100.0
+_LEAST_WIDTH = 12  # cells in which a history says something
 
 
 class GpuHistory(LineView):
-    """Utilisation, memory, power and heat over time, below each other."""
+    """Utilisation, memory, power and heat over time, below each other; a cursor reads them out."""
 
     DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
 
-    def show_gpu(self, sample: GpuSample, past: Past) -> None:
-        """Draw the newest intervals, as many as there are columns."""
+    @property
+    def n_columns(self) -> int:
+        """Columns that a history has here."""
+        return columns_of(self.size.width)
+
+    def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str) -> None:
+        """Draw a card's past, with a cursor on a column or None; `words` say what of it is shown."""
         height, width = self.size.height, self.size.width
         quantities = _quantities(sample)
-        rows, spare = divmod(height - len(quantities), len(quantities))
-        if width < 12 or rows < 1:
+        rows, spare = divmod(height - len(quantities) - 1, len(quantities))
+        if width < _LEAST_WIDTH or rows < 1:
             self.show([])
             return
+        # The newest column is at the right edge.
+        at = None if cursor is None else self.n_columns - len(window.jobs) + cursor
         lines: list[Line] = []
-        for place, (name, title, text, top, style) in enumerate(quantities):
-            heading: Line = ((f" {title} ", "label"), (fit(text, max(0, width - cell_len(title) - 2)), "title"))
-            values = past.column(sample.index, name, width) if top else []
-            shares = [None if value is None else value / (top or 1) for value in values]
-            ceiling = top / 2**30 if top and name == "memory_used_bytes" else top
-            lines += area(heading, shares, style=style, ceiling=ceiling, width=width, height=rows + (place < spare))
-        self.show(lines)
+        for place, quantity in enumerate(quantities):
+            values = window.columns[quantity.name]
+            text = quantity.words(quantity.now if cursor is None else values[cursor])
+            heading: Line = (
+                (f" {quantity.title} ", "label"),
+                (fit(text, max(0, width - cell_len(quantity.title) - 2)), "title"),
+            )
+            top = quantity.top
+            lines += area(
+                heading,
+                [None if value is None or not top else value / top for value in values],
+                style=quantity.style,
+                ceiling=top / 2**30 if top and quantity.name == "memory_used_bytes" else top,
+                width=width,
+                height=rows + (place < spare),
+                cursor=at,
+            )
+        self.show([*lines, time_axis(words, "now" if window.end >= time.time() else clock_time(window.end), width)])
 
 
-def _quantities(sample: GpuSample) -> list[tuple[str, str, str, float | None, str]]:
-    """Return for each quantity its field, title, value in words, where its axis ends, and its style."""
-    used, total = sample.memory_used_bytes, sample.memory_total_bytes
-    limit = sample.power_limit_w
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What a plot shows: its field, title, value now, where its axis ends, how a value is written, and its style."""
+
+    name: str
+    title: str
+    now: float | None
+    top: float | None
+    words: Callable[[float | None], str]
+    style: str
+
+
+def _quantities(sample: GpuSample) -> list[_Quantity]:
+    used, total, limit = sample.memory_used_bytes, sample.memory_total_bytes, sample.power_limit_w
     return [
-        ("utilization", "Utilisation", percent(sample.utilization), 100, "spark"),
-        ("memory_used_bytes", "Memory", f"{gibibytes(used)} of {gibibytes(total)}", total, "memory"),
-        ("power_w", "Power", f"{watts(sample.power_w)} of {watts(limit)}", limit, "bar"),
-        ("temperature_c", "Temperature", celsius(sample.temperature_c), _HEAT_AXIS_C, "heat"),
-    ]
+        _Quantity("utilization", "Utilisation", sample.utilization, 100, percent, "spark"),
+        _Quantity(
+            "memory_used_bytes", "Memory", used, total,
+            lambda value: f"{gibibytes(value)} of {gibibytes(total)}", "memory",
+        ),
+        _Quantity("power_w", "Power", sample.power_w, limit, lambda value: f"{watts(value)} of {watts(limit)}", "bar"),
+        _Quantity("temperature_c", "Temperature", sample.temperature_c, _HEAT_AXIS_C, celsius, "heat"),
+    ]  # fmt: skip
 
 
 class GpuFacts(LineView):

@@ -5,25 +5,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sae_tui.format import count, fit, tall_sparkline
-from sae_tui.widgets.lines import Line
+from sae_tui.widgets.lines import Line, Span
 
 _AXIS = 5  # cells for the numbers left of the plot
 _TALL = 5  # rows from which the axis has its middle
 
 
 def area(
-    heading: Line, history: Sequence[float | None], *, style: str, ceiling: float | None, width: int, height: int
+    heading: Line,
+    history: Sequence[float | None],
+    *,
+    style: str,
+    ceiling: float | None,
+    width: int,
+    height: int,
+    cursor: int | None = None,
 ) -> list[Line]:
     """Return the heading and `height` rows below it, of `width` cells each.
 
-    `history` is in shares, 0 to 1, of `ceiling`, with which the axis ends; None leaves a gap.
+    `history` is in shares, 0 to 1, of `ceiling`, with which the axis ends; None leaves a gap. `cursor` is a column of
+    the plot that is marked.
     """
-    rows = tall_sparkline(history, max(0, width - _AXIS - 2), height, 1.0)
+    rows = tall_sparkline(history, columns_of(width), height, 1.0)
     body: list[Line] = [
-        ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, style), (" ", "text"))
+        (
+            (fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"),
+            *_marked(row, style, cursor),
+            (" ", "text"),
+        )
         for label, row in zip(_axis(ceiling, height), rows, strict=True)
     ]
     return [heading, *body]
+
+
+def columns_of(width: int) -> int:
+    """Return how many columns an area of so many cells has for its history."""
+    return max(0, width - _AXIS - 2)
+
+
+def time_axis(begin: str, end: str, width: int) -> Line:
+    """Return the line below areas of so many cells: when they begin and end."""
+    room = columns_of(width)
+    return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, room - len(begin))), width), "dim"),)
+
+
+def _marked(row: str, style: str, cursor: int | None) -> tuple[Span, ...]:
+    if cursor is None or not 0 <= cursor < len(row):
+        return ((row, style),)
+    mark = row[cursor] if row[cursor] != " " else "│"
+    return ((row[:cursor], style), (mark, "title"), (row[cursor + 1 :], style))
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:

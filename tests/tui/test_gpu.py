@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import time
+from contextlib import closing
+
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
 
+from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.panels.gpu_card import GpuFacts, GpuHistory, GpuProcesses
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.screens.gpu import GpuScreen
+from trainer.contract.store.database import open_writer
 from trainer.contract.store.states import JobState
 
 
@@ -22,7 +28,7 @@ async def shown(pilot, index: int) -> None:
     await wait_until(pilot, lambda: app.screen.query(GpuFacts) and "PCIe" in text(app, GpuFacts))
 
 
-async def test_a_digit_opens_a_gpu_and_arrows_go_on_to_the_next(make_app, data) -> None:
+async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data) -> None:
     record_job(data, "minilm", JobState.RUNNING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -36,10 +42,10 @@ async def test_a_digit_opens_a_gpu_and_arrows_go_on_to_the_next(make_app, data) 
         assert [word in text(app, GpuHistory) for word in ("Utilisation", "of 24.0 GiB", "of 350 W", "Temp")] == [
             True
         ] * 4
-        await pilot.press("right")
+        await pilot.press("right_square_bracket")
         await shown(pilot, 0)
         assert "job 1 (minilm)" in text(app, GpuFacts)
-        await pilot.press("left", "left")
+        await pilot.press("left_square_bracket", "left_square_bracket")
         await shown(pilot, 2)
         assert app.session.monitor.looked_at == 2
         assert "No process is seen: idle." in text(app, GpuProcesses)
@@ -101,3 +107,33 @@ async def test_a_digit_without_a_gpu_does_nothing(make_app) -> None:
         await pilot.pause()
         await pilot.press("7")
         assert app.screen is app.navigator.dashboard
+
+
+async def test_longer_spans_come_from_the_store_and_a_cursor_reads_out_when_and_which_job(make_app, data) -> None:
+    begin = time.time() - 1800
+    store_samples(data, uuid_of(0), [begin + 10 * step for step in range(100)], job=12)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press("0")
+        await shown(pilot, 0)
+        await pilot.press("plus", "plus", "plus")
+        await wait_until(pilot, lambda: "last 1 h" in text(app, GpuHistory) and "▄" in text(app, GpuHistory))
+        await pilot.press(*["left"] * 30)
+        last = text(app, GpuHistory).splitlines()[-1]
+        assert re.match(r" +\d\d:\d\d:\d\d · job 12 ", last), last
+        assert "Utilisation 50%" in text(app, GpuHistory)
+        assert "│" in text(app, GpuHistory).splitlines()[1][10:]
+        await pilot.press(*["right"] * 31)
+        assert "last 1 h" in text(app, GpuHistory)
+        await pilot.press("minus")
+        await wait_until(pilot, lambda: "last 15 min" in text(app, GpuHistory))
+        await pilot.press(*["plus"] * 9)
+        await wait_until(pilot, lambda: "last 7 d" in text(app, GpuHistory))
+
+
+def store_samples(data, uuid: str, stamps: list[float], job: int) -> None:
+    with closing(open_writer(data.gpu_db, "gpu")) as db:
+        rows = [("gpu-box", 0, stamp, uuid, 50, 1 << 30, 24 << 30, 60, 100.0, job) for stamp in stamps]
+        db.executemany("INSERT INTO gpu_metrics VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        db.execute(ROLL_UP, ("gpu-box", 0, 0.0, uuid))

@@ -1,0 +1,66 @@
+"""The past of one card in as many columns as there are to draw: the newest intervals, or any span of the store."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sae_tui.gpu.past import Past
+from sae_tui.gpu.stored import MINUTE_S, stored_samples
+
+FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
+# Seconds that can be looked at, beyond the newest intervals.
+SPANS_S = (300, 900, 3600, 6 * 3600, 86_400, 7 * 86_400)
+# From here on the means of minutes are read, sixty times fewer than samples.
+_MINUTES_FROM_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Columns of `step_s` seconds each from `begin` on: for each field a value or None, and the job that ran then."""
+
+    begin: float
+    step_s: float
+    columns: Mapping[str, Sequence[float | None]]
+    jobs: Sequence[int | None]
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.step_s * len(self.jobs)
+
+    def time_of(self, column: float) -> float:
+        """Return when a column begins, in seconds since the epoch."""
+        return self.begin + self.step_s * column
+
+
+def live_window(past: Past, index: int, n: int, interval_s: float, job: int | None) -> Window:
+    """Return the newest `n` intervals of a card, which `job` has now."""
+    columns = {name: past.column(index, name, n) for name in FIELDS}
+    length = max(map(len, columns.values()), default=0)
+    begin = (math.floor(time.time() / interval_s) + 1 - length) * interval_s
+    return Window(begin, interval_s, columns, [job if column == length - 1 else None for column in range(length)])
+
+
+def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: float) -> Window:
+    """Return the last `span_s` seconds of a card from the store in at most `n` columns; empty where there is none.
+
+    Raise `UserError` where the store cannot be read.
+    """
+    step = max(1, math.ceil(span_s / max(1, n)))
+    if span_s > _MINUTES_FROM_S:
+        step = math.ceil(step / MINUTE_S) * MINUTE_S
+    last = math.floor(now / step)
+    length = max(1, math.ceil(span_s / step))
+    first = last - length + 1
+    columns: dict[str, list[float | None]] = {name: [None] * length for name in FIELDS}
+    jobs: list[int | None] = [None] * length
+    for row in stored_samples(path, host, first * step, uuid=uuid, step_s=step) if path.exists() else ():
+        place = int(row.timestamp // step) - first
+        if 0 <= place < length:
+            jobs[place] = row.job_id
+            for name in FIELDS:
+                columns[name][place] = getattr(row, name)
+    return Window(first * step, step, columns, jobs)
