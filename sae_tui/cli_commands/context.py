@@ -7,11 +7,11 @@ import contextlib
 import errno
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sae_tui.cli_commands.output import warn
-from sae_tui.cli_commands.snapshot import Snapshot, take
+from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import Problem, UserError
@@ -66,6 +66,12 @@ class Context:
         if self.wants_gpus and (message := snapshot.problem or snapshot.note):
             warn(message)
         return snapshot
+
+    def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
+        """Yield the GPUs again and again, by a driver that is opened once; none where it cannot be."""
+        occupancy = Occupancy(self.data)
+        source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
+        return watch(source, occupancy, self.data, warn, every_s)
 
     def past(self) -> list[Job]:
         """Return all jobs, newest first; none where the store cannot be read."""

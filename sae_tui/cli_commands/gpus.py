@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,8 +13,9 @@ import msgspec
 from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
 from sae_tui.cli_commands.past import array_lines, object_lines, past_of
+from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
@@ -21,12 +23,34 @@ from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.wording import gibibytes
 
+WATCH_S = 1.0
+
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:
     """Print all GPUs as a list, or the one asked for as an object; return 1 where the driver is broken."""
+    if flags.watch:
+        return _watch(context, flags)
     if context.gpus.is_broken:
         return 1
-    rows = _gpus(context)
+    return _show(context.gpus, context, flags)
+
+
+def _watch(context: Context, flags: argparse.Namespace) -> int:
+    """Print the GPUs every second until it is interrupted or nobody reads; return 1 where the driver is broken."""
+    for snapshot in context.watch_gpus(WATCH_S):
+        rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
+        if not rows and flags.index is not None:
+            return _show(snapshot, context, flags)
+        if context.as_json:
+            show_json(rows, in_a_line=True)
+        else:
+            say(clock_time(time.time()))
+            _show_gpu_table(rows)
+    return 1
+
+
+def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> int:
+    rows = _gpus(snapshot)
     if flags.index is None:
         if context.as_json:
             show_json(rows)
@@ -59,7 +83,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
         else:
             show_json(totals)
         return 0
-    rows, past = _gpus(context), past_of(context, flags)
+    rows, past = _gpus(context.gpus), past_of(context, flags)
     if not context.as_json:
         if rows:
             _show_gpu_table(rows)
@@ -116,8 +140,8 @@ def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
     }
 
 
-def _gpus(context: Context) -> list[dict[str, Any]]:
-    return [_gpu(*pair) for pair in zip(context.gpus.samples, context.gpus.choices, strict=True)]
+def _gpus(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [_gpu(*pair) for pair in zip(snapshot.samples, snapshot.choices, strict=True)]
 
 
 def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
@@ -140,6 +164,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
         "reason": choice.reason,
         "timestamp": sample.timestamp,
         "processes": sample.processes,
+        **asdict(sample.condition or Condition()),
     }
 
 

@@ -36,12 +36,13 @@ def warn(text: str) -> None:
     complain(f"sae-tui: {printable(text)}\n")
 
 
-def show_json(value: Any) -> None:
+def show_json(value: Any, *, in_a_line: bool = False) -> None:
+    """Print a value as JSON, indented for people or in one line of a stream."""
     try:
         encoded = msgspec.json.encode(value)
     except UnicodeEncodeError:  # the name of a file that is no UTF-8
         encoded = msgspec.json.encode(_as_utf8(msgspec.to_builtins(value)))
-    _write(printable_json(msgspec.json.format(encoded, indent=2).decode()))
+    _write(printable_json((encoded if in_a_line else msgspec.json.format(encoded, indent=2)).decode()))
 
 
 def _as_utf8(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
+from sae_tui.cli_commands.values import positive, price, rank, seconds, share, size, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
@@ -27,6 +27,7 @@ examples:
   sae-tui                                       open the app
   sae-tui --demo                                open it on simulated GPUs; the trainings are real
   sae-tui gpus                                  what every GPU is doing, and who has it
+  CUDA_VISIBLE_DEVICES=$(sae-tui select -n 2) python train.py         two free GPUs for any program
   sae-tui doctor                                what of this machine would be in the way of a training
   sae-tui doctor job.toml --gpus 0,1            also memory, time and cost of the job on 1 to 8 GPUs
   sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
@@ -51,7 +52,11 @@ of `launch`, `resume` and `clone` with --wait 0 finished, 3 stopped, 4 failed, 5
 
 
 COMMAND_EXAMPLES = {
-    "gpus": ["gpus", "gpus 0 --json"],
+    "gpus": ["gpus", "gpus 0 --json", "gpus --watch --json | jq .[0].power_draw"],
+    "select": [
+        "select -n 2 --free-memory 20GiB",
+        "select --json                  with their names, and why not the others",
+    ],
     "metrics": ["metrics --view per_gpu --since 10m", "metrics --view per_gpu --since 24h --every 5m --json"],
     "recommend": ["recommend job.toml --count 2"],
     "validate": ["validate job.toml --gpus 0,1", "validate job.toml --set sae.d_sae=24576"],
@@ -163,6 +168,12 @@ def _load_when_run(function: str) -> Command:
 def _add_gpu_commands(add: Add) -> None:
     show = add("gpus", "gpus.show_gpus", "List the GPUs and who has them")
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
+    show.add_argument("--watch", action="store_true", help="again every second, one line of JSON each with --json")
+    choose = add("select", "select.select", "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES takes them")
+    choose.add_argument("-n", "--count", type=positive, default=1, metavar="N", help="how many; default: %(default)s")
+    free = "only GPUs with so much free memory"
+    choose.add_argument("--free-memory", type=size, default=0, metavar="20GiB", help=free)
+    choose.add_argument("--index", action="store_true", help="print indices, which mean other GPUs to some programs")
     metrics = add("metrics", "gpus.show_metrics", "Show what the GPUs do now and did before")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -41,6 +42,32 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
             samples = read_all(source, open_source(source))
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
+    return _snapshot(source, samples, occupancy, data, problem, is_broken)
+
+
+def watch(
+    source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None], every_s: float
+) -> Iterator[Snapshot]:
+    """Yield a snapshot every so often, of a source that is opened once; where it cannot be, `tell` why and end."""
+    try:
+        count = open_source(source)
+    except SourceUnavailable as error:
+        tell(str(error))
+        return
+    while True:
+        began = time.monotonic()
+        yield _snapshot(source, read_all(source, count), occupancy, data)
+        time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+
+
+def _snapshot(
+    source: GpuSource,
+    samples: tuple[GpuSample, ...],
+    occupancy: Occupancy,
+    data: DataDir,
+    problem: str = "",
+    is_broken: bool = False,
+) -> Snapshot:
     n_cards = len(samples)
     samples = visible(samples, source.name)
     if n_cards and not samples:

@@ -7,6 +7,8 @@ import re
 
 from trainer.contract.settings.knobs import cut
 
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -57,3 +59,12 @@ def step(text: str) -> int:
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
     return int(value)
+
+
+def size(text: str) -> int:
+    """Return the bytes that `20GiB`, `20G` or `500MB` means; units of 1,000 only where they end with B without i."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or not (match[2] or match[3].lower() == "b"):
+        raise argparse.ArgumentTypeError(f'takes a size like 20GiB or 500MB, not "{cut(text)}"')
+    base = 1000 if match[3].lower() == "b" and match[2] else 1024
+    return int(float(match[1]) * base ** _POWERS[match[2].lower()])
