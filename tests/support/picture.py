@@ -28,8 +28,8 @@ async def main(out: Path) -> None:
         data.create()
         occupancy = Occupancy(data)
         monitor = Monitor(gpu_source("simulated", occupancy), data, occupancy.jobs_by_uuid)
-        app = SaeApp(data, monitor, Settings(monitor_view_default="per_gpu"))
-        async with app.run_test(size=(110, 32)) as pilot:
+        app = SaeApp(data, monitor, Settings())
+        async with app.run_test(size=(120, 40)) as pilot:
             await pilot.pause(20)
             for preset, gpus in (("minilm-topk", [2]), ("quick", [0, 1])):
                 job = load_job(shipped_data() / "presets" / f"{preset}.toml", [f"launch.gpus={gpus}"])
