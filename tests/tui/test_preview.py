@@ -1,0 +1,73 @@
+"""The job under the cursor at a glance."""
+
+from __future__ import annotations
+
+import pytest
+from support.tui import record_job, record_metrics, wait_until
+
+from sae_tui.panels.curves import CurvePlot
+from sae_tui.panels.preview import PreviewPanel, PreviewText
+from trainer.contract.settings.job_file import dump_job, parse_any
+from trainer.contract.store.states import JobState
+
+
+def text(app) -> str:
+    return app.screen.query_one(PreviewText).plain
+
+
+def curve(app) -> str:
+    return next(plot.plain for plot in app.screen.query(PreviewPanel).first().query(CurvePlot) if plot.display)
+
+
+async def titled(pilot, words: str) -> None:
+    panel = pilot.app.screen.query_one(PreviewPanel)
+    await wait_until(pilot, lambda: words in str(panel._border_title or ""))
+
+
+async def test_the_job_under_the_cursor_is_previewed_and_another_once_the_cursor_rests_on_it(make_app, data) -> None:
+    wide = record_job(data, "wide", JobState.FINISHED, total_steps=400)
+    record_metrics(data, wide, steps=200)
+    record_job(data, "[red]odd[/] name", JobState.FAILED, error="rank 1 was killed (SIGKILL)")
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await titled(pilot, "Job 2 · [red]odd[/] name")
+        assert "rank 1 was killed (SIGKILL)" in text(app)
+        await pilot.press("down")
+        await titled(pilot, "Job 1 · wide")
+        await wait_until(pilot, lambda: "FVU" in curve(app) and "┤" in curve(app))
+        assert "architecture" in text(app)
+        assert "topk" in text(app)
+        assert app.session.detail.log[-1] in text(app)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
+        await pilot.press("escape", "up")
+        await titled(pilot, "Job 2")
+
+
+async def test_an_extraction_is_previewed_by_its_speed(make_app, data) -> None:
+    job, problems = parse_any(
+        {"kind": "extract", "model": {"path": "m.gguf", "hooks": ["resid_post.3"]}, "text": {"path": "t.txt"},
+         "extract": {"n_tokens": 1000, "output": "acts"}}
+    )  # fmt: skip
+    assert job is not None, problems
+    record_job(data, "acts", JobState.RUNNING, config=dump_job(job))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await titled(pilot, "acts")
+        assert "rows/s" in curve(app)
+        assert "m.gguf" in text(app)
+
+
+@pytest.mark.parametrize(("size", "shown"), [((80, 24), True), ((80, 20), False), ((60, 14), False), ((200, 60), True)])
+async def test_it_is_there_where_there_is_room(make_app, data, size, shown) -> None:
+    record_job(data, "one", JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.pause()
+        panel = app.screen.query_one(PreviewPanel)
+        await wait_until(pilot, lambda: panel.display == shown)
+        if shown:
+            await titled(pilot, "Job 1 · one")
+        else:
+            assert app.session.detail is None
