@@ -174,7 +174,8 @@ class Dashboard(Screen[None]):
 
     def _follow_selected(self) -> None:
         """Have the job under the cursor read for its preview, where there is room for one."""
-        if self.is_current and self._rows and self._rows.preview:
+        # Another screen follows a job itself; for Textual the one below the top one is current as well.
+        if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 
     def select(self, job_id: int | None) -> None:

@@ -40,8 +40,8 @@ def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_t
 
     terminal.send("?")
     terminal.wait_for("A job runs on its own")
-    behind = [line[80:] for line in terminal.screen.display[2:6]]
-    terminal.wait_for(lambda _: [line[80:] for line in terminal.screen.display[2:6]] != behind)
+    behind = [line[97:] for line in terminal.screen.display[2:6]]
+    terminal.wait_for(lambda _: [line[97:] for line in terminal.screen.display[2:6]] != behind)
 
 
 def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: Box, drivers: Path) -> None:

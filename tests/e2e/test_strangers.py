@@ -290,6 +290,7 @@ WORDS = {
     "gpus": [[], ["0"]],
     "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
     "recommend": [["{foreign}"]],
+    "select": [[], ["--json"]],
     "validate": [
         ["{key}"],
         ["{section}"],

@@ -71,3 +71,16 @@ async def test_it_is_there_where_there_is_room(make_app, data, size, shown) -> N
             await titled(pilot, "Job 1 · one")
         else:
             assert app.session.detail is None
+
+
+async def test_a_job_that_is_opened_at_once_keeps_the_log_that_its_screen_follows(make_app, data) -> None:
+    record_job(data, "one", JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.screen._selected()
+        app.session.go.open_job(1)
+        app.session.watcher.follow(1, 1)
+        # Longer than the cursor has to rest on a job.
+        await pilot.pause(0.5)
+        assert app.session.watcher._followed == (1, 1)
