@@ -21,6 +21,9 @@ class CausePanel(DetailPanel, can_focus=True):
         self.set_class(detail.postmortem is None, "-none")
         super().show_detail(detail)
 
+    def title(self, detail: JobDetail) -> Line:
+        return (("Why it failed", "bad"),) if detail.postmortem else ()
+
     def lines(self, detail: JobDetail) -> list[Line]:
         postmortem = detail.postmortem
         return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
@@ -28,7 +31,7 @@ class CausePanel(DetailPanel, can_focus=True):
     def _draw(self) -> None:
         # Without lines it has no size yet.
         if self._detail:
-            self.show(self.lines(self._detail))
+            self._redraw(self._detail)
 
 
 def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:

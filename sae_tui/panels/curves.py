@@ -44,13 +44,13 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """All curves of a training, in two rows, or the one of an extraction."""
+    """All curves of a training, in two rows, or the one of an extraction; each in a frame."""
 
-    DEFAULT_CSS = "CurvesPanel { grid-gutter: 0 1; height: 3fr; min-height: 6; }"
+    DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
     def compose(self) -> ComposeResult:
         for name, series in {**curves(), **OF_EXTRACTION}.items():
-            yield CurvePlot(name, series)
+            yield CurvePlot(name, series).add_class("panel")
 
     def show_detail(self, detail: JobDetail) -> None:
         shown = OF_EXTRACTION if extracts(detail.view.config) else curves()

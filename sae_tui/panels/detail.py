@@ -13,12 +13,19 @@ from sae_tui.widgets.lines import Line, LineView
 class DetailPanel(LineView):
     """Draws the lines that a subclass makes of a job's detail."""
 
-    def on_mount(self) -> None:
-        self._detail: JobDetail | None = None
+    _detail: JobDetail | None = None
 
     @abstractmethod
     def lines(self, detail: JobDetail) -> list[Line]:
         """Return the lines for the size that the panel has now."""
+
+    def title(self, detail: JobDetail) -> Line:
+        """Return what its frame says; nothing for a view without a frame of its own."""
+        return ()
+
+    def hint(self) -> str:
+        """Return what the foot of its frame says of its keys."""
+        return ""
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw what is known of the job now."""
@@ -30,4 +37,12 @@ class DetailPanel(LineView):
 
     def _draw(self) -> None:
         if self._detail and self.size.width:
-            self.show(self.lines(self._detail))
+            self._redraw(self._detail)
+
+    def _redraw(self, detail: JobDetail) -> None:
+        title = self.title(detail)
+        self.set_class(bool(title), "panel")
+        if title:
+            self.show_titled(title, self.lines(detail), self.hint())
+        else:
+            self.show(self.lines(detail))

@@ -18,18 +18,21 @@ _MOST = 50  # more have no room on any screen
 class EventsPanel(DetailPanel):
     """The last events that fit, each whole."""
 
-    DEFAULT_CSS = "EventsPanel { height: 1fr; width: 2fr; }"
+    DEFAULT_CSS = "EventsPanel { height: 1fr; width: 1fr; }"
+
+    def title(self, detail: JobDetail) -> Line:
+        return (("Events", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size
         events = without_repeats(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
-        room, shown = max(1, height - 1), list[Line]()
+        room, shown = max(1, height if self.has_title else height - 1), list[Line]()
         for event in reversed(events):
             lines = _event_lines(event, width)
             if shown and len(shown) + len(lines) > room:
                 break
             shown = lines[:room] + shown
-        return [((fit(" events", width), "title"),), *shown]
+        return shown
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:

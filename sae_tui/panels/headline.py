@@ -1,4 +1,4 @@
-"""The first lines of a job's screen: name, state, progress, and why it ended."""
+"""How a job stands, first on its screen: name and state, progress, and why it ended."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from trainer.contract.store.rows import Job
 
 
 class Headline(DetailPanel):
-    """Three lines and more where the last is long: what, how far, and the result or the reason."""
+    """What in the title, how far below it, and the result or the reason, in more lines where it is long."""
 
-    DEFAULT_CSS = """
-    Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
-    """
+    DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; }"
+
+    def title(self, detail: JobDetail) -> Line:
+        # At both ends are a cell of the frame and a free one.
+        return headline_title(detail, self.width - 4)
 
     def lines(self, detail: JobDetail) -> list[Line]:
-        return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
+        return [cut(line, self.width) for line in headline(detail, self.width)]
 
 
-def headline(detail: JobDetail, width: int) -> list[Line]:
+def headline_title(detail: JobDetail, width: int) -> Line:
+    """Return which job it is, its state and where it runs; the name is cut first."""
     job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae)
     word, sign, style = states.describe_state(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
-    head: Span = (f" job {job.id} ", "label")
+    head: Span = (f"Job {job.id} · ", "title")
     rest: tuple[Span, ...] = (
         (f"  {sign} {word}", style),
         (f"  {where}", "label"),
@@ -45,12 +48,17 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     )
     room = max(8, width - sum(cell_len(text) for text, _ in (head, *rest)))
     name = job.name if cell_len(job.name) <= room else fit(job.name, room)
-    first: tuple[Span, ...] = (head, (name, "title"), *rest)
-    first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
+    spans: Line = (head, (name, "title"), *rest)
+    return (*spans, (_memory(job, width - sum(cell_len(text) for text, _ in spans)), "label"))
+
+
+def headline(detail: JobDetail, width: int) -> list[Line]:
+    """Return how far the job is, and what it is doing, its result or the reason of its end."""
+    job, member = detail.view, detail.member
     unit, rate = ("row", "rows/s") if extracts(job.config) else ("step", "tok/s")
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
-    second: Line = (
+    first: Line = (
         (" ", "text"),
         (bar(job.progress, max(10, width - 72)), "bar rail"),
         (fit(percent(100 * job.progress), 5, right=True), "title"),
@@ -59,7 +67,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
         ("".join(_metrics(detail, member)), "text"),
         (left, "text"),
     )
-    return [first, second, *_ending(detail, width)]
+    return [first, *_ending(detail, width)]
 
 
 def _metrics(detail: JobDetail, member: str) -> Iterator[str]:

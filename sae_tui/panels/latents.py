@@ -73,8 +73,9 @@ class LatentList(LineView, can_focus=True):
             self.scroll_to(y=self.cursor - (visible_rows - 1) * (self.cursor > top), animate=False, force=True)
 
     def on_click(self, event: events.Click) -> None:
-        row = event.y - 1 + round(self.scroll_y)
-        if event.y >= 1 and row < len(self.latents):
+        at = event.get_content_offset(self)
+        row = -1 if at is None else at.y - 1 + round(self.scroll_y)
+        if 0 <= row < len(self.latents):
             self.cursor = row
 
     def on_resize(self) -> None:
@@ -144,10 +145,11 @@ class LatentDetail(LineView, can_focus=True):
         if not width:
             return
         if self._shown:
-            self.show(feature_lines(*self._shown, width))
+            title: Line = ((f"Latent {self._shown[0].latent}", "title"),)
+            self.show_titled(title, feature_lines(*self._shown, width))
         else:
             wrapped = textwrap.wrap(self._instead, max(10, width - 2), break_on_hyphens=False)
-            self.show([((f" {text}", "dim"),) for text in wrapped])
+            self.show_titled((("Features", "title"),), [((f" {text}", "dim"),) for text in wrapped])
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
@@ -156,7 +158,6 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
     head: list[Line] = [
-        ((fit(f"Latent {feature.latent}", width), "title"),),
         *(((line, "text"),) for line in textwrap.wrap(often, max(10, width))),
         (
             ("Activations ", "label"),

@@ -20,21 +20,22 @@ class LogPanel(DetailPanel, can_focus=True):
         Binding("right", "shift(1)", show=False),
     ]
     DEFAULT_CSS = "LogPanel { height: 1fr; }"
-    fixed_lines = 1
+
+    _follows, _left = True, 0
+
+    def title(self, detail: JobDetail) -> Line:
+        return ((f"Log of rank {detail.log_rank}", "title"),)
+
+    def hint(self) -> str:
+        log = self._detail.log[-self.size.height :] if self._detail else ()
+        is_cut = any(cell_len(line) >= self.size.width for line in log)
+        return HINT if is_cut or self._left else ""
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        is_cut = any(cell_len(line) >= width for line in detail.log[-self.size.height :])
-        title = f" log of rank {detail.log_rank}"
-        hint = HINT if is_cut or self._left else ""
-        heading: Line = ((title, "title"), (fit(hint, max(0, width - len(title)), right=True), "dim"))
         none = "it wrote nothing" if detail.view.state.is_final else "nothing yet"
         texts = [line[self._left :] for line in detail.log] or [f"({none})"]
-        return [heading, *(((fit(f" {line}", width), "text"),) for line in texts)]
-
-    def on_mount(self) -> None:
-        super().on_mount()
-        self._follows, self._left = True, 0
+        return [((fit(f" {line}", width), "text"),) for line in texts]
 
     def action_shift(self, direction: int) -> None:
         """Shift the lines sideways, to bring into view what is beyond the edge."""

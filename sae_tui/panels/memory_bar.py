@@ -7,6 +7,7 @@ from itertools import groupby
 import msgspec
 from rich.cells import cell_len
 from textual.events import Resize
+from textual.reactive import reactive
 
 from sae_tui.format import gibibytes
 from sae_tui.jobs.launch.memory_need import Need, Room
@@ -43,9 +44,11 @@ class MemoryBar(LineView):
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
-    def __init__(self, heading: str, *, id: str | None = None) -> None:  # noqa: A002
+    # Before the bar.
+    heading: reactive[str] = reactive(" ")
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
-        self._heading = heading
         self._need: Need | None = None
         self._room = Room()
 
@@ -53,6 +56,9 @@ class MemoryBar(LineView):
         self._draw()
 
     def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def watch_heading(self) -> None:
         self._draw()
 
     def show_need(self, need: Need | None, room: Room) -> None:
@@ -63,12 +69,12 @@ class MemoryBar(LineView):
     def _draw(self) -> None:
         width = self.width
         if width:
-            self.show([cut(line, width) for line in memory_lines(self._heading, self._need, self._room, width)])
+            self.show([cut(line, width) for line in memory_lines(self.heading, self._need, self._room, width)])
 
 
 def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> list[Line]:
     """Return at least two lines, so that the form below does not move while somebody types."""
-    first: Line = ((f"{heading}  ", "title accent"),)
+    first: Line = ((heading, "title accent"),)
     if need is None:
         return [first, ((" ", "text"),)]
     verdict = _verdict(need, room)

@@ -40,11 +40,11 @@ class Overlay(Chart):
         names = [self._comparison.saes[trace.sae].job.name for trace in shown]
         entries = [_entry(trace, name, self._view.metric) for trace, name in zip(shown, names, strict=True)]
         below = legend(entries, width, max(1, height // 3))
-        room = height - 2 - len(below)
-        drawn = _plot([trace for trace in shown if trace.points], self._view, width, room)
-        self.show([self._heading(width), *drawn, *below][:height])
+        n_lines = height if self.has_title else height - 1
+        drawn = _plot([trace for trace in shown if trace.points], self._view, width, n_lines - 1 - len(below))
+        self.show_titled(self._heading(), [*drawn, *below][:n_lines])
 
-    def _heading(self, width: int) -> Line:
+    def _heading(self) -> Line:
         view, comparison = self._view, self._comparison
         words = [
             f"over {view.axis}",
@@ -52,8 +52,7 @@ class Overlay(Chart):
             "log" if view.log else "",
             f"{MOST_CURVES} of {len(comparison.curves)} curves" if len(comparison.curves) > MOST_CURVES else "",
         ]
-        title = fit(f" {comparison.metric} ", min(width, len(comparison.metric) + 2))
-        return (title, "title"), (fit(" · ".join(filter(None, words)), max(0, width - len(title))), "label")
+        return (f"{comparison.metric} ", "title"), (" · ".join(filter(None, words)), "label")
 
 
 def _entry(trace: Trace, name: str, metric: str) -> Line:

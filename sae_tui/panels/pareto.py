@@ -40,12 +40,10 @@ class ParetoPanel(Chart):
         below = legend(
             [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
         )
-        heading: Line = (
-            (fit(f" {names[1]} against {names[0]} ", min(width, len("".join(names)) + 11)), "title"),
-            (f"{BEST} Pareto front", "label"),
-        )
-        drawn = _plot(known_points, best, names[0], width, height - 2 - len(below))
-        self.show([heading, *drawn, *below][:height])
+        heading: Line = (f"{names[1]} against {names[0]} ", "title"), (f"{BEST} Pareto front", "label")
+        n_lines = height if self.has_title else height - 1
+        drawn = _plot(known_points, best, names[0], width, n_lines - 1 - len(below))
+        self.show_titled(heading, [*drawn, *below][:n_lines])
 
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
         sae = self._comparison.saes[at]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.containers import Horizontal
-from textual.content import Content
 
 from sae_tui.format import fit, wrap
 from sae_tui.jobs.launch.summary import summary
@@ -12,6 +11,7 @@ from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import OF_EXTRACTION, CurvePlot, members_of
 from sae_tui.panels.detail import DetailPanel
+from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
 from trainer.contract.settings.series import curves
 
@@ -30,10 +30,7 @@ class PreviewPanel(Horizontal):
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the job as it is now; of a sweep, the best SAE."""
-        air = "" if self.styles.border_bottom[0] else " "
-        title = Content(f"{air}Job {detail.view.id} · {detail.view.name}{air}")
-        if title != self._border_title:
-            self.border_title = title
+        entitle(self, f"Job {detail.view.id} · {detail.view.name}")
         of_extraction = extracts(detail.view.config)
         for plot in self.query(CurvePlot):
             plot.display = (plot.series_name in OF_EXTRACTION) == of_extraction

@@ -25,12 +25,15 @@ class RanksPanel(DetailPanel):
     The time a rank waits for the others is left out of both, so that a slow one shows; it is marked.
     """
 
-    DEFAULT_CSS = "RanksPanel { height: 1fr; width: 1fr; }"
+    DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw the job as it is now; hidden for an extraction, which counts rows and takes no steps."""
         self.display = not extracts(detail.view.config)
         super().show_detail(detail)
+
+    def title(self, detail: JobDetail) -> Line:
+        return (("Ranks", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
@@ -39,7 +42,7 @@ class RanksPanel(DetailPanel):
         top = max((value or 0 for values in rates.values() for value in values), default=None)
         late = late_ranks(detail.series, ranks)
         rank_lines = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
-        return [((fit(title(width), width), "title"),), *(rank_lines or [_none(detail, width)])]
+        return [((fit(column_titles(width), width), "label"),), *(rank_lines or [_none(detail, width)])]
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
@@ -52,7 +55,7 @@ def columns(width: int) -> list[tuple[str, str, int]]:
     return fitting
 
 
-def title(width: int) -> str:
+def column_titles(width: int) -> str:
     return " rank" + "".join(fit(name, size, right=True) for name, _, size in columns(width))
 
 

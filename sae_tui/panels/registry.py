@@ -1,7 +1,7 @@
 """THE REGISTRY of the panels of a job's screen, as strings, so that listing imports nothing.
 
 A new panel is one new file here, with its widget and the size it takes in its `DEFAULT_CSS`, and one entry in `PANELS`:
-the screen composes it and has it draw whatever is new.
+the screen composes it and has it draw whatever is new. A `DetailPanel` with a `title` has a frame round it.
 """
 
 from __future__ import annotations

@@ -20,14 +20,16 @@ class SettingsPanel(DetailPanel, can_focus=True):
     """A line per setting, long values below each other; scrolls where there are more than fit."""
 
     DEFAULT_CSS = "SettingsPanel { height: 1fr; width: 1fr; }"
-    fixed_lines = 1
+
+    def title(self, detail: JobDetail) -> Line:
+        return (("Settings", "title"),)
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
         settings, n_others = summary(detail.view.config)
         more = [*_hooks(detail.view), *_more(detail.view)]
         name_width = min(_LONGEST_NAME, max(len(name) for name, _ in (*settings, *more, ("", ""))))
-        lines: list[Line] = [((fit(" settings", width), "title"),)]
+        lines: list[Line] = []
         for name, value in settings:
             lines += _entry(name, value, name_width, width)
         if n_others:

@@ -6,20 +6,18 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import Label
 
-from sae_tui.format import fit
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.report_card import CardPanel
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from trainer.contract.runs.report_card import Card
 
 
-class CardScreen(Screen[None]):
+class CardScreen(FramedScreen):
     """Shows the whole card of an SAE; it is read again once the job has ended or was evaluated."""
 
     BINDINGS = [
@@ -31,7 +29,6 @@ class CardScreen(Screen[None]):
         Binding("e", "evaluate", "Evaluate", id="card.evaluate",
                 tooltip="Measure it again, on more rows; goes on if you quit"),
     ]  # fmt: skip
-    DEFAULT_CSS = "CardScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }"
 
     class Found(Message):
         """The cards were read, by label."""
@@ -47,8 +44,8 @@ class CardScreen(Screen[None]):
         self._news = NewsOfJob(session.watcher, job_id)
 
     def compose(self) -> ComposeResult:
-        yield Label("", id="card-title", markup=False)
-        yield CardPanel(id="card")
+        yield HeadingLine(id="card-title")
+        yield CardPanel(id="card").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -85,8 +82,8 @@ class CardScreen(Screen[None]):
         self.query_one(CardPanel).show_card(self._cards.get(self.member) or none_yet)
 
     def _title(self) -> None:
-        parts = [f"Job {self.job_id}", self.member, "Report card"]
-        self.query_one("#card-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
+        title = " · ".join(filter(None, [f"Job {self.job_id}", self.member, "Report card"]))
+        self.entitle(self.query_one(CardPanel), title)
 
     def action_next_member(self, by: int) -> None:
         labels = list(self._cards)

@@ -12,7 +12,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
-from textual.screen import Screen
 
 from sae_tui.compare.export import refuse_existing, write_picture, write_table
 from sae_tui.compare.lines import AXES, SMOOTHING, View
@@ -25,6 +24,7 @@ from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, entitle
 from sae_tui.widgets.lines import LineView
 from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
@@ -44,7 +44,7 @@ class Compared(Message):
         self.problem = problem
 
 
-class CompareScreen(Screen[None]):
+class CompareScreen(FramedScreen):
     """Shows one view at a time on a small terminal, on a large one all of them until one is chosen twice."""
 
     BINDINGS = [
@@ -66,7 +66,7 @@ class CompareScreen(Screen[None]):
     CompareScreen #tabs { height: 1; background: $panel; }
     CompareScreen #views { height: 1fr; }
     CompareScreen #views > * { height: 1fr; width: 1fr; display: none; }
-    CompareScreen.-all #views { layout: grid; grid-size: 2 2; grid-gutter: 1 2; }
+    CompareScreen.-all #views { layout: grid; grid-size: 2 2; }
     CompareScreen.-all #views { grid-columns: 5fr 4fr; grid-rows: 3fr 2fr; }
     CompareScreen.-all #views > *, CompareScreen #views > .-chosen { display: block; }
     """
@@ -83,10 +83,10 @@ class CompareScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield LineView(id="tabs")
         with Container(id="views"):
-            yield Overlay(id="curves")
-            yield ParetoPanel(id="pareto")
-            yield DifferencesPanel(empty="All settings are the same.", id="settings")
-            yield ResultsPanel(empty="No results yet.", id="results")
+            yield Overlay(id="curves", classes="panel")
+            yield ParetoPanel(id="pareto", classes="panel")
+            yield DifferencesPanel(empty="All settings are the same.", id="settings").add_class("panel")
+            yield ResultsPanel(empty="No results yet.", id="results").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -161,6 +161,8 @@ class CompareScreen(Screen[None]):
         self.set_class(width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not self.alone, "-all")
         for name in VIEWS:
             self.query_one(f"#{name}").set_class(name == self.chosen, "-chosen")
+        entitle(self.query_one(DifferencesPanel), "Settings that differ")
+        entitle(self.query_one(ResultsPanel), "Results")
         self._draw_tabs()
 
     def action_view(self, name: str) -> None:

@@ -10,8 +10,6 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Container
-from textual.content import Content
-from textual.screen import Screen
 from textual.timer import Timer
 from textual.widget import Widget
 
@@ -27,6 +25,7 @@ from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.frame import FramedScreen, entitle
 from sae_tui.widgets.table import KeyedTable
 
 NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
@@ -42,7 +41,7 @@ _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
 _RESTED_S = 0.2
 
 
-class Dashboard(Screen[None]):
+class Dashboard(FramedScreen):
     """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
 
     BINDINGS = [
@@ -143,13 +142,9 @@ class Dashboard(Screen[None]):
         )
         if rows != self._rows:
             self._rows = rows
-            for frame in ("framed", "ruled", "bare"):
-                self.set_class(frame == rows.frame, f"-{frame}")
             self.set_class(rows.beside, "-beside")
-            # Textual leaves a cell free beside a title only where the frame has corners.
-            air = "" if rows.frame == "framed" else " "
             for name, title in _TITLES.items():
-                self.query_one(f"#{name}").border_title = Content(f"{air}{title}{air}")
+                entitle(self.query_one(f"#{name}"), title)
             for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
                 panel: Widget = self.query_one(f"#{name}")
                 panel.display = inside > 0

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
-Frame = Literal["framed", "ruled", "bare"]
+from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
-# Below these the sides and feet of frames cost more than they tell, and below the third the titles too.
-FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 # Columns from which the totals are four plots, and the preview stands beside the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
-_CHROME: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _SENTENCE = 90  # cells
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
@@ -42,20 +38,13 @@ class Rows:
     @property
     def chrome(self) -> int:
         """The rows that a panel's frame takes."""
-        return _CHROME[self.frame]
+        return FRAMES[self.frame]
 
     @property
     def height(self) -> int:
         """The rows of all panels with their frames."""
         stacked = [self.totals, self.gpus, self.jobs, 0 if self.beside else self.preview]
         return sum(rows + self.chrome for rows in stacked if rows)
-
-
-def frame_of(width: int, height: int) -> Frame:
-    """Return how much of a frame there is room for: all of it, its top line with the title, or none."""
-    if width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS:
-        return "framed"
-    return "ruled" if height >= RULED_FROM_ROWS else "bare"
 
 
 def arrange(width: int, height: int, *, n_gpus: int, n_jobs: int, cards: bool = False, previews: bool = False) -> Rows:

@@ -11,12 +11,11 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
-from textual.screen import Screen
 
 from sae_tui.doctor.base import Finding, Level
 from sae_tui.doctor.examine import level_words, summary
-from sae_tui.format import fit
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, HeadingLine, entitle
 from sae_tui.widgets.lines import Line, LineView
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
@@ -24,7 +23,7 @@ _COLUMNS = (Column("", 9), Column("WHAT", 13), Column("FINDING", 20, grow=True))
 _STYLES: dict[Level, str] = {"ok": "good", "note": "accent", "warning": "warn", "error": "bad"}
 
 
-class DoctorScreen(Screen[None]):
+class DoctorScreen(FramedScreen):
     """Shows findings as they come from a thread: the driver may not answer, and torch takes seconds to import."""
 
     BINDINGS = [
@@ -33,8 +32,9 @@ class DoctorScreen(Screen[None]):
         Binding("p", "probe", "Probe", id="doctor.probe", tooltip="Also measure the bus between idle GPUs"),
     ]
     DEFAULT_CSS = """
-    DoctorScreen > #summary { height: 1; background: $panel; }
-    DoctorScreen > #chosen { height: 6; background: $surface; }
+    DoctorScreen > #chosen { height: 7; }
+    DoctorScreen.-framed > #chosen { height: 8; }
+    DoctorScreen.-bare > #chosen { height: 6; background: $surface; }
     """
 
     class Found(Message):
@@ -57,9 +57,9 @@ class DoctorScreen(Screen[None]):
         self._look = 0
 
     def compose(self) -> ComposeResult:
-        yield LineView(id="summary")
-        yield KeyedTable(_COLUMNS, empty="looking…", id="findings")
-        yield LineView(id="chosen")
+        yield HeadingLine(id="summary")
+        yield KeyedTable(_COLUMNS, empty="looking…", id="findings").add_class("panel")
+        yield LineView(id="chosen", classes="panel")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -108,16 +108,17 @@ class DoctorScreen(Screen[None]):
         if not self.is_mounted:
             return
         rows = [Row(str(index), _cells(finding)) for index, finding in enumerate(self.findings)]
-        self.query_one(KeyedTable).show_rows(rows)
-        words = summary(self.findings) if self.done else f"{summary(self.findings)}, looking…"
-        self.query_one("#summary", LineView).show([((fit(f" Doctor · {words}", self.size.width), "title"),)])
+        table = self.query_one(KeyedTable)
+        table.show_rows(rows)
+        self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', looking…'}")
         self._show_chosen()
 
     def _show_chosen(self) -> None:
         cursor = self.query_one(KeyedTable).cursor
         chosen = self.findings[int(cursor)] if cursor and int(cursor) < len(self.findings) else None
-        lines = _in_full(chosen, max(20, self.size.width - 2)) if chosen else []
-        self.query_one("#chosen", LineView).show(lines)
+        panel = self.query_one("#chosen", LineView)
+        entitle(panel, chosen.subject if chosen else "")
+        panel.show(_in_full(chosen, max(20, panel.width - 2)) if chosen else [])
 
 
 def _cells(finding: Finding) -> tuple[tuple[str, str], ...]:

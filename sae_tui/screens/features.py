@@ -10,7 +10,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.message import Message
-from textual.screen import Screen
 from textual.widgets import Label
 
 from sae_tui.format import fit
@@ -23,6 +22,7 @@ from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order
@@ -55,7 +55,7 @@ def open_features(data: DataDir, job_id: int) -> Opened:
     return Opened({label: Features(file) for label, file in features_of_job(data, job_id).items()})
 
 
-class FeaturesScreen(Screen[None]):
+class FeaturesScreen(FramedScreen):
     """Goes through the latents of one SAE at a time."""
 
     BINDINGS = [
@@ -72,6 +72,8 @@ class FeaturesScreen(Screen[None]):
     FeaturesScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }
     FeaturesScreen Horizontal { height: 1fr; }
     FeaturesScreen LatentList { width: 2fr; height: 1fr; margin-right: 2; }
+    FeaturesScreen.-framed LatentList { margin-right: 0; }
+    FeaturesScreen.-framed LatentDetail { padding: 0 1; }
     FeaturesScreen LatentDetail { width: 3fr; height: 1fr; }
     """
 
@@ -87,8 +89,8 @@ class FeaturesScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield Label("", id="features-title", markup=False)
         with Horizontal():
-            yield LatentList(id="latents")
-            yield LatentDetail(id="latent")
+            yield LatentList(id="latents").add_class("panel")
+            yield LatentDetail(id="latent").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -156,6 +158,7 @@ class FeaturesScreen(Screen[None]):
         latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
         parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features"]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
+        entitle(self.query_one(LatentList), "Latents")
 
     @on(LatentList.Moved)
     def _show_latent(self, event: LatentList.Moved) -> None:

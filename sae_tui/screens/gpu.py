@@ -10,9 +10,7 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.content import Content
 from textual.message import Message
-from textual.screen import Screen
 
 from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
@@ -20,16 +18,16 @@ from sae_tui.gpu.window import FIELDS, SPANS_S, Window, live_window, stored_wind
 from sae_tui.panels.gpu_card import GpuFacts, GpuHistory, GpuProcesses
 from sae_tui.panels.gpus import short_name
 from sae_tui.panels.status import StatusLine
-from sae_tui.screens.dashboard_rows import frame_of
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.errors import UserError
 
 _FACTS_BESIDE_FROM = 76  # columns
 _REREAD_S = 5.0  # the store is written as often
 
 
-class GpuScreen(Screen[None]):
+class GpuScreen(FramedScreen):
     """Histories, particulars and processes of a card; its particulars are read only while this is shown."""
 
     BINDINGS = [
@@ -189,15 +187,11 @@ class GpuScreen(Screen[None]):
         self.call_after_refresh(self.show_gpus)
 
     def _arrange(self) -> None:
-        frame = frame_of(self.size.width, self.size.height)
-        for name in ("framed", "ruled", "bare"):
-            self.set_class(name == frame, f"-{name}")
         self.set_class(self.size.width < _FACTS_BESIDE_FROM, "-narrow")
         self._title()
 
     def _title(self) -> None:
         sample = self.sample
-        air = "" if self.has_class("-framed") else " "
         name = f"GPU {self.index}" + (f" · {short_name(sample.name)}" if sample else "")
         for panel, title in (("gpu-history", name), ("gpu-facts", "Particulars"), ("gpu-processes", "Processes")):
-            self.query_one(f"#{panel}").border_title = Content(f"{air}{title}{air}")
+            entitle(self.query_one(f"#{panel}"), title)

@@ -8,7 +8,6 @@ import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.screen import Screen
 from textual.widget import Widget
 
 from sae_tui.jobs.output import extracts
@@ -21,6 +20,7 @@ from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.frame import FramedScreen
 
 if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _BESIDE_FROM = 120  # columns that the settings need to stand beside the rest
 
 
-class JobScreen(Screen[None]):
+class JobScreen(FramedScreen):
     """Follows one job; every panel pulls from the detail that the watcher keeps."""
 
     BINDINGS = [
@@ -55,9 +55,10 @@ class JobScreen(Screen[None]):
     JobScreen SettingsPanel { display: none; }
     JobScreen.-settings SettingsPanel { display: block; }
     JobScreen.-settings #live { display: none; }
-    JobScreen.-settings.-beside SettingsPanel { width: 40; }
+    JobScreen.-settings.-beside SettingsPanel { width: 42; }
     JobScreen.-settings.-beside #live { display: block; width: 1fr; }
-    JobScreen #middle { height: 1fr; min-height: 3; max-height: 8; }
+    JobScreen #middle { height: 1fr; min-height: 5; max-height: 10; }
+    JobScreen.-bare #middle { min-height: 3; max-height: 8; }
     JobScreen #log-box { height: 1fr; min-height: 3; }
     JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
     """
@@ -95,6 +96,7 @@ class JobScreen(Screen[None]):
 
     def on_resize(self) -> None:
         self._arrange()
+        self.show_jobs()
 
     def on_screen_resume(self) -> None:
         """Draw anew: while another screen was above this one, the news went there."""

@@ -10,7 +10,6 @@ from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.message import Message
-from textual.screen import Screen
 from textual.widgets import Button
 from textual.worker import get_current_worker
 
@@ -26,6 +25,7 @@ from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.frame import FramedScreen
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import UserError, sentence
@@ -44,7 +44,7 @@ class Looked(Message):
         self.problem = problem
 
 
-class LaunchScreen(Screen[None]):
+class LaunchScreen(FramedScreen):
     """Fills in the form, has it reviewed and launches it."""
 
     BINDINGS = [

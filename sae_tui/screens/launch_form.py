@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from textual import on
 from textual.app import ComposeResult
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Button, Label, Static
@@ -24,6 +24,7 @@ from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.frame import HeadingLine, entitle, frame_of
 from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
 from trainer.contract.errors import UserError
@@ -85,19 +86,39 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def compose(self) -> ComposeResult:
         several = self.session.settings.multi_gpu_enabled
-        clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
-        yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
-        yield GpuPicker(self._recommended, several=several, id="picker")
-        with Horizontal(id="preset-row"):
-            yield Label(_heading(self._kind), classes="heading", id="about")
-            yield Menu([(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset")
-            yield Static("", id="changes")
-        with VerticalScroll(id="form-scroll", can_focus=False):
-            yield KnobForm(_fields({}), {}, id="form", original=self._original)
-        yield MemoryBar(" F4  Review", id="memory")
-        with Horizontal(id="review-row"):
-            yield ReviewText(id="review")
-            yield Button("Launch", id="launch-button", variant="primary", compact=True)
+        yield HeadingLine(f" {self._gpus_title}", classes="heading", markup=False)
+        yield GpuPicker(self._recommended, several=several, id="picker").add_class("panel")
+        with Vertical(id="settings-panel", classes="panel"):
+            with Horizontal(id="preset-row"):
+                yield Label("", id="about")
+                yield Menu(
+                    [(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset"
+                )
+                yield Static("", id="changes")
+            with VerticalScroll(id="form-scroll", can_focus=False):
+                yield KnobForm(_fields({}), {}, id="form", original=self._original)
+        with Vertical(id="review-panel", classes="panel"):
+            yield MemoryBar(id="memory")
+            with Horizontal(id="review-row"):
+                yield ReviewText(id="review")
+                yield Button("Launch", id="launch-button", variant="primary", compact=True)
+
+    @property
+    def _gpus_title(self) -> str:
+        return "F2 GPUs" + (f" · clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else "")
+
+    def on_resize(self) -> None:
+        self._entitle()
+
+    def _entitle(self) -> None:
+        """Write the titles with their keys into the frames, or where there is none before what is in the panels."""
+        about = f"F3 {HEADINGS[job_form.kind_of(self._kind)]}"
+        frame = frame_of(*self.screen.size)
+        entitle(self.query_one(GpuPicker), self._gpus_title)
+        entitle(self.query_one("#settings-panel"), about)
+        entitle(self.query_one("#review-panel"), "F4 Review")
+        self.query_one("#about", Label).update(about if frame == "bare" else "preset")
+        self.query_one(MemoryBar).heading = " " if frame == "framed" else " F4 Review  "
 
     def on_mount(self) -> None:
         self.query_one("#picker").focus()
@@ -185,7 +206,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
-        self.query_one("#about", Label).update(_heading(self._kind))
+        self._entitle()
         picker = self.query_one(GpuPicker)
         picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
         if not picker.choices:
@@ -351,7 +372,3 @@ def _fields(values: dict[str, Any]) -> list[Field]:
         Field(path, knob, choices, may_differ(path), label=path if names[knob.name] > 1 else knob.name)
         for path, knob, choices in fields
     ]
-
-
-def _heading(values: dict[str, Any]) -> str:
-    return f" F3  {HEADINGS[job_form.kind_of(values)]}"

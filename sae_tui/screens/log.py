@@ -8,21 +8,20 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
-from textual.screen import Screen
-from textual.widgets import Input, Label
+from textual.widgets import Input
 
-from sae_tui.format import fit
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from sae_tui.widgets.log_view import HINT, LogView
 from trainer.contract.wording import plural
 
 ALL = "all"
 
 
-class LogScreen(Screen[None]):
+class LogScreen(FramedScreen):
     """Follows the end until one scrolls up; searching keeps the place."""
 
     BINDINGS = [
@@ -39,7 +38,6 @@ class LogScreen(Screen[None]):
         Binding("f", "follow", "Follow", id="logs.follow", tooltip="To the end, and on with it"),
     ]
     DEFAULT_CSS = """
-    LogScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }
     LogScreen > Input { display: none; dock: bottom; margin-bottom: 1; }
     LogScreen.-searching > Input { display: block; }
     """
@@ -63,8 +61,8 @@ class LogScreen(Screen[None]):
         self._only = False
 
     def compose(self) -> ComposeResult:
-        yield Label("", id="log-title", markup=False)
-        yield LogView(id="log-view")
+        yield HeadingLine(id="log-title")
+        yield LogView(id="log-view").add_class("panel")
         yield Input(placeholder="a text", compact=True, id="log-search")
         yield Footer()
 
@@ -125,10 +123,9 @@ class LogScreen(Screen[None]):
         job = next((one for one in self.session.jobs if one.id == self.job_id), None)
         state = f" · {describe_state(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
-        room = max(0, self.size.width - len(hint))
-        text = fit(f" job {self.job_id} · log of {self._whose}{self._match_count()}{state}", room)
-        for label in self.query("#log-title").results(Label):
-            label.update(text + hint)
+        text = f"Job {self.job_id} · log of {self._whose}{self._match_count()}{state}"
+        for view in self.query(LogView):
+            self.entitle(view, text, hint)
 
     def action_search(self) -> None:
         self.add_class("-searching")

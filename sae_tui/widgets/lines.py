@@ -12,12 +12,14 @@ from typing import ClassVar, overload
 from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style as RichStyle
+from textual.content import Content
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.style import Style
 
 from sae_tui.format import RAIL, fit, visible
+from sae_tui.widgets.frame import entitle, frame_of
 
 Span = tuple[str, str]  # text, name of its style
 Line = tuple[Span, ...]
@@ -41,6 +43,7 @@ PALETTE = {
     "rail": "$foreground 30%",
     "swapped": "bold",
 }
+BEFORE_TITLE: Span = (" ", "text")  # where there is no frame
 # The terminal's own colours have no surfaces, and no shades.
 _OF_16 = {"trough": "on ansi_bright_black", "rail": "ansi_bright_black"}
 
@@ -75,6 +78,7 @@ class LineView(ScrollView, can_focus=False):
     DEFAULT_CSS = """
     LineView {
         height: auto; background: $background; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0;
+        scrollbar-background: $background;
     }
     """
 
@@ -83,6 +87,8 @@ class LineView(ScrollView, can_focus=False):
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)
         self._lines: Sequence[Line] = ()
+        # What the frame says.
+        self._framed: Line = ()
         self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
@@ -98,14 +104,34 @@ class LineView(ScrollView, can_focus=False):
             self.refresh(*[region.translate((0, self._shift(region.y))) for region in changed])
 
     @property
+    def has_title(self) -> bool:
+        """Whether it is a panel with a frame that can hold a title."""
+        return self.has_class("panel") and frame_of(*self.screen.size) != "bare"
+
+    def show_titled(self, title: Line, lines: Sequence[Line], hint: str = "") -> None:
+        """Draw lines with a title in the frame, or where there is none in a line that stays above the others."""
+        heading: Line = (*title, (f"  {hint}" if hint else "", "dim"))
+        if self.has_title:
+            # The title proper has the colour that the frame gives to it, which tells the focus.
+            plain = Style(bold=False)
+            parts = [text if style == "title" else (text, plain + self._look(style)) for text, style in title]
+            entitle(self, Content.assemble(*parts), hint)
+            self._framed, self.fixed_lines = heading, 0
+            self.show(lines)
+        else:
+            self._framed, self.fixed_lines = (), 1
+            self.show([cut((BEFORE_TITLE, *heading), self.width), *lines])
+
+    @property
     def width(self) -> int:
         """Cells to draw in; while the view has no lines it has no size, and the screen's width stands in."""
         return self.size.width or (self.screen.size.width if self.is_attached else 0)
 
     @property
     def plain(self) -> str:
-        """The text of all lines, for tests and for copying."""
-        return "\n".join("".join(text for text, _ in line) for line in self._lines)
+        """The text of all lines and of the frame, for tests and for copying."""
+        lines = [self._framed, *self._lines] if self._framed else self._lines
+        return "\n".join("".join(text for text, _ in line) for line in lines)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
         return len(self._lines)

@@ -15,7 +15,7 @@ from sae_tui.format import fit, visible
 from sae_tui.widgets.lines import Line, LineView
 
 MOST_LINES = 100_000
-HINT = " ← → long lines "
+HINT = "← → long lines"
 _STEP = 16
 
 

@@ -54,32 +54,30 @@ class Plot(LineView):
         self._draw()
 
     def _draw(self) -> None:
-        width, height = self.size.width - _AXIS - 1, self.size.height - 2
-        if width < 2 or height < 1:
-            self.show([self._heading()] if self.size.height else [])
-            return
+        width, height = self.size.width - _AXIS - 1, self.size.height - (1 if self.has_title else 2)
         if not self._points:
-            self.show([self._heading(), ((fit(f"  {self._nothing}", self.size.width), "dim"),)])
-            return
+            self.show_titled(self._heading(), [((fit(f"  {self._nothing}", self.size.width), "dim"),)])
+        elif width < 2 or height < 1:
+            self.show_titled(self._heading(), [])
+        else:
+            self.show_titled(self._heading(), self._plotted(width, height))
+
+    def _plotted(self, width: int, height: int) -> list[Line]:
+        """Return the curve over its axis in so many cells, and the ends of the steps below it."""
         low, high = y_range([y for _, y in self._points], from_zero=self.from_zero, least_top=self.least_top)
         low, high, ticks = round_axis(low, high, height)
         rows = braille(self._points, width, height, low, high)
         labels = [self.word(ticks[row]) if row in ticks else "" for row in range(height)]
-        body = [
+        body: list[Line] = [
             ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, "spark"))
             for label, row in zip(labels, rows, strict=True)
         ]
-        self.show([self._heading(), *body, self._foot(width)])
+        return [*body, self._foot(width)]
 
     def _heading(self) -> Line:
-        newest = self.word(self._points[-1][1]) if self._points else ""
-        note = f"   {self._note}" if self._note else ""
-        left = max(0, self.size.width - len(self.plot_title) - 2)
-        return (
-            (f" {self.plot_title} ", "title"),
-            (fit(newest, min(left, len(newest))), "accent"),
-            (fit(note, max(0, left - len(newest))), "dim"),
-        )
+        newest = f" {self.word(self._points[-1][1])}" if self._points else ""
+        note = f" · {self._note}" if self._note else ""
+        return (self.plot_title, "title"), (newest, "accent"), (note, "dim")
 
     def _foot(self, width: int) -> Line:
         first, last = count(self._points[0][0]), count(self._points[-1][0])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
+from textual.content import Content
 from textual.events import Resize
 
 from sae_tui.widgets.dialog import Dialog
@@ -48,5 +49,5 @@ class Reading(Dialog[None]):
 
     def compose(self) -> ComposeResult:
         box = Vertical(Page(self._lines_for))
-        box.border_title, box.border_subtitle = self._heading, "esc Close"
+        box.border_title, box.border_subtitle = Content(self._heading), "esc Close"
         yield box

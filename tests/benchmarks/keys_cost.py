@@ -28,7 +28,7 @@ from trainer.contract.store.states import JobState
 LIMIT_MS = 100
 SCREENS = {
     "launch (n)": ("n", "Review"),
-    "job (Enter)": ("\r", "log of rank 0"),
+    "job (Enter)": ("\r", "Log of rank 0"),
     "log (l)": ("l", "& Only"),
     "doctor (d)": ("d", "Look again"),
     "help (?)": ("?", "GPUs above"),

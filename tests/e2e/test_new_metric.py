@@ -174,7 +174,7 @@ async def test_a_job_s_screen_has_a_curve_of_a_new_metric_and_its_value(data: Da
         await pilot.pause()
         assert re.search(r"FVU \S+  L0 \S+  SNR \S+ dB", app.screen.query_one(Headline).plain)
         curve = app.screen.query_one("#curve-snr")
-        assert re.search(r"SNR +\S+ dB +held-out \S+ dB", curve.plain)
+        assert re.search(r"SNR +\S+ dB · held-out \S+ dB", curve.plain)
         assert any(0x2800 < ord(character) < 0x2900 for character in curve.plain)
         others = [app.screen.query_one(f"#curve-{name}") for name in ("loss", "fvu", "l0", "dead_fraction")]
         assert not any(curve.region.overlaps(other.region) for other in others)

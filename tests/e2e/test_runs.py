@@ -48,13 +48,13 @@ def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box
     terminal.send("M")
     terminal.wait_for("k=16 (2 of 3)")
     terminal.send("i")
-    settings = terminal.wait_for(lambda text: " settings" in text and "dead latents before Friday" in text)
+    settings = terminal.wait_for(lambda text: " Settings" in text and "dead latents before Friday" in text)
     assert "[8, 16, 32]" in settings
     assert "#good" in settings
     terminal.send("i")
     terminal.wait_for(lambda text: "dead latents before Friday" not in text)
     terminal.send("l")
-    assert f"job {sweep} · log of rank 0 · finished · a sweep" in terminal.wait_for("rank 0 has written nothing")
+    assert f"Job {sweep} · log of rank 0 · finished · a sweep" in terminal.wait_for("rank 0 has written nothing")
     terminal.send("r")
     terminal.wait_for("the supervisor has written nothing")
     assert box.shell("job", str(sweep))["best_sae"] == "k=32"
@@ -76,7 +76,7 @@ def test_a_failure_is_told_once_and_whole_with_what_to_do_at_80_by_24(box: Box) 
     terminal.wait_for("✗ failed")
     terminal.send(ENTER)
     text = terminal.wait_for(
-        lambda text: "✗ rank 1 was killed" in text and "log of rank 1" in text and LAST[:40] in text
+        lambda text: "✗ rank 1 was killed" in text and "Log of rank 1" in text and LAST[:40] in text
     )
     assert text.count("SIGKILL") == 1
     assert text.count(LAST[:40]) == 1
@@ -84,7 +84,7 @@ def test_a_failure_is_told_once_and_whole_with_what_to_do_at_80_by_24(box: Box) 
     assert "→ often the kernel's OOM killer" in flowing
     assert "dmesg -T | grep -i oom" in flowing
     assert "→ g starts it again" in flowing
-    assert "tok/s" not in text.split("log of rank 1")[1]
+    assert "tok/s" not in text.split("Log of rank 1")[1]
     terminal.send("\x1b[C\x1b[C")  # right, right
     assert terminal.wait_for("12,345 tok/s")
     terminal.send(ESC)

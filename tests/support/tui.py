@@ -11,6 +11,7 @@ from typing import Any
 
 from support.stores import put_store
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.details import GpuDetails
@@ -123,6 +124,11 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
     writer.write(rows, beat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])
     writer.close()
     paths.log(0).write_text("".join(f"step {step}  loss {150 / step:.3f}\n" for step in range(10, steps + 1, 10)))
+
+
+def title_of(panel: Widget) -> str:
+    """Return what the top line of a panel's frame says."""
+    return panel._border_title.plain if panel._border_title else ""
 
 
 async def wait_until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 10) -> None:

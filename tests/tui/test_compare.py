@@ -115,7 +115,7 @@ async def test_metric_axis_smoothing_and_scale_are_changed_by_keys(make_app, job
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(app, pilot, jobs)
-        assert text(app, Overlay).startswith(" fvu over step ")
+        assert text(app, Overlay).startswith("fvu over step")
         await pilot.press("m")
         await wait_until(pilot, lambda: screen.comparison.metric == "l0")
         await pilot.press("M", "M")

@@ -397,3 +397,16 @@ async def test_names_with_markup_are_shown_as_they_are(make_app, data) -> None:
         await pilot.press("s")
         await pilot.pause()
         assert "[red]evil[/red] [/]" in str(app.screen.query_one("#question").render())
+
+
+async def test_the_preview_follows_no_job_while_another_screen_is_shown(make_app, data) -> None:
+    shown, selected = (record_job(data, name, JobState.RUNNING) for name in ("shown", "selected"))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        dashboard = app.screen
+        await wait_until(pilot, lambda: dashboard.query_one(JobsPanel).selected == selected)
+        app.session.go.open_job(shown)
+        await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == shown)
+        dashboard._follow_selected()
+        await pilot.pause(0.5)
+        assert app.session.detail.view.id == shown

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-from support.tui import wait_until
+from support.tui import title_of, wait_until
 
 from sae_tui.doctor.base import Finding
 from sae_tui.screens.doctor import DoctorScreen
@@ -33,11 +33,11 @@ async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_
         await wait_until(pilot, lambda: screen.findings == [WELL])
         assert "disk" in text(app, "#findings")
         assert "logout" not in text(app, "#findings")
-        assert "1 ok, looking…" in text(app, "#summary")
+        assert "1 ok, looking…" in title_of(screen.query_one("#findings"))
         go_on.set()
         await wait_until(pilot, lambda: screen.done)
         assert "logout" in text(app, "#findings")
-        assert text(app, "#summary").strip() == "Doctor · 1 warning, 1 ok"
+        assert title_of(screen.query_one("#findings")).strip() == "Doctor · 1 warning, 1 ok"
 
 
 async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app) -> None:

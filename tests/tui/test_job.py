@@ -6,7 +6,7 @@ import re
 import pytest
 from support import toy_backend
 from support.extractions import extraction_job
-from support.tui import record_job, record_metrics, wait_until
+from support.tui import record_job, record_metrics, title_of, wait_until
 from textual.screen import Screen
 
 from sae_tui.format import number
@@ -55,7 +55,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert re.search(r"FVU .* \d+ (s|min) left", screen.query_one(Headline).plain)
         for plot in shown_plots(screen):
             assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.id
-        late, other = screen.query_one(RanksPanel).plain.splitlines()[1:3]
+        late, other = screen.query_one(RanksPanel).plain.splitlines()[2:4]
         assert late.startswith("▲  0")
         assert other.startswith("   1")
         assert "127.4" in late
@@ -193,15 +193,14 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
         await wait_until(pilot, lambda: "step 999" in view.plain)
         assert view.follows
         await pilot.press("slash", *"[warn", "enter")
-        title = app.screen.query_one("#log-title")
-        assert "10 lines with '[warn'" in str(title.content)
+        assert "10 lines with '[warn'" in title_of(view)
         await pilot.press("r")
-        await wait_until(pilot, lambda: "log of the supervisor · 1 line with '[warn'" in str(title.content))
+        await wait_until(pilot, lambda: "log of the supervisor · 1 line with '[warn'" in title_of(view))
         with (data.run(job_id).logs / "supervisor.log").open("a") as log:
             log.write("two [warning]\n")
-        await wait_until(pilot, lambda: "log of the supervisor · 2 lines with '[warn'" in str(title.content))
+        await wait_until(pilot, lambda: "log of the supervisor · 2 lines with '[warn'" in title_of(view))
         await pilot.press("r")
-        await wait_until(pilot, lambda: "10 lines with '[warn'" in str(title.content))
+        await wait_until(pilot, lambda: "10 lines with '[warn'" in title_of(view))
         positions = [round(view.scroll_y)]
         for _ in range(2):
             await pilot.press("N")
@@ -233,7 +232,7 @@ async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to
         text = screen.query_one(CausePanel).plain
         for part in ("half the train.batch_size", "CUDA [red]", "rank 0 was ended (SIGTERM)"):
             assert part in text
-        await wait_until(pilot, lambda: screen.query_one(LogPanel).plain.startswith(" log of rank 1"))
+        await wait_until(pilot, lambda: screen.query_one(LogPanel).plain.startswith("Log of rank 1"))
         assert "step 9" in screen.query_one(LogPanel).plain
         await pilot.press("l")
         assert app.screen.source == "1"
@@ -450,7 +449,8 @@ async def test_a_killed_rank_s_last_line_is_only_in_the_log_and_what_to_do_is_sa
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
-        cause, oom, more, resume = screen.query_one(CausePanel).plain.splitlines()
+        heading, cause, oom, more, resume = screen.query_one(CausePanel).plain.splitlines()
+        assert heading.strip() == "Why it failed"
         assert cause.strip() == "✗ rank 0 was killed (SIGKILL)"
         assert "dmesg -T | grep -i oom" in f"{oom} {more}"
         assert resume.strip() == "→ g resumes it from step 1,000"
@@ -471,14 +471,10 @@ async def test_the_log_says_whose_it_is_whatever_the_name_and_that_it_is_empty(m
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
         await pilot.press("l")
-
-        def title() -> str:
-            return str(app.screen.query_one("#log-title").content)
-
         view = app.screen.query_one(LogView)
         await wait_until(pilot, lambda: "short" in view.plain)
-        assert title().startswith(f" job {job_id} · log of rank 0 · running · a rather long")
-        assert title().endswith("← → long lines ")
+        assert title_of(view).startswith(f" Job {job_id} · log of rank 0 · running · a rather long")
+        assert title_of(view).endswith("← → long lines ")
         await pilot.press("slash", *"short", "enter", "n")
         assert "! No match further down (N: up)." in [note.message for note in app._notifications]
         await pilot.press("escape", "r")

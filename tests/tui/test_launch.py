@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import toy_architecture, toy_optimizer
-from support.tui import StillMonitor, record_job, wait_until
-from textual.widgets import Button, Input, Label, Select, Static
+from support.tui import StillMonitor, record_job, title_of, wait_until
+from textual.widgets import Button, Input, Select, Static
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
@@ -428,7 +428,7 @@ async def pick_extraction(pilot, screen: LaunchScreen) -> None:
     """Choose the preset of an extraction, by keys."""
     screen.query_one("#preset").focus()
     await pilot.press("enter", "home", "down", "enter")
-    await wait_until(pilot, lambda: "Model and text" in str(screen.query_one("#about", Label).content))
+    await wait_until(pilot, lambda: "Model and text" in title_of(screen.query_one("#settings-panel")))
     await wait_until(pilot, lambda: screen.query("#row-model-path"))
 
 

@@ -134,7 +134,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
         before = panel.region
         screen.query_one("#row-sae-k Input", Input).value = "many"
         await wait_until(pilot, lambda: screen.form.review.errors)
-        await wait_until(pilot, lambda: panel.plain.strip() == "F4  Review")
+        await wait_until(pilot, lambda: panel.plain.strip() == "F4 Review")
         assert panel.region.height == before.height
 
 

@@ -1,0 +1,75 @@
+"""Frames round panels: how much of one there is room for, and the title in it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from textual.content import Content
+from textual.screen import Screen
+from textual.widget import Widget
+from textual.widgets import Label
+
+Frame = Literal["framed", "ruled", "bare"]
+
+FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # and the rows that each takes
+# Below these the sides and feet of frames cost more than they tell, and below the third the titles too.
+FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
+
+
+def frame_of(width: int, height: int) -> Frame:
+    """Return how much of a frame there is room for: all of it, its top line with the title, or none."""
+    if width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS:
+        return "framed"
+    return "ruled" if height >= RULED_FROM_ROWS else "bare"
+
+
+class HeadingLine(Label):
+    """Has the title of a screen's main panel where there is no frame to hold it."""
+
+    DEFAULT_CSS = """
+    HeadingLine { display: none; width: 100%; height: 1; background: $panel; text-style: bold; }
+    HeadingLine { text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+
+class FramedScreen(Screen[None]):
+    """A screen whose panels, the widgets of class `panel`, have as much of a frame as there is room for."""
+
+    def on_mount(self) -> None:
+        self._fit_frames()
+
+    def on_resize(self) -> None:
+        self._fit_frames()
+
+    def _fit_frames(self) -> None:
+        frame = frame_of(*self.size)
+        for name in FRAMES:
+            self.set_class(name == frame, f"-{name}")
+
+    def entitle(self, panel: Widget, title: str, hint: str = "") -> None:
+        """Write what the screen shows into the frame of its main panel, or into the heading line."""
+        entitle(panel, title, hint)
+        for line in self.query(HeadingLine):
+            line.update(_with_hint(Content(title), hint, self.size.width))
+
+
+def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
+    """Write a title into the panel's frame, and a hint into its foot; without a foot, behind the title."""
+    title = title if isinstance(title, Content) else Content(title)
+    framed = frame_of(*panel.screen.size) == "framed"
+    over = title if framed else _with_hint(title, hint, panel.outer_size.width)
+    under = Content(hint) if framed and hint else None
+    old = panel._border_title
+    if old is None or (old.plain, old.spans) != (over.plain, over.spans):
+        panel.border_title = over
+    if under != panel._border_subtitle:
+        panel.border_subtitle = under
+
+
+def _with_hint(title: Content, hint: str, width: int) -> Content:
+    """Return the title with a hint behind it, for which a long title makes room, and a free cell at both ends."""
+    room = width - len(hint) - 6  # for two cells before the hint, and a free one and one of the frame at both ends
+    if hint and 0 < room < title.cell_length:
+        title = title.truncate(room, ellipsis=True)
+    # Textual leaves a cell free beside a title only where the frame has corners.
+    return Content.assemble(" ", title, "  " if hint else "", (hint, "not bold $text-muted"), " ")

@@ -1,0 +1,102 @@
+"""Panels have as much of a frame as there is room for; what it says is there with and without one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.tui import record_job, record_metrics, title_of, wait_until
+
+from sae_tui.panels.log import LogPanel
+from sae_tui.widgets.frame import HeadingLine, frame_of
+from sae_tui.widgets.log_view import HINT, LogView
+from trainer.contract.store.states import JobState
+
+SIZES = {"framed": (120, 40), "ruled": (80, 24), "bare": (80, 16)}
+
+
+@pytest.fixture
+def job_id(data) -> int:
+    """Record a job with curves, two ranks and a log."""
+    recorded = record_job(data, "a [b]name[/]", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, recorded)
+    data.run(recorded).log(0).write_text(f"{'long ' * 50}\n")
+    return recorded
+
+
+def rows(app) -> list[str]:
+    """Return what the terminal shows, row by row."""
+    return ["".join(segment.text for segment in strip) for strip in app.screen._compositor.render_strips()]
+
+
+@pytest.mark.parametrize(
+    ("size", "frame"),
+    [((100, 30), "framed"), ((99, 30), "ruled"), ((100, 29), "ruled"), ((80, 18), "ruled"), ((80, 17), "bare")],
+)
+def test_a_frame_is_whole_a_line_or_none_by_the_room_there_is(size, frame) -> None:
+    assert frame_of(*size) == frame
+
+
+@pytest.mark.parametrize("frame", SIZES)
+async def test_each_panel_of_a_job_says_what_it_is_with_or_without_a_frame(make_app, job_id, frame) -> None:
+    app = make_app(2)
+    async with app.run_test(size=SIZES[frame]) as pilot:
+        await shown(pilot, job_id)
+        text = "\n".join(rows(app))
+        for title in ("Job 1 · a [b]name[/]", "loss", "FVU 0.1254", "Ranks", "Events", "Log of rank 0", HINT):
+            assert title in text, title
+        assert ("╭" in text, "─ Events ─" in text) == (frame == "framed", frame != "bare")
+
+
+async def test_titles_stay_as_the_window_changes_its_size_and_back(make_app, job_id) -> None:
+    app = make_app(2)
+    async with app.run_test(size=SIZES["framed"]) as pilot:
+        await shown(pilot, job_id)
+        before = rows(app)
+        for frame in ("bare", "ruled", "bare", "framed"):
+            await pilot.resize_terminal(*SIZES[frame])
+            await pilot.pause()
+            text = "\n".join(rows(app))
+            assert [text.count(title) for title in ("Log of rank 0", "Events", "Job 1")] == [1, 1, 1], frame
+        assert rows(app) == before
+
+
+@pytest.mark.parametrize("frame", SIZES)
+async def test_the_log_says_whose_it_is_once_at_each_size(make_app, job_id, frame) -> None:
+    app = make_app(2)
+    async with app.run_test(size=SIZES[frame]) as pilot:
+        await shown(pilot, job_id)
+        await pilot.press("l")
+        await wait_until(pilot, lambda: "long" in app.screen.query_one(LogView).plain)
+        await pilot.pause()
+        assert app.screen.query_one(HeadingLine).display == (frame == "bare")
+        text = "\n".join(rows(app))
+        assert text.count("Job 1 · log of rank 0 · running · a [b]name[/]") == text.count(HINT) == 1
+
+
+async def test_the_title_of_what_has_the_focus_has_the_accent(make_app, job_id) -> None:
+    app = make_app(2)
+    async with app.run_test(size=SIZES["framed"]) as pilot:
+        await shown(pilot, job_id)
+        log, settings = app.screen.query_one(LogPanel), app.screen.query_one("#settings")
+        assert title_of(log) == "Log of rank 0"
+        assert log.has_focus
+        assert log.styles.border_title_color != settings.styles.border_title_color
+
+
+@pytest.mark.parametrize("frame", SIZES)
+async def test_a_name_that_is_too_long_leaves_its_state_and_devices_in_the_title(make_app, data, frame) -> None:
+    long = record_job(data, "n" * 80, JobState.RUNNING, world_size=2)
+    data.run(long).create()
+    data.run(long).log(0).write_text("a line\n")
+    app = make_app(2)
+    async with app.run_test(size=SIZES[frame]) as pilot:
+        await shown(pilot, long)
+        assert re.search(r"n…?  ▶ running  cpu:2, \w+ ", rows(app)[0])
+
+
+async def shown(pilot, job_id: int) -> None:
+    app = pilot.app
+    app.session.go.open_job(job_id)
+    await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.log)
+    await pilot.pause()
