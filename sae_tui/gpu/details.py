@@ -1,13 +1,16 @@
-"""What is read of a card only while somebody looks at it: clocks, links, faults, and its processes one by one."""
+"""What is read of a card only while somebody looks at it: clocks, links, faults, and its processes one by one.
+
+Loaded only then: a waiting supervisor has no use for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import GpuProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,6 @@ class GpuDetails:
     persistence: bool | None = None
     compute_mode: str | None = None
     bus_id: str | None = None
-
-
-@runtime_checkable
-class DetailedSource(Protocol):
-    """A source of samples that can also read the particulars of a card, from the card's own thread."""
-
-    def details(self, index: int, sample: GpuSample) -> GpuDetails:
-        """Return the particulars of a card whose newest sample is given; may block like `sample`."""
-        ...
 
 
 class ProcessReader:

@@ -7,10 +7,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
-from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import CAPACITY
@@ -20,6 +20,9 @@ from sae_tui.gpu.upkeep import Retention
 from sae_tui.gpu.visible import all_hidden, count_visible, visible
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
 
 # By then another process has stored what it sampled before this one began.
 STORED_BY_S = 6.0

@@ -9,13 +9,15 @@ import time
 from collections.abc import Iterable
 from itertools import combinations
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
-from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.nvml_details import NvmlDetails
 from trainer.contract.printable import printable
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
 
 # A card that takes longer for its four sensors is asked for no more than these.
 SLOW_S = 0.1
@@ -148,6 +150,8 @@ class _Card:
 
     def details(self, sample: GpuSample) -> GpuDetails:
         """Return the particulars of the card; none where it cannot be read."""
+        from sae_tui.gpu.details import GpuDetails
+
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle, sample)
 

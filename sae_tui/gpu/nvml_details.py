@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu.base import Condition, GpuSample
-from sae_tui.gpu.details import GpuDetails, ProcessReader
 from trainer.contract.printable import printable
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails, ProcessReader
 
 # NVML's numbers for what is asked.
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
@@ -37,7 +39,7 @@ class NvmlDetails:
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
-        self._processes = ProcessReader()
+        self._processes: ProcessReader | None = None
 
     def condition(self, handle: Any) -> Condition:
         """Return how fast the card runs, by four calls."""
@@ -50,7 +52,10 @@ class NvmlDetails:
 
     def read(self, handle: Any, sample: GpuSample) -> GpuDetails:
         """Return what the card and its processes tell; None for each sensor that does not answer."""
+        from sae_tui.gpu.details import GpuDetails, ProcessReader
+
         ask = self._ask
+        self._processes = self._processes or ProcessReader()
         utilization = ask("nvmlDeviceGetUtilizationRates", handle)
         memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
         energy_mj = ask("nvmlDeviceGetTotalEnergyConsumption", handle)

@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.details import DetailedSource, GpuDetails
+from sae_tui.gpu.detailed import DetailedSource
 from sae_tui.gpu.ring import CAPACITY, Ring
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO
 from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.details import DetailedSource, GpuDetails
+from sae_tui.gpu.detailed import DetailedSource
 from trainer.contract.planning.gpu_vendors import VENDORS
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
 
 
 class Several:
@@ -44,6 +48,8 @@ class Several:
         return replace(source.sample(number, processes=processes), index=index, vendor=source.name)
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        from sae_tui.gpu.details import GpuDetails
+
         source, number = self._cards[index]
         return source.details(number, sample) if isinstance(source, DetailedSource) else GpuDetails(sample.timestamp)
 

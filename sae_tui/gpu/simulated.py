@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, starmap
+from typing import TYPE_CHECKING
 
 from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
-from sae_tui.gpu.details import GpuDetails, ProcessDetails, ProcessReader
 from sae_tui.gpu.faults import LOST
 from sae_tui.gpu.nvml_faults import NO_PEER
 from trainer.contract.errors import UserError
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails, ProcessDetails, ProcessReader
 
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
 FAULTS = ("lost", "no_power", "hang")
@@ -128,7 +131,7 @@ class _Card:
         self._occupied = occupied
         self._fault = fault
         self._heat = _Heat(hot=self._kind.foreign is not None)
-        self._processes = ProcessReader()
+        self._processes: ProcessReader | None = None
 
     def sample(self, now: float, processes: bool) -> GpuSample:
         kind, uuid = self._kind, uuid_of(self._index)
@@ -154,6 +157,9 @@ class _Card:
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
         """Return particulars that go with the sample; somebody else's process has been here for two hours."""
+        from sae_tui.gpu.details import GpuDetails, ProcessReader
+
+        self._processes = self._processes or ProcessReader()
         kind, busy = self._kind, (sample.utilization or 0) / 100
         condition = _condition(busy)
         own = [one for one in sample.processes or () if one is not kind.foreign]
@@ -231,6 +237,8 @@ def _condition(busy: float) -> Condition:
 
 
 def _foreign_details(process: GpuProcess, sample: GpuSample, now: float) -> ProcessDetails:
+    from sae_tui.gpu.details import ProcessDetails
+
     return ProcessDetails(
         process.pid,
         process.user,

@@ -38,10 +38,13 @@ def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_t
     terminal.wait_for(lambda _: drawn(terminal, 0) >= 12)
     terminal.wait_for(lambda _: drawn(terminal, 1) >= 8)
 
+    terminal.resize(120, 40)
+    terminal.wait_for("Utilisation")
     terminal.send("?")
     terminal.wait_for("A job runs on its own")
-    behind = [line[97:] for line in terminal.screen.display[2:6]]
-    terminal.wait_for(lambda _: [line[97:] for line in terminal.screen.display[2:6]] != behind)
+    # The newest columns of a plot, right of the dialog.
+    behind = [line[110:] for line in terminal.screen.display[2:11]]
+    terminal.wait_for(lambda _: [line[110:] for line in terminal.screen.display[2:11]] != behind)
 
 
 def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: Box, drivers: Path) -> None:
