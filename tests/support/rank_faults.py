@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> Non
     """Limit the memory of the `starved` rank to `mib` more than one uses that begins; every rank writes a log."""
     write_log(folder, rank)
     if rank == starved:
+        # A thread that begins while the memory is tight takes 8 MiB by itself, and cannot be halved.
+        threading.stack_size(1 << 20)
         limit_memory(mib)
 
 
