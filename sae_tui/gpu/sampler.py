@@ -105,6 +105,8 @@ class Sampler:
 
     def look_at(self, index: int | None) -> None:
         """Read the particulars of this card from now on, and of no other; None reads those of none."""
+        if index == self._looked_at:
+            return
         with self._changed:
             self._looked_at = index
             self._changed.notify_all()

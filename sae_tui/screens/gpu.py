@@ -49,7 +49,6 @@ class GpuScreen(FramedScreen):
     HELP = "One GPU: what it does and did, its clocks, links and faults, and who computes on it."
     DEFAULT_CSS = """
     GpuScreen #gpu-top { height: 1fr; }
-    GpuScreen GpuHistory { height: 1fr; width: 1fr; }
     GpuScreen GpuFacts { width: 46; height: 1fr; }
     GpuScreen GpuProcesses { height: 30%; min-height: 4; max-height: 14; }
     GpuScreen.-narrow #gpu-top { layout: vertical; }
@@ -102,6 +101,8 @@ class GpuScreen(FramedScreen):
         sample = self.sample
         if not self.is_mounted or sample is None:
             return
+        # Again, since the screen of another card, which was left just before, ends its own look when it is gone.
+        self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
         holder, style = self.session.holder(sample)
         self.query_one(StatusLine).show_status(self.session.status())

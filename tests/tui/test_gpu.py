@@ -54,6 +54,17 @@ async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data
         await wait_until(pilot, lambda: app.session.monitor.looked_at is None)
 
 
+async def test_a_card_is_read_again_where_the_screen_before_it_goes_late(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press("0", "escape", "1")
+        await shown(pilot, 1)
+        app.session.monitor.look_at(None)  # as the screen that was left does once it is gone
+        app.redraw.show_gpus()
+        assert app.session.monitor.looked_at == 1
+
+
 async def test_enter_on_a_gpu_opens_it(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:

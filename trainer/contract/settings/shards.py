@@ -18,7 +18,6 @@ from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.parquet_file import read_parquet_file
 from trainer.contract.settings.rows import NotRowsError, Rows
-from trainer.contract.settings.torch_file import read_torch_file
 from trainer.contract.wording import join_words
 
 TENSOR = "activations"
@@ -138,6 +137,9 @@ def _read(file: Path, field: str) -> list[Rows]:
     if file.suffix == ".npy":
         return [read_npy(file)]
     if file.suffix in (".pt", ".pth"):
+        # Loaded with such a file only: pickletools and zipfile take a waiting supervisor 1 MiB, which reads none.
+        from trainer.contract.settings.torch_file import read_torch_file
+
         return [read_torch_file(file, TENSOR)]
     if file.suffix == ".arrow":
         return read_arrow_file(file, TENSOR)
