@@ -59,13 +59,15 @@ class SaeApp(KeysInOrder, Notices):
         settings: Settings,
         problems: Iterable[Problem] = (),
         first_words: str = "",
+        *,
+        readonly: bool = False,
     ) -> None:
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
         self._filters.append(Printable())
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
-        self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke))
+        self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke), readonly=readonly)
         self.session.go = self.navigator = Navigator(self, self.session)
         self.redraw = Redraw(self, self.session)
         self._colours = Colours(self, self.session)

@@ -56,7 +56,7 @@ def _run(flags: argparse.Namespace) -> int:
         return EXIT_FAILURE
 
 
-def _open_app(context: Context, _flags: argparse.Namespace) -> int:
+def _open_app(context: Context, flags: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
     if not can_show("█▁⣿…", sys.stdout):
@@ -68,7 +68,13 @@ def _open_app(context: Context, _flags: argparse.Namespace) -> int:
 
     # Without a command, all arguments only say where jobs and GPUs are.
     command = shlex.join(["sae-tui", *sys.argv[1:]])
-    return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count, command=command)
+    return run_app(
+        data=context.data,
+        source_name=context.source_name,
+        gpu_count=context.gpu_count,
+        command=command,
+        readonly=flags.readonly,
+    )
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Known(Protocol):
     data: DataDir
     monitor: Monitor
     settings: Settings
+    readonly: bool
 
     @property
     def jobs(self) -> tuple[JobView, ...]: ...
@@ -85,6 +86,12 @@ class JobActions:
             self._front.notify(f"There is no job {job_id}.", severity="warning")
         return view
 
+    def refused(self) -> bool:
+        """Tell whether nothing may be changed here, and if so say it."""
+        if self._known.readonly:
+            self._front.notify("Started with --readonly: jobs and processes are only shown.", severity="warning")
+        return self._known.readonly
+
     # launching
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> list[int]:
@@ -116,25 +123,25 @@ class JobActions:
     def stop(self, job_id: int) -> None:
         """Ask a running job to save and stop; asked again, offer to end it at once."""
         job = self.job(job_id)
-        if job is None or self._has_ended(job):
+        if job is None or self.refused() or self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
             lost = "Rows since its last shard" if extracts(job.config) else "Steps since its last checkpoint"
             question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
-            self._after(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
+            self.ask(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
         else:
-            self._after(*_stop_question(job), functools.partial(edits.stop, self._known.data, job_id))
+            self.ask(*_stop_question(job), functools.partial(edits.stop, self._known.data, job_id))
 
     def pause(self, job_id: int) -> None:
         """Have a job save and wait, held; its GPUs are free until it is resumed."""
         job = self.job(job_id)
-        if job is not None and not self._has_ended(job):
+        if job is not None and not self.refused() and not self._has_ended(job):
             self._front.do(functools.partial(edits.pause, self._known.data, job_id))
 
     def resume(self, job_id: int) -> None:
         """Release a job that is held or paused; resume one that has ended from its last good checkpoint."""
         job = self.job(job_id)
-        if job is None:
+        if job is None or self.refused():
             return
         if job.state is JobState.QUEUED:
             self.edit([job_id], edits.release)
@@ -145,7 +152,7 @@ class JobActions:
                 f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
                 f"Unchanged it is likely to fail again; {cure.text}. Resume it all the same?"
             )
-            self._after(question, "Resume", functools.partial(self._resume, job_id))
+            self.ask(question, "Resume", functools.partial(self._resume, job_id))
         else:
             self._front.do(functools.partial(self._resume, job_id))
 
@@ -163,7 +170,7 @@ class JobActions:
     def evaluate(self, job_id: int) -> None:
         """Start the evaluation of a job's SAEs; that it is over is news of the job."""
         job = self.job(job_id)
-        if job is not None:
+        if job is not None and not self.refused():
             self._front.do(functools.partial(self._evaluate, job))
 
     def _evaluate(self, job: Job) -> str:
@@ -176,12 +183,14 @@ class JobActions:
     def delete(self, job_ids: Sequence[int]) -> None:
         """Delete the jobs after one question; this can be undone until the app is quit."""
         jobs = [job for job_id in job_ids if (job := self.job(job_id))]
+        if self.refused():
+            return
         if living := [job for job in jobs if not job.state.is_final]:
             self._front.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
         elif jobs:
             which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
             question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
-            self._after(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
+            self.ask(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
 
     def _delete(self, job_ids: list[int]) -> str:
         messages = trash.throw_all_away(self._known.data, job_ids)
@@ -190,6 +199,8 @@ class JobActions:
 
     def undo_delete(self) -> None:
         """Bring back what was deleted last."""
+        if self.refused():
+            return
         if not self.thrown_away:
             self._front.notify("Nothing was deleted since the app was started.", severity="warning")
             return
@@ -220,6 +231,8 @@ class JobActions:
 
         One change is made after the other, since the next may build on it.
         """
+        if self.refused():
+            return
 
         def act() -> str:
             with self._one_edit:
@@ -231,7 +244,8 @@ class JobActions:
         with store_access.existing(self._known.data, job_id) as control:
             return edit(self._known.data, control, job_id)
 
-    def _after(self, question: str, yes: str, act: Callable[[], str]) -> None:
+    def ask(self, question: str, yes: str, act: Callable[[], str]) -> None:
+        """Do something off the main thread if the answer to a question is yes, with `yes` as the label of that."""
         self._front.ask(question, yes, lambda: self._front.do(act))
 
     def do(self, act: Callable[[], str]) -> None:

@@ -44,8 +44,18 @@ class Session:
 
     go: Navigation  # set by the app, once it has the screens, which need the session themselves
 
-    def __init__(self, data: DataDir, monitor: Monitor, watcher: Watcher, settings: Settings, front: Front) -> None:
+    def __init__(
+        self,
+        data: DataDir,
+        monitor: Monitor,
+        watcher: Watcher,
+        settings: Settings,
+        front: Front,
+        *,
+        readonly: bool = False,
+    ) -> None:
         self.data = data
+        self.readonly = readonly
         self.monitor = monitor
         self.watcher = watcher
         self.settings = settings
@@ -88,6 +98,7 @@ class Session:
     def status(self) -> Status:
         """Return what the line at the top shows: the host, a summary, and what is wrong."""
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
+        words = f"only showing · {words}" if self.readonly else words
         problem = self.watcher.problem or self.monitor.problem or self._warning
         return Status(socket.gethostname(), words, problem, self.host.load())
 

@@ -25,7 +25,14 @@ from trainer.contract.trust import sharing
 from trainer.contract.wording import join_words, plural
 
 
-def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
+def run_app(
+    *,
+    data: DataDir,
+    source_name: str,
+    gpu_count: int | None = None,
+    command: str = "sae-tui",
+    readonly: bool = False,
+) -> int:
     """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again."""
     data.create()
     settings, problems = load_settings(data.settings_file)
@@ -46,7 +53,7 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
     with contextlib.suppress(UserError, OSError):
         # What an app that was killed left in the trash, some of it half deleted.
         trash.empty(data)
-    app = SaeApp(data, monitor, settings, problems, first_words)
+    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
     # default took an eighth of the time that a key costs.

@@ -42,6 +42,7 @@ class Known:
 
     def __init__(self, box: Box) -> None:
         self.data, self.settings = box.data, Settings()
+        self.readonly = False
         self.monitor = SimpleNamespace(latest=lambda: (), source_name="none", cuda=False)
 
     @property

@@ -51,11 +51,13 @@ class Navigator:
 
     def new_job(self) -> None:
         """Open the launch form as it was left, or a new one."""
-        self._drafts.open()
+        if not self._session.actions.refused():
+            self._drafts.open()
 
     def clone_job(self, job_id: int) -> None:
         """Open the launch form with a job's settings."""
-        self._drafts.clone(job_id)
+        if not self._session.actions.refused():
+            self._drafts.clone(job_id)
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> None:
         """Launch checked jobs in the background, and go back to the dashboard."""

@@ -24,12 +24,13 @@ Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a GPU."""
+    """A process that holds memory on a GPU; `sm_percent` is its share of the card's multiprocessors."""
 
     pid: Pid
     user: str | None
     name: str | None
     memory_used_bytes: Count | None
+    sm_percent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

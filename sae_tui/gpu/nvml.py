@@ -153,7 +153,7 @@ class _Card:
         from sae_tui.gpu.details import GpuDetails
 
         handle = self._handle
-        return GpuDetails(time.time()) if handle is None else self._details.read(handle, sample)
+        return GpuDetails(time.time()) if handle is None else self._details.read(handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
         """Return the fields of a healthy sample, by four calls and up to five more for what seldom changes.
@@ -188,7 +188,7 @@ class _Card:
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
-            "processes": self._processes() if processes else None,
+            "processes": self._processes(with_shares=is_quick) if processes else None,
             "condition": self._details.condition(self._handle) if processes and is_quick else None,
             "unusable": faults.SPLIT if mig and mig[0] else "",
         }
@@ -240,8 +240,11 @@ class _Card:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._static else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
-    def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """Return the compute and graphics processes, each once: one in both lists has the same memory in each."""
+    def _processes(self, *, with_shares: bool) -> tuple[GpuProcess, ...] | None:
+        """Return the compute and graphics processes, each once: one in both lists has the same memory in each.
+
+        Their shares of the card are asked for only where there are some, and `with_shares`.
+        """
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -249,7 +252,8 @@ class _Card:
         for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
-        return tuple(GpuProcess(pid, *_owner(pid), used) for pid, used in memory.items())
+        shares = self._details.sm_percents(self._handle) if memory and with_shares else {}
+        return tuple(GpuProcess(pid, *_owner(pid), used, shares.get(pid)) for pid, used in memory.items())
 
 
 def _import_pynvml() -> Any:

@@ -1,4 +1,4 @@
-"""The particulars of an NVIDIA card, by NVML: four calls with its processes, two dozen while somebody looks at it."""
+"""The particulars of an NVIDIA card, by NVML: five calls with its processes, two dozen while somebody looks at it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.gpu.base import Condition
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
-    from sae_tui.gpu.details import GpuDetails, ProcessReader
+    from sae_tui.gpu.details import GpuDetails
 
 # NVML's numbers for what is asked.
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
@@ -39,7 +39,6 @@ class NvmlDetails:
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
-        self._processes: ProcessReader | None = None
 
     def condition(self, handle: Any) -> Condition:
         """Return how fast the card runs, by four calls."""
@@ -50,12 +49,11 @@ class NvmlDetails:
             slowed_by=self._slowed_by(handle),
         )
 
-    def read(self, handle: Any, sample: GpuSample) -> GpuDetails:
-        """Return what the card and its processes tell; None for each sensor that does not answer."""
-        from sae_tui.gpu.details import GpuDetails, ProcessReader
+    def read(self, handle: Any) -> GpuDetails:
+        """Return what the card tells; None for each sensor that does not answer."""
+        from sae_tui.gpu.details import GpuDetails
 
         ask = self._ask
-        self._processes = self._processes or ProcessReader()
         utilization = ask("nvmlDeviceGetUtilizationRates", handle)
         memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
         energy_mj = ask("nvmlDeviceGetTotalEnergyConsumption", handle)
@@ -66,7 +64,6 @@ class NvmlDetails:
         condition = self.condition(handle)
         return GpuDetails(
             timestamp=time.time(),
-            processes=self._processes.read(sample.processes or (), self._sm_percents(handle)),
             memory_bandwidth_percent=None if utilization is None else utilization.memory,
             memory_reserved_bytes=None if memory is None else int(getattr(memory, "reserved", 0)),
             sm_clock_mhz=condition.sm_clock_mhz,
@@ -111,7 +108,7 @@ class NvmlDetails:
         states = [self._ask("nvmlDeviceGetNvLinkState", handle, link) for link in range(_MOST_NVLINKS)]
         return None if states[0] is None else states.count(1)
 
-    def _sm_percents(self, handle: Any) -> dict[int, int]:
+    def sm_percents(self, handle: Any) -> dict[int, int]:
         """Return each process's share of the multiprocessors by its newest sample; drivers also answer nonsense."""
         samples = sorted(
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp

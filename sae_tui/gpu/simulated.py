@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from sae_tui.gpu.nvml_faults import NO_PEER
 from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
-    from sae_tui.gpu.details import GpuDetails, ProcessDetails, ProcessReader
+    from sae_tui.gpu.details import GpuDetails
 
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
 FAULTS = ("lost", "no_power", "hang")
@@ -131,7 +131,6 @@ class _Card:
         self._occupied = occupied
         self._fault = fault
         self._heat = _Heat(hot=self._kind.foreign is not None)
-        self._processes: ProcessReader | None = None
 
     def sample(self, now: float, processes: bool) -> GpuSample:
         kind, uuid = self._kind, uuid_of(self._index)
@@ -142,6 +141,7 @@ class _Card:
         running = self._running(uuid)
         utilization = self._utilization(now, busy=bool(running))
         power = IDLE_POWER_W + (0.93 * kind.power_limit_w - IDLE_POWER_W) * utilization / 100
+        running = tuple(replace(process, sm_percent=round(utilization / len(running))) for process in running)
         used = IDLE_MEMORY_BYTES + sum(process.memory_used_bytes or 0 for process in running)
         return GpuSample(
             self._index, uuid, kind.name, now,
@@ -156,17 +156,13 @@ class _Card:
         )  # fmt: skip
 
     def details(self, now: float, sample: GpuSample) -> GpuDetails:
-        """Return particulars that go with the sample; somebody else's process has been here for two hours."""
-        from sae_tui.gpu.details import GpuDetails, ProcessReader
+        """Return particulars that go with the sample."""
+        from sae_tui.gpu.details import GpuDetails
 
-        self._processes = self._processes or ProcessReader()
-        kind, busy = self._kind, (sample.utilization or 0) / 100
+        busy = (sample.utilization or 0) / 100
         condition = _condition(busy)
-        own = [one for one in sample.processes or () if one is not kind.foreign]
-        foreign = () if kind.foreign is None else (_foreign_details(kind.foreign, sample, now),)
         return GpuDetails(
             now,
-            processes=(*foreign, *self._processes.read(own, {one.pid: round(100 * busy) for one in own})),
             memory_bandwidth_percent=round(60 * busy),
             memory_reserved_bytes=300 * MIB,
             sm_clock_mhz=condition.sm_clock_mhz,
@@ -233,21 +229,6 @@ def _condition(busy: float) -> Condition:
         performance_state=2 if busy else 8,
         fan_percent=round(30 + 50 * busy),
         slowed_by=("power limit reached",) if busy >= _AT_POWER_LIMIT else (),
-    )
-
-
-def _foreign_details(process: GpuProcess, sample: GpuSample, now: float) -> ProcessDetails:
-    from sae_tui.gpu.details import ProcessDetails
-
-    return ProcessDetails(
-        process.pid,
-        process.user,
-        process.name,
-        process.memory_used_bytes,
-        sample.utilization,
-        104.0,
-        6 * GIB,
-        now - 7300,
     )
 
 

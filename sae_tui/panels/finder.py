@@ -7,46 +7,17 @@ from collections.abc import Sequence
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
-from textual.widgets import Input, Label
+from textual.widgets import Input
 
-from sae_tui.format import fit
 from sae_tui.jobs.view.find import find, orders
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.jobs import MARK, JobsPanel
-from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.filter import Filtered
 
 _FIND = Binding.Group("Find")
 
 
-class Filter(Input):
-    """Enter keeps the text and goes back to the table, Escape takes it away."""
-
-    BINDINGS = [
-        Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="All jobs again"),
-        Binding("enter,down", "leave(True)", "Keep", key_display="⏎", id="filter.keep",
-                tooltip="Back to the table, the filter kept"),
-    ]  # fmt: skip
-
-    def action_leave(self, keep: bool) -> None:
-        self.value = self.value if keep else ""
-        self.screen.query_one(JobsPanel).focus()
-
-
-class Found(LineView):
-    """The number of jobs found, the order and the marks, at the right."""
-
-    text = ""
-
-    def say(self, text: str) -> None:
-        self.text = text
-        self.show([((fit(f"{text} ", self.width, right=True), "label"),)])
-
-    def on_resize(self) -> None:
-        self.say(self.text)
-
-
-class JobsFinder(Vertical):
+class JobsFinder(Filtered):
     """A line with filter, order and marks above the table, while there is any of these."""
 
     BINDINGS = [
@@ -59,15 +30,7 @@ class JobsFinder(Vertical):
                 tooltip="Mark the job, to compare or tag several"),
         Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Take all marks away"),
     ]  # fmt: skip
-    DEFAULT_CSS = """
-    JobsFinder { height: 1fr; min-height: 1; }
-    JobsFinder > Horizontal { height: 1; display: none; background: $panel; }
-    JobsFinder.-in-use > Horizontal { display: block; }
-    JobsFinder.-unfiltered Label, JobsFinder.-unfiltered Input { display: none; }
-    JobsFinder Label { color: $text-accent; }
-    JobsFinder Input { width: 1fr; background: $panel; }
-    JobsFinder Found { width: 1fr; height: 1; background: $panel; }
-    """
+    PLACEHOLDER = "words, #tag, state:failed"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -76,10 +39,7 @@ class JobsFinder(Vertical):
         self._problem = ""
 
     def compose(self) -> ComposeResult:
-        with Horizontal():
-            yield Label(" /")
-            yield Filter(placeholder="words, #tag, state:failed", compact=True, id="filter")
-            yield Found(id="found")
+        yield self.filter_line()
         yield JobsPanel(id="jobs")
 
     @property
@@ -96,13 +56,6 @@ class JobsFinder(Vertical):
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
-
-    def action_filter(self) -> None:
-        self.add_class("-in-use").remove_class("-unfiltered")
-        self.query_one(Filter).focus()
-
-    def action_clear_filter(self) -> None:
-        self.query_one(Filter).value = ""
 
     def action_next_order(self) -> None:
         names = list(orders())
@@ -126,7 +79,7 @@ class JobsFinder(Vertical):
 
     @on(Input.Changed)
     def _draw(self) -> None:
-        text = self.query_one(Filter).value
+        text = self.words
         matches = find(self._jobs, text, self.order)
         hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
@@ -137,10 +90,6 @@ class JobsFinder(Vertical):
             f"by {self.order}" if self.order != next(iter(orders())) else "",
             f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
-        filtering = bool(text) or self.query_one(Filter).has_focus
-        if filtering and marked:
+        if self.filtering and marked:
             notes[-1] = f"{marked} {MARK}"
-        self.set_class(filtering or any(notes), "-in-use")
-        # Hide the input while nothing is filtered, since an empty one would look like a filter.
-        self.set_class(not filtering, "-unfiltered")
-        self.query_one(Found).say(" · ".join(filter(None, notes)))
+        self.say(" · ".join(filter(None, notes)))

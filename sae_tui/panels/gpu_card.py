@@ -1,4 +1,4 @@
-"""One GPU in full: its histories, its particulars, and the processes on it."""
+"""One GPU in full: its histories and its particulars."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import UNKNOWN, celsius, clock_time, count, duration, fit, gibibytes, percent, watts, wrap
+from sae_tui.format import UNKNOWN, celsius, clock_time, count, fit, gibibytes, percent, watts, wrap
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.details import GpuDetails, ProcessDetails
+from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.window import Window
 from sae_tui.panels.gpus import HOT_C
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
-from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _NAME = 13  # cells of the name of a particular
 _HEAT_AXIS_C = 100.0
@@ -206,44 +205,3 @@ def _entry(name: str, value: str, style: str, width: int) -> Iterator[Line]:
     room = max(8, width - _NAME - 2)
     for row, part in enumerate(wrap(value, room)):
         yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, room), style)
-
-
-class GpuProcesses(KeyedTable):
-    """The processes on a card, those that hold most memory first."""
-
-    DEFAULT_CSS = "GpuProcesses { height: 1fr; }"
-
-    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        columns = (
-            Column("PID", 8, right=True),
-            Column("USER", 10),
-            Column("MEMORY", 9, right=True),
-            Column("SM", 5, right=True),
-            Column("CPU", 6, right=True, drop=1),
-            Column("HOST MEM", 9, right=True, drop=2),
-            Column("RUNS", 8, right=True, drop=3),
-            Column("COMMAND", 10, grow=True),
-        )
-        super().__init__(columns, id=id)
-
-    def show_processes(self, details: GpuDetails | None, nothing: str) -> None:
-        """Show the processes; `nothing` says why there are none."""
-        self.empty = nothing
-        self.show_rows([_row(one, details.timestamp) for one in details.processes] if details else [])
-
-
-def _row(process: ProcessDetails, now: float) -> Row:
-    runs = None if process.started is None else max(0.0, now - process.started)
-    return Row(
-        str(process.pid),
-        (
-            (str(process.pid), "label"),
-            (process.user or UNKNOWN, "text"),
-            (gibibytes(process.memory_used_bytes), "text"),
-            (percent(process.sm_percent), "text"),
-            (percent(process.cpu_percent), "text"),
-            (gibibytes(process.host_memory_bytes), "text"),
-            (duration(runs), "text"),
-            (process.command or "cannot be seen from here", "title" if process.command else "dim"),
-        ),
-    )

@@ -23,6 +23,7 @@ from sae_tui.screens.gpu import GpuScreen
 from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
+from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.frame import FramedScreen, entitle
@@ -54,6 +55,8 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
+        Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
+                tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
                 tooltip="Choose GPUs and launch a training"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,
@@ -180,12 +183,14 @@ class Dashboard(FramedScreen):
 
     def keys_offered(self) -> Offer:
         """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
-        job = self.query_one(JobEdits).selected
-        verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offers_for(job).items()} if job else {}
-        others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]
+        job, readonly = self.query_one(JobEdits).selected, self.session.readonly
+        offered = offers_for(job, readonly=readonly) if job else {}
+        verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
+        others = ["dashboard.new"] * (not readonly) + ["jobs.filter"] * (job is not None) + ["dashboard.view"]
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
-        return Offer([*verbs, *others], _OF_JOBS - {*verbs, *others}, verbs)
+        hidden = _OF_JOBS | {"dashboard.new"} if readonly else _OF_JOBS
+        return Offer([*verbs, *others], hidden - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
         if job := self.query_one(JobEdits).selected:
@@ -198,6 +203,9 @@ class Dashboard(FramedScreen):
     def action_open_gpu(self, index: int) -> None:
         if any(sample.index == index for sample in self.session.monitor.latest()):
             self.app.push_screen(GpuScreen(self.session, index))
+
+    def action_open_processes(self) -> None:
+        self.app.push_screen(ProcessesScreen(self.session))
 
     @on(GpuPanel.Chosen)
     def _open_gpu(self, event: GpuPanel.Chosen) -> None:

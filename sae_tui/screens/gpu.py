@@ -15,9 +15,10 @@ from textual.message import Message
 from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.window import FIELDS, SPANS_S, Window, live_window, stored_window
-from sae_tui.panels.gpu_card import GpuFacts, GpuHistory, GpuProcesses
+from sae_tui.panels.gpu_card import GpuFacts, GpuHistory
 from sae_tui.panels.gpus import short_name
 from sae_tui.panels.status import StatusLine
+from sae_tui.screens.process_list import ProcessList
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
@@ -50,7 +51,7 @@ class GpuScreen(FramedScreen):
     DEFAULT_CSS = """
     GpuScreen #gpu-top { height: 1fr; }
     GpuScreen GpuFacts { width: 46; height: 1fr; }
-    GpuScreen GpuProcesses { height: 30%; min-height: 4; max-height: 14; }
+    GpuScreen ProcessList { height: 30%; min-height: 4; max-height: 14; }
     GpuScreen.-narrow #gpu-top { layout: vertical; }
     GpuScreen.-narrow GpuFacts { width: 1fr; }
     """
@@ -76,11 +77,11 @@ class GpuScreen(FramedScreen):
         with Horizontal(id="gpu-top"):
             yield GpuHistory(id="gpu-history", classes="panel")
             yield GpuFacts(id="gpu-facts", classes="panel")
-        yield GpuProcesses(id="gpu-processes").add_class("panel")
+        yield ProcessList(self.session, id="gpu-processes").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(GpuProcesses).focus()
+        self.query_one(ProcessList).table.focus()
         self._arrange()
         self._look()
 
@@ -108,8 +109,8 @@ class GpuScreen(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
         self._show_history(sample)
         self.query_one(GpuFacts).show_gpu(sample, details, holder, style)
-        nothing = f"No process is seen: {holder}." if details else "reading the card…"
-        self.query_one(GpuProcesses).show_processes(details, nothing if sample.healthy else f"✗ {sample.reason}")
+        nothing = f"No process is seen: {holder}." if sample.healthy else f"✗ {sample.reason}"
+        self.query_one(ProcessList).show_samples([sample], nothing)
 
     def _show_history(self, sample: GpuSample) -> None:
         history, window = self.query_one(GpuHistory), self._window(sample)

@@ -146,8 +146,9 @@ class JobScreen(FramedScreen):
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return Offer()
-        verbs = offers_for(detail.view)
+        verbs = offers_for(detail.view, readonly=self.session.readonly)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
+        hidden |= {"job.clone", "job.evaluate"} if self.session.readonly else set()
         has_no_sae = extracts(detail.view.config)
         # A card is of what a job has left at its end.
         hidden |= {"job.evaluate", "job.card"} if has_no_sae or not detail.view.state.is_final else set()

@@ -15,8 +15,19 @@ _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compa
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
 
 
-def offers_for(job: Job) -> Mapping[str, str]:
-    """Return the verbs that make sense for a job now, what matters most first, each with its word."""
+_LOOKS = frozenset({"open", "log", "mark", "compare"})
+
+
+def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
+    """Return the verbs that make sense for a job now, what matters most first, each with its word.
+
+    With `readonly` those that change nothing.
+    """
+    offered = _offers(job)
+    return {verb: word for verb, word in offered.items() if verb in _LOOKS} if readonly else offered
+
+
+def _offers(job: Job) -> Mapping[str, str]:
     if job.state == JobState.QUEUED:
         return _HELD if job.held else _WAITING
     if job.state == JobState.STOPPING:

@@ -26,6 +26,7 @@ class Find(Dialog[str | None]):
     Find { align: center middle; }
     Find > Vertical { width: 90; max-width: 95%; height: auto; max-height: 90%; padding: 1 2; }
     Find > Vertical { border: round $primary; background: $surface; }
+    Find Label { width: 1fr; height: auto; }
     Find OptionList { height: auto; max-height: 12; text-wrap: nowrap; text-overflow: ellipsis; }
     """
 

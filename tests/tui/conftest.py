@@ -54,9 +54,16 @@ class StillHost(Host):
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
     """Return `make_app(gpus=8, view="per_gpu")`, which makes an app in which nothing moves by itself."""
 
-    def make(gpus: int = 4, *, monitor: StillMonitor | None = None, problems: tuple = (), **settings: object) -> SaeApp:
+    def make(
+        gpus: int = 4,
+        *,
+        monitor: StillMonitor | None = None,
+        problems: tuple = (),
+        readonly: bool = False,
+        **settings: object,
+    ) -> SaeApp:
         chosen = Settings(sampling_interval_s=60.0, **settings)
-        app = SaeApp(data, monitor or StillMonitor(gpus), chosen, problems)
+        app = SaeApp(data, monitor or StillMonitor(gpus), chosen, problems, readonly=readonly)
         app.session.host = StillHost()
         return app
 

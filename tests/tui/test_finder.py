@@ -7,8 +7,9 @@ from contextlib import closing
 import pytest
 from support.tui import record_job, wait_until
 
-from sae_tui.panels.finder import Filter, JobsFinder
+from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.jobs import JobsPanel
+from sae_tui.widgets.filter import Filter
 from sae_tui.widgets.lines import LineView
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control

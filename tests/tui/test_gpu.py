@@ -11,8 +11,9 @@ from support.tui import StillMonitor, record_job, wait_until
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
-from sae_tui.panels.gpu_card import GpuFacts, GpuHistory, GpuProcesses
+from sae_tui.panels.gpu_card import GpuFacts, GpuHistory
 from sae_tui.panels.gpus import GpuPanel
+from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens.gpu import GpuScreen
 from trainer.contract.store.database import open_writer
 from trainer.contract.store.states import JobState
@@ -37,8 +38,7 @@ async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data
         await shown(pilot, 3)
         assert "used by mallory (pid 31415," in text(app, GpuFacts)
         assert "slowed by" in text(app, GpuFacts)
-        assert "31415 mallory" in text(app, GpuProcesses)
-        assert "2 h 02" in text(app, GpuProcesses)
+        await wait_until(pilot, lambda: "31415 mallory" in text(app, ProcessTable))
         assert [word in text(app, GpuHistory) for word in ("Utilisation", "of 24.0 GiB", "of 350 W", "Temp")] == [
             True
         ] * 4
@@ -48,7 +48,7 @@ async def test_a_digit_opens_a_gpu_and_brackets_go_on_to_the_next(make_app, data
         await pilot.press("left_square_bracket", "left_square_bracket")
         await shown(pilot, 2)
         assert app.session.monitor.looked_at == 2
-        assert "No process is seen: idle." in text(app, GpuProcesses)
+        assert "No process is seen: idle." in text(app, ProcessTable)
         await pilot.press("escape")
         assert app.screen is app.navigator.dashboard
         await wait_until(pilot, lambda: app.session.monitor.looked_at is None)
@@ -105,8 +105,8 @@ async def test_a_lost_card_says_why_at_any_size(make_app, size) -> None:
         await pilot.press("1")
         await wait_until(pilot, lambda: isinstance(app.screen, GpuScreen))
         await pilot.pause()
-        await wait_until(pilot, lambda: "fallen off the bus" in " ".join(text(app, GpuProcesses).split()))
-        for panel in (GpuHistory, GpuFacts, GpuProcesses):
+        await wait_until(pilot, lambda: "fallen off the bus" in " ".join(text(app, ProcessTable).split()))
+        for panel in (GpuHistory, GpuFacts, ProcessTable):
             widget = app.screen.query_one(panel)
             for y in range(widget.size.height):
                 assert widget.render_line(y).cell_length == widget.size.width

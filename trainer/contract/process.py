@@ -86,6 +86,11 @@ def boot_id() -> str:
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
+def in_container() -> bool:
+    """Tell whether this process has a PID namespace of its own, in which others do not have the pids of the machine."""
+    return "/" in boot_id()
+
+
 def is_of_this_boot(boot_id: str) -> bool:
     return boot_id.partition("/")[0] == _boot()
 

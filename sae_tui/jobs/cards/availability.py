@@ -62,6 +62,11 @@ class Holders(msgspec.Struct, frozen=True):
     freed: Mapping[str, float] = {}
     shared: Mapping[str, tuple[int, ...]] = {}
 
+    def rank_of(self, pid: int) -> tuple[Job, int] | None:
+        """Return the job of which a process is a rank on a GPU, and which; None for any other process."""
+        uuid = next((uuid for uuid, one in self.pids.items() if one == pid), None)
+        return None if uuid is None else (self.jobs[uuid], self.jobs[uuid].gpu_uuids.index(uuid))
+
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
     """Return who holds this machine's GPUs, by the leases that jobs which have not ended have on this machine."""

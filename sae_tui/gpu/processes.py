@@ -1,0 +1,273 @@
+"""The processes on the cards with what the operating system knows of each, read only while somebody looks at them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from trainer.contract.errors import UserError
+from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.printable import printable
+from trainer.contract.process import ProcessRef, in_container, parent_of
+
+# How the folders of control groups are called in which a program puts processes, and the program's name.
+_GROUPS = (
+    (re.compile(r"docker[-/]([0-9a-f]{12})[0-9a-f]{52}"), "docker"),
+    (re.compile(r"libpod-([0-9a-f]{12})[0-9a-f]{52}"), "podman"),
+    (re.compile(r"(?:crio|cri-containerd)-([0-9a-f]{12})[0-9a-f]{52}"), "kubernetes"),
+    (re.compile(r"/kubepods.*/([0-9a-f]{12})[0-9a-f]{52}"), "kubernetes"),
+    (re.compile(r"/lxc(?:\.payload)?[./]([\w-]+)"), "lxc"),
+    (re.compile(r"/job_(\d+)"), "slurm job"),
+)
+_MOST_ANCESTORS = 32
+_MOST_ENVIRONMENT = 1 << 18  # bytes
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDetails:
+    """A process on one card or more, by their indices; `started` is seconds since the epoch.
+
+    Percents are of one core and of all of a card's multiprocessors; of several cards, the highest. `identity` is None
+    for a process that cannot be seen from here: the driver lists it, but it has ended, or its pid is one of another
+    container. `container` is what holds it, where that is not what holds the app too; `ancestors` are its parent, the
+    parent of that and so on.
+    """
+
+    pid: int
+    user: str | None
+    command: str | None
+    gpus: tuple[int, ...] = ()
+    memory_used_bytes: int | None = None
+    sm_percent: int | None = None
+    cpu_percent: float | None = None
+    host_memory_bytes: int | None = None
+    started: float | None = None
+    identity: ProcessRef | None = None
+    container: str = ""
+    ancestors: tuple[Ancestor, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """A process below which one on a card was started."""
+
+    pid: int
+    user: str | None
+    command: str | None
+
+
+class ProcessReader:
+    """Reads the processes of some cards; keeps them, since a share of the CPU takes two readings."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Host] = {}
+
+    def read(self, samples: Iterable[GpuSample]) -> tuple[ProcessDetails, ...]:
+        """Return each process once, those that hold most memory first."""
+        by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
+        for sample in samples:
+            for process in sample.processes or ():
+                by_pid.setdefault(process.pid, []).append((sample.index, process))
+        self._known = {pid: host for pid in by_pid if (host := self._host(pid))}
+        found = [self._details(pid, on_cards) for pid, on_cards in by_pid.items()]
+        return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
+
+    def _host(self, pid: int) -> _Host | None:
+        """Return the process as known; anew where another one has got its pid."""
+        known = self._known.get(pid)
+        return known if known is not None and known.identity.is_alive() else _Host.of(pid)
+
+    def _details(self, pid: int, on_cards: list[tuple[int, GpuProcess]]) -> ProcessDetails:
+        parts = [process for _, process in on_cards]
+        sizes = [one.memory_used_bytes for one in parts if one.memory_used_bytes is not None]
+        shares = [one.sm_percent for one in parts if one.sm_percent is not None]
+        listed = parts[0]
+        host = self._known.get(pid)
+        # The driver counts by the pids of another container, and here another user's process has the number.
+        if host is not None and None is not listed.user != host.user:
+            host = None
+        return ProcessDetails(
+            pid,
+            host.user if host else listed.user,
+            (host.command if host else None) or listed.name,
+            tuple(index for index, _ in on_cards),
+            sum(sizes) if len(sizes) == len(parts) else None,
+            max(shares, default=None),
+            **(host.now() if host else {}),
+        )
+
+
+class _Host:
+    """A process as the operating system knows it; what does not change is read once."""
+
+    def __init__(self, process: Any, identity: ProcessRef) -> None:
+        self.identity = identity
+        self.user, self.command = _owner(process)
+        self._process = process
+        self._container = container_of(identity.pid)
+        self._ancestors = tuple(_ancestors(identity.pid))
+
+    @classmethod
+    def of(cls, pid: int) -> _Host | None:
+        """Return the process that has this pid now; None where there is none."""
+        # First who it is, so that what is read of it after cannot be another's.
+        identity = ProcessRef.of(pid)
+        with _unless_gone():
+            host = cls(_process(pid), identity) if identity else None
+            return host if host is not None and host.identity.is_alive() else None
+        return None
+
+    def now(self) -> dict[str, Any]:
+        """Return what is known of it by the names of `ProcessDetails`."""
+        cpu = memory = started = None
+        with _unless_gone(), self._process.oneshot():
+            started, cpu = self._process.create_time(), self._process.cpu_percent()
+            memory = self._process.memory_info().rss
+        return {
+            "cpu_percent": cpu, "host_memory_bytes": memory, "started": started, "identity": self.identity,
+            "container": self._container, "ancestors": self._ancestors,
+        }  # fmt: skip
+
+
+def _process(pid: int) -> Any:
+    import psutil  # takes 15 ms, which nobody waits for who does not look at processes
+
+    return psutil.Process(pid)
+
+
+def _unless_gone() -> contextlib.AbstractContextManager[None]:
+    """Leave the block quietly where the process has ended, or may not be looked at."""
+    import psutil
+
+    return contextlib.suppress(psutil.Error, OSError)
+
+
+def _owner(process: Any) -> tuple[str | None, str | None]:
+    """Return user and command line of a process as far as they can be read."""
+    user = command = None
+    with _unless_gone():
+        user = printable(str(process.username()))
+        command = printable(" ".join(_arguments(process)))
+    return user, command
+
+
+def _arguments(process: Any) -> list[str]:
+    program, *rest = process.cmdline() or [str(process.name())]
+    return [os.path.basename(program), *rest]
+
+
+def _ancestors(pid: int) -> Iterable[Ancestor]:
+    """Yield the parents of a process, the nearest first, up to the one that all have."""
+    for _ in range(_MOST_ANCESTORS):
+        parent = parent_of(pid)
+        if parent is None or parent <= 1:
+            return
+        user = command = None
+        with _unless_gone():
+            user, command = _owner(_process(parent))
+        yield Ancestor(parent, user, command)
+        pid = parent
+
+
+def container_of(pid: int) -> str:
+    """Return the container or the job of a cluster that a process belongs to, "" where that is also the app's own."""
+    theirs, ours = (_group(path) for path in (f"/proc/{pid}/cgroup", "/proc/self/cgroup"))
+    return "" if theirs == ours else theirs
+
+
+def _group(path: str) -> str:
+    """Return `docker 3f2a91bc04de` for a file with control groups; "" where nothing is known of them."""
+    try:
+        text = Path(path).read_text(errors="replace")[:65_536]
+    except OSError:
+        return ""
+    found = ((program, pattern.search(text)) for pattern, program in _GROUPS)
+    return next((printable(f"{program} {match[1]}") for program, match in found if match), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where a process works: its folder, its program and its environment, as far as they may be read."""
+
+    folder: str = ""
+    program: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def surroundings(process: ProcessDetails) -> Surroundings:
+    """Read where a process works; only its user and root may. Values of variables with secrets are left out."""
+    if process.identity is None:
+        return Surroundings()
+    here = Path(f"/proc/{process.pid}")
+    folder, program = (printable(_target(here / name)) for name in ("cwd", "exe"))
+    environment = b""
+    with contextlib.suppress(OSError), (here / "environ").open("rb") as file:
+        environment = file.read(_MOST_ENVIRONMENT)
+    # What was read belongs to the process only if that still lives.
+    if not process.identity.is_alive():
+        return Surroundings()
+    pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
+    shown = {printable(name): "…" if _SECRET.search(name) else printable(value) for name, _, value in pairs}
+    return Surroundings(folder, program, tuple(sorted(shown.items())))
+
+
+SIGNALS = {
+    signal.SIGINT: "interrupt it, as ctrl+c does",
+    signal.SIGTERM: "ask it to end",
+    signal.SIGKILL: "end it at once: it saves nothing",
+    signal.SIGSTOP: "halt it; it keeps its memory",
+    signal.SIGCONT: "let it go on",
+}
+
+
+def send_signal(process: ProcessDetails, number: signal.Signals, source_name: str) -> str:
+    """Send a signal to exactly the process that was shown; return a sentence on it.
+
+    Raise `UserError` where it has ended, is another user's, cannot be seen from here, or, in a container, where the
+    process of that pid does not have the driver of the cards open, and so is not the one that the driver means.
+    """
+    what = f"process {process.pid}"
+    if process.identity is None:
+        raise UserError(f"{what} cannot be seen from here, so no signal can be sent to it; it may be of a container")
+    try:
+        owner = os.stat(f"/proc/{process.pid}").st_uid
+    except OSError:
+        raise UserError(f"{what} has ended already") from None
+    if os.geteuid() not in (0, owner):
+        raise UserError(f"{what} is {process.user}'s; only {process.user} or root may send it a signal")
+    if in_container() and not _has_open(process.pid, _driver_files(source_name)):
+        raise UserError(f"{what} here has no GPU open; the driver means a process of another container")
+    if not process.identity.send(number):
+        raise UserError(f"{what} has ended already")
+    return f"{number.name} is sent to {what}"
+
+
+def _driver_files(source_name: str) -> frozenset[str]:
+    """Return the files that each process on such cards has open; none for cards that are not real."""
+    vendors = (
+        [VENDORS[source_name]] if source_name in VENDORS else [] if source_name == "simulated" else VENDORS.values()
+    )
+    return frozenset(file for vendor in vendors for file in vendor.driver_files)
+
+
+def _has_open(pid: int, files: frozenset[str]) -> bool:
+    if not files:
+        return True
+    links = Path(f"/proc/{pid}/fd")
+    with contextlib.suppress(OSError):
+        return any(_target(link) in files for link in links.iterdir())
+    return False
+
+
+def _target(link: Path) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(link)
+    return ""

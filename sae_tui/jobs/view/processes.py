@@ -1,0 +1,162 @@
+"""Arranges processes on cards for people: ranks folded under their job, filtered, sorted, or as a tree of parents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sae_tui.gpu.processes import Ancestor, ProcessDetails
+from sae_tui.jobs.cards.availability import Holders
+from trainer.contract.store.rows import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row: a process on a card, a job for its ranks, or a parent of processes that is on no card itself.
+
+    `depth` is how far it is moved in; `n_below` is the number of processes folded under it. The sums of a job are in
+    `process`, which for it has the pid 0 and no identity.
+    """
+
+    key: str
+    process: ProcessDetails
+    depth: int = 0
+    job: Job | None = None
+    rank: int | None = None
+    n_below: int = 0
+    is_open: bool = False
+    is_parent: bool = False
+
+
+# What processes can be sorted by; the largest or the first of them come first.
+ORDERS: Mapping[str, Callable[[ProcessDetails], Any]] = {
+    "memory": lambda one: -(one.memory_used_bytes or 0),
+    "SM": lambda one: -(one.sm_percent or 0),
+    "CPU": lambda one: -(one.cpu_percent or 0),
+    "host memory": lambda one: -(one.host_memory_bytes or 0),
+    "run time": lambda one: one.started or float("inf"),
+    "GPU": lambda one: one.gpus,
+    "user": lambda one: one.user or "~",
+    "pid": lambda one: one.pid,
+}
+
+
+def arrange(
+    processes: Iterable[ProcessDetails],
+    held: Holders,
+    *,
+    words: str = "",
+    order: str = "memory",
+    opened: frozenset[str] = frozenset(),
+    as_tree: bool = False,
+) -> list[Entry]:
+    """Return the rows to show; `opened` are the keys of jobs whose ranks are to be seen."""
+    found = [one for one in processes if _matches(one, held, words.casefold().split())]
+    found.sort(key=lambda one: (ORDERS[order](one), one.pid))
+    return _tree(found, held) if as_tree else _folded(found, held, order, opened)
+
+
+def _matches(process: ProcessDetails, held: Holders, words: Sequence[str]) -> bool:
+    """Tell whether all words are in what is shown of a process; `gpu:1`, `user:ada` and `job:12` look there only."""
+    rank = held.rank_of(process.pid)
+    fields = {
+        "gpu": [str(index) for index in process.gpus],
+        "user": [process.user or ""],
+        "job": [str(rank[0].id), rank[0].name] if rank else [],
+    }
+    named = [text for texts in fields.values() for text in texts]
+    text = " ".join([str(process.pid), process.command or "", process.container, *named]).casefold()
+
+    def matches(word: str) -> bool:
+        field, colon, value = word.partition(":")
+        return any(value == one.casefold() for one in fields[field]) if colon and field in fields else word in text
+
+    return all(map(matches, words))
+
+
+def _folded(found: Sequence[ProcessDetails], held: Holders, order: str, opened: frozenset[str]) -> list[Entry]:
+    """Return jobs of several ranks as a row each, in the place of what they have in all, and the rest as it is."""
+    ranks: dict[int, list[Entry]] = {}
+    groups: list[tuple[Any, list[Entry]]] = []
+    for one in found:
+        rank = held.rank_of(one.pid)
+        entry = Entry(f"pid:{one.pid}", one, job=rank[0] if rank else None, rank=rank[1] if rank else None)
+        if rank:
+            ranks.setdefault(rank[0].id, []).append(entry)
+        else:
+            groups.append((ORDERS[order](one), [entry]))
+    for members in ranks.values():
+        entries = members if len(members) == 1 else _job_rows(members, opened)
+        groups.append((ORDERS[order](entries[0].process), entries))
+    groups.sort(key=lambda group: (group[0], group[1][0].key))
+    return [entry for _, entries in groups for entry in entries]
+
+
+def _job_rows(members: Sequence[Entry], opened: frozenset[str]) -> list[Entry]:
+    job = members[0].job
+    assert job is not None
+    key = f"job:{job.id}"
+    head = Entry(key, _sum([one.process for one in members]), job=job, n_below=len(members), is_open=key in opened)
+    ranks = sorted(members, key=lambda one: one.rank or 0)
+    below = [Entry(one.key, one.process, 1, one.job, one.rank) for one in ranks]
+    return [head, *(below if head.is_open else [])]
+
+
+def _sum(parts: Sequence[ProcessDetails]) -> ProcessDetails:
+    """Return what the processes have in all; the mean of their shares of the cards."""
+    shares = [one.sm_percent for one in parts if one.sm_percent is not None]
+    return ProcessDetails(
+        0,
+        parts[0].user,
+        None,
+        tuple(sorted({index for one in parts for index in one.gpus})),
+        _total([one.memory_used_bytes for one in parts]),
+        round(sum(shares) / len(shares)) if shares else None,
+        _total([one.cpu_percent for one in parts]),
+        _total([one.host_memory_bytes for one in parts]),
+        min((one.started for one in parts if one.started is not None), default=None),
+    )
+
+
+def _total(values: Sequence[Any]) -> Any:
+    """Return the sum; None where one of them is not known."""
+    return None if None in values else sum(values)
+
+
+def _tree(found: Sequence[ProcessDetails], held: Holders) -> list[Entry]:
+    """Return every process below its parents, of which those that lead to only one other row are left out."""
+    on_cards = {one.pid: one for one in found}
+    known: dict[int, ProcessDetails] = dict(on_cards)
+    below: dict[int, list[int]] = {}
+    tops: list[int] = []
+    for one in found:
+        pid = one.pid
+        for parent in one.ancestors:
+            known.setdefault(parent.pid, _as_process(parent))
+            if pid in below.setdefault(parent.pid, []):
+                break
+            below[parent.pid].append(pid)
+            pid = parent.pid
+        else:
+            tops += [pid] if pid not in tops else []
+    entries: list[Entry] = []
+
+    def add(pid: int, depth: int) -> None:
+        children = below.get(pid, [])
+        # A login's chain of shells is of no interest but for its last.
+        while pid not in on_cards and len(children) == 1 and children[0] not in on_cards:
+            pid, children = children[0], below.get(children[0], [])
+        rank = held.rank_of(pid)
+        job, number = rank or (None, None)
+        entries.append(Entry(f"pid:{pid}", known[pid], depth, job, number, is_parent=pid not in on_cards))
+        for child in children:
+            add(child, depth + 1)
+
+    for top in tops:
+        add(top, 0)
+    return entries
+
+
+def _as_process(parent: Ancestor) -> ProcessDetails:
+    return ProcessDetails(parent.pid, parent.user, parent.command)

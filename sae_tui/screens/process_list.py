@@ -1,0 +1,173 @@
+"""A table of processes with its keys: filter, order, tree, a look at one, and signals to it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.message import Message
+from textual.widgets import Input
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.processes import SIGNALS, ProcessDetails, ProcessReader, send_signal, surroundings
+from sae_tui.jobs.view.processes import ORDERS, Entry, arrange
+from sae_tui.panels.process_page import process_lines
+from sae_tui.panels.processes import ProcessTable, process_name
+from sae_tui.session import Session
+from sae_tui.widgets.filter import Filtered
+from sae_tui.widgets.find import Find
+from sae_tui.widgets.reading import Reading
+from sae_tui.widgets.table import KeyedTable
+
+_GROUP = Binding.Group("Processes")
+_READ_EVERY = 3  # readings of the cards, which list their processes that often
+_JOB = "job"  # what a rank is offered before any signal
+
+
+class ProcessList(Filtered):
+    """The processes of the cards whose samples it is given."""
+
+    BINDINGS = [
+        Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
+                tooltip="Interrupt, end or halt the process under the cursor, after a question"),
+        Binding("slash", "filter", "Filter", key_display="/", id="processes.filter", group=_GROUP,
+                tooltip="Show those that all words match: command, user:ada, gpu:1, job:12, pid, container"),
+        Binding("o", "next_order", "Order", id="processes.order", group=_GROUP,
+                tooltip="Sort by the next of: " + ", ".join(ORDERS)),
+        Binding("t", "toggle_tree", "Tree", id="processes.tree", group=_GROUP,
+                tooltip="Each process below those that started it, or ranks folded under their job"),
+        Binding("space", "fold", "Fold", show=False, id="processes.fold", group=_GROUP,
+                tooltip="Show or hide the ranks of the job under the cursor"),
+    ]  # fmt: skip
+    PLACEHOLDER = "words, user:ada, gpu:1"
+
+    class Read(Message):
+        """The processes were read anew."""
+
+        def __init__(self, processes: Sequence[ProcessDetails]) -> None:
+            super().__init__()
+            self.processes = processes
+
+    def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.session = session
+        self.order = next(iter(ORDERS))
+        self.as_tree = False
+        self._opened: frozenset[str] = frozenset()
+        self._processes: Sequence[ProcessDetails] | None = None
+        self._nothing = ""
+        self._reader = ProcessReader()
+        self._n_shown = 0
+        self._cards: list[int] = []
+        self._pids: list[int] = []
+
+    def compose(self) -> ComposeResult:
+        yield self.filter_line()
+        yield ProcessTable(id="processes")
+
+    @property
+    def table(self) -> ProcessTable:
+        return self.query_one(ProcessTable)
+
+    def show_samples(self, samples: Sequence[GpuSample], nothing: str) -> None:
+        """Show who is on these cards; `nothing` says why it is nobody."""
+        self._nothing = nothing
+        cards = [sample.index for sample in samples]
+        pids = [process.pid for sample in samples for process in sample.processes or ()]
+        if cards != self._cards:
+            self._processes = None
+        # A newcomer is read at once.
+        self._n_shown = self._n_shown + 1 if (cards, pids) == (self._cards, self._pids) else 0
+        self._cards, self._pids = cards, pids
+        if self._n_shown % _READ_EVERY == 0:
+            self._read(tuple(samples))
+        self._draw()
+
+    @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
+    def _read(self, samples: Iterable[GpuSample]) -> None:
+        self.post_message(self.Read(self._reader.read(samples)))
+
+    @on(Read)
+    def _take(self, event: Read) -> None:
+        self._processes = event.processes
+        self._draw()
+
+    @on(Input.Changed)
+    def _draw(self) -> None:
+        held, found = self.session.watcher.holders, self._processes
+        entries = arrange(
+            found or (), held, words=self.words, order=self.order, opened=self._opened, as_tree=self.as_tree
+        )
+        nothing = "No process matches; escape in the filter shows all." if found and self.words else self._nothing
+        self.table.show_entries(entries, "reading the processes…" if found is None and not nothing else nothing)
+        n_found = sum(not (entry.n_below or entry.is_parent) for entry in entries)
+        notes = [
+            f"{n_found} of {len(found or ())}" if self.words else "",
+            f"by {self.order}" if self.order != next(iter(ORDERS)) else "",
+        ]
+        self.say(" · ".join(filter(None, notes)))
+
+    def on_descendant_blur(self) -> None:
+        self._draw()
+
+    def action_next_order(self) -> None:
+        names = list(ORDERS)
+        self.order = names[(names.index(self.order) + 1) % len(names)]
+        self._draw()
+        self.table.action_move(0)
+
+    def action_toggle_tree(self) -> None:
+        self.as_tree = not self.as_tree
+        self._draw()
+
+    def action_fold(self) -> None:
+        entry = self.table.selected
+        if entry and entry.job:
+            self._opened ^= {f"job:{entry.job.id}"}
+            self._draw()
+
+    @on(KeyedTable.Chosen)
+    def _open(self, event: KeyedTable.Chosen) -> None:
+        """Open or fold a job's ranks, or show a process in full."""
+        event.stop()
+        entry = self.table.selected
+        if entry and entry.n_below:
+            self.action_fold()
+        elif entry:
+            process = entry.process
+            page = partial(process_lines, process, surroundings(process))
+            self.app.push_screen(Reading(f"Process {process.pid}", page))
+
+    def action_signal(self) -> None:
+        """Ask which signal, then whether, then send it to the process that was shown."""
+        entry = self.table.selected
+        if entry is None or self.session.actions.refused():
+            return
+        offered = [(number.name.removeprefix("SIG"), words) for number, words in SIGNALS.items()]
+        if entry.job:
+            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves a checkpoint first"))
+        if entry.n_below:
+            offered = offered[:1]
+        self.app.push_screen(Find(f"What is to be done to {_name(entry)}?", offered), partial(self._confirm, entry))
+
+    def _confirm(self, entry: Entry, name: str | None) -> None:
+        actions = self.session.actions
+        if name == _JOB and entry.job:
+            actions.stop(entry.job.id)
+        elif name:
+            number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
+            of_job = f" The other ranks of job {entry.job.id} end with it." if entry.job else ""
+            question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{of_job}"
+            actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
+
+
+def _name(entry: Entry) -> str:
+    if entry.job is None:
+        return process_name(entry.process)
+    if entry.n_below:
+        return f"job {entry.job.id} ({entry.job.name})"
+    return f"rank {entry.rank} of job {entry.job.id} ({entry.job.name}), process {entry.process.pid}"

@@ -1,0 +1,55 @@
+"""The processes on all GPUs."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+
+from sae_tui.panels.status import StatusLine
+from sae_tui.screens.process_list import ProcessList
+from sae_tui.session import Session
+from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen, entitle
+from trainer.contract.wording import plural
+
+
+class ProcessesScreen(FramedScreen):
+    """Who computes on the GPUs, over the whole window."""
+
+    BINDINGS = [
+        Binding("escape", "app.pop_screen", "Back", id="processes.back", tooltip="To the dashboard"),
+    ]
+    HELP = (
+        "The processes on the GPUs, with what the machine knows of each; ranks are folded under their job. A signal is "
+        "sent only to the process that was shown, never to another that has got its pid."
+    )
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(name="processes")
+        self.session = session
+
+    def compose(self) -> ComposeResult:
+        yield StatusLine(id="status")
+        yield ProcessList(self.session, id="all-processes").add_class("panel")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(ProcessList).table.focus()
+        self.show_gpus()
+
+    def on_resize(self) -> None:
+        self.show_gpus()
+
+    def show_gpus(self) -> None:
+        """Show who is on the cards now."""
+        if not self.is_mounted:
+            return
+        samples = self.session.monitor.latest()
+        self.query_one(StatusLine).show_status(self.session.status())
+        processes = self.query_one(ProcessList)
+        entitle(processes, f"Processes on {plural(len(samples), 'GPU')}")
+        unlisted = [sample.index for sample in samples if sample.processes is None]
+        nothing = "No process is on a GPU." if samples else "There is no GPU here; d says why."
+        if unlisted:
+            nothing = f"The processes of GPU {', '.join(map(str, unlisted))} cannot be listed."
+        processes.show_samples(samples, nothing)

@@ -1,0 +1,85 @@
+"""A line above a table in which words are typed that its rows must have, with what was found at its right."""
+
+from __future__ import annotations
+
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.widget import Widget
+from textual.widgets import Input, Label
+
+from sae_tui.format import fit
+from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.table import KeyedTable
+
+
+class Filter(Input):
+    """Enter keeps the text and goes back to the table, Escape takes it away."""
+
+    BINDINGS = [
+        Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="All rows again"),
+        Binding("enter,down", "leave(True)", "Keep", key_display="⏎", id="filter.keep",
+                tooltip="Back to the table, the filter kept"),
+    ]  # fmt: skip
+
+    def action_leave(self, keep: bool) -> None:
+        self.value = self.value if keep else ""
+        # At once, since the next key is for the table.
+        self.query_ancestor(Filtered).query_one(KeyedTable).focus()
+
+
+class Found(LineView):
+    """The number of rows found, the order and the like, at the right."""
+
+    text = ""
+
+    def say(self, text: str) -> None:
+        self.text = text
+        self.show([((fit(f"{text} ", self.width, right=True), "label"),)])
+
+    def on_resize(self) -> None:
+        self.say(self.text)
+
+
+class Filtered(Vertical):
+    """A table with a line above it that is seen while there is a filter or something to say."""
+
+    DEFAULT_CSS = """
+    Filtered { height: 1fr; min-height: 1; }
+    Filtered > Horizontal { height: 1; display: none; background: $panel; }
+    Filtered.-in-use > Horizontal { display: block; }
+    Filtered.-unfiltered Label, Filtered.-unfiltered Input { display: none; }
+    Filtered Label { color: $text-accent; }
+    Filtered Input { width: 1fr; background: $panel; }
+    Filtered Found { width: 1fr; height: 1; background: $panel; }
+    """
+    PLACEHOLDER = ""
+
+    def filter_line(self) -> Widget:
+        """Return the line to be put above the table."""
+        return Horizontal(
+            Label(" /"), Filter(placeholder=self.PLACEHOLDER, compact=True, id="filter"), Found(id="found")
+        )
+
+    @property
+    def words(self) -> str:
+        """What the rows must have."""
+        return self.query_one(Filter).value
+
+    @property
+    def filtering(self) -> bool:
+        """Whether there is a filter, or one is being typed."""
+        return bool(self.words) or self.query_one(Filter).has_focus
+
+    def say(self, text: str) -> None:
+        """Say something at the right of the line, which is gone where there is neither that nor a filter."""
+        self.set_class(self.filtering or bool(text), "-in-use")
+        # Hide the input while nothing is filtered, since an empty one would look like a filter.
+        self.set_class(not self.filtering, "-unfiltered")
+        self.query_one(Found).say(text)
+
+    def action_filter(self) -> None:
+        self.add_class("-in-use").remove_class("-unfiltered")
+        self.query_one(Filter).focus()
+
+    def action_clear_filter(self) -> None:
+        self.query_one(Filter).value = ""

@@ -1,0 +1,179 @@
+"""Processes on cards: real ones, on a stand-in driver and by themselves, and signals to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from sae_tui.gpu import processes
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.processes import ProcessDetails, ProcessReader, container_of, send_signal, surroundings
+from trainer.contract.errors import UserError
+
+GIB = 1 << 30
+UNSEEN = 4_194_303
+READ = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+nvml.open()
+print(json.dumps([asdict(one) for one in nvml.sample(0, processes=True).processes]))
+"""
+DIGITS = "3f2a91bc04de" + "0" * 52
+
+
+def on_card(*found: GpuProcess, index: int = 0) -> GpuSample:
+    return GpuSample(index, f"GPU-{index}", "H200", 0.0, processes=found)
+
+
+def read(*found: GpuProcess) -> ProcessDetails:
+    (one,) = ProcessReader().read([on_card(*found)])
+    return one
+
+
+@pytest.fixture
+def spinning() -> Iterator[subprocess.Popen[bytes]]:
+    environment = {"PATH": os.environ["PATH"], "HF_TOKEN": "hf_very_secret", "NAME": "a\x1b[2Jb"}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"], env=environment, cwd="/") as process:
+        yield process
+        process.kill()
+
+
+def test_a_driver_tells_the_share_that_each_process_has_of_its_card(on_nvml) -> None:
+    (process,) = on_nvml(READ, GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
+    assert (process["pid"], process["memory_used_bytes"]) == (os.getpid(), GIB)
+    assert 0 <= process["sm_percent"] <= 100
+
+
+def test_what_the_machine_knows_of_a_process_is_told_beside_what_the_driver_does(spinning, until) -> None:
+    reader, me = ProcessReader(), processes._process(os.getpid()).username()
+    samples = [
+        on_card(GpuProcess(spinning.pid, me, None, GIB, 40)),
+        on_card(GpuProcess(spinning.pid, me, None, 2 * GIB, 60), index=1),
+    ]
+    until(lambda: (reader.read(samples)[0].cpu_percent or 0) > 5)
+    (one,) = reader.read(samples)
+    assert (one.gpus, one.memory_used_bytes, one.sm_percent) == ((0, 1), 3 * GIB, 60)
+    assert one.command.startswith("python")
+    assert "while True: pass" in one.command
+    assert (one.host_memory_bytes or 0) > 1 << 20
+    assert 0 <= time.time() - (one.started or 0) < 600
+    assert one.ancestors[0].pid == os.getpid()
+    assert one.container == ""
+    unlisted = [on_card(GpuProcess(spinning.pid, me, None, GIB)), on_card(GpuProcess(spinning.pid, me, None, None))]
+    assert reader.read(unlisted)[0].memory_used_bytes is None
+
+
+def test_a_process_that_cannot_be_seen_has_what_the_driver_says_of_it() -> None:
+    one = read(GpuProcess(UNSEEN, None, None, GIB))
+    assert (one.identity, one.command, one.host_memory_bytes, one.memory_used_bytes) == (None, None, None, GIB)
+    with pytest.raises(UserError, match="cannot be seen from here"):
+        send_signal(one, signal.SIGTERM, "simulated")
+
+
+def test_a_process_of_another_user_that_has_the_same_pid_is_not_taken_for_it() -> None:
+    one = read(GpuProcess(os.getpid(), "mallory", "python train.py", GIB))
+    assert (one.user, one.command, one.identity, one.host_memory_bytes) == ("mallory", "python train.py", None, None)
+
+
+def test_a_pid_that_another_process_has_got_is_read_anew(monkeypatch, spinning) -> None:
+    reader, samples = ProcessReader(), [on_card(GpuProcess(spinning.pid, None, None, GIB))]
+    (first,) = reader.read(samples)
+    reader._known[spinning.pid].identity = replace_start(first)
+    (second,) = reader.read(samples)
+    assert second.identity == first.identity
+
+
+def replace_start(process: ProcessDetails):
+    assert process.identity is not None
+    return type(process.identity)(process.pid, process.identity.start_ticks - 1, process.identity.boot_id)
+
+
+def test_a_signal_reaches_exactly_the_process_that_was_shown(spinning) -> None:
+    one = read(GpuProcess(spinning.pid, None, None, GIB))
+    with pytest.raises(UserError, match="has ended already"):
+        send_signal(replace(one, identity=replace_start(one)), signal.SIGKILL, "simulated")
+    assert spinning.poll() is None
+    assert send_signal(one, signal.SIGTERM, "simulated") == f"SIGTERM is sent to process {spinning.pid}"
+    assert spinning.wait(10) == -signal.SIGTERM
+    with pytest.raises(UserError, match="has ended already"):
+        send_signal(one, signal.SIGTERM, "simulated")
+
+
+def test_only_its_user_or_root_may_send_a_signal(spinning, monkeypatch) -> None:
+    one = read(GpuProcess(spinning.pid, None, None, GIB))
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(UserError, match="may send it a signal"):
+        send_signal(one, signal.SIGKILL, "simulated")
+    assert spinning.poll() is None
+
+
+@pytest.mark.parametrize("has_open", [False, True])
+def test_in_a_container_only_a_process_with_the_driver_open_is_meant(monkeypatch, tmp_path, has_open) -> None:
+    driver = tmp_path / "nvidiactl"
+    driver.touch()
+    monkeypatch.setattr(processes, "in_container", lambda: True)
+    monkeypatch.setattr(processes, "_driver_files", lambda _: frozenset([str(driver)]))
+    code = f"file = open({str(driver)!r})\n" if has_open else ""
+    code += "print('ready', flush=True)\nimport time\ntime.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        one = read(GpuProcess(process.pid, None, None, GIB))
+        if has_open:
+            send_signal(one, signal.SIGKILL, "nvml")
+            assert process.wait(10) == -signal.SIGKILL
+        else:
+            with pytest.raises(UserError, match="has no GPU open"):
+                send_signal(one, signal.SIGKILL, "nvml")
+            assert process.poll() is None
+            process.kill()
+
+
+def test_cards_that_are_real_have_a_driver_that_their_processes_have_open() -> None:
+    assert processes._driver_files("simulated") == frozenset()
+    assert "/dev/nvidiactl" in processes._driver_files("nvml") & processes._driver_files("auto")
+
+
+def test_where_a_process_works_is_told_without_its_secrets(spinning) -> None:
+    around = surroundings(read(GpuProcess(spinning.pid, None, None, GIB)))
+    assert around.folder == "/"
+    assert "python" in around.program
+    environment = dict(around.environment)
+    assert environment["HF_TOKEN"] == "…"
+    assert environment["NAME"] == "a�[2Jb"
+    assert surroundings(read(GpuProcess(UNSEEN, None, None, GIB))).environment == ()
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (f"0::/system.slice/docker-{DIGITS}.scope", "docker 3f2a91bc04de"),
+        (f"12:memory:/docker/{DIGITS}", "docker 3f2a91bc04de"),
+        (f"0::/user.slice/user-1000.slice/libpod-{DIGITS}.scope", "podman 3f2a91bc04de"),
+        (f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{DIGITS}.scope", "kubernetes 3f2a91bc04de"),
+        (f"11:cpu:/kubepods/burstable/pod1/{DIGITS}", "kubernetes 3f2a91bc04de"),
+        ("0::/lxc.payload.gpu-box/init.scope", "lxc gpu-box"),
+        ("0::/system.slice/slurmstepd.scope/job_1234/step_0", "slurm job 1234"),
+        ("0::/user.slice/user-1000.slice/session-3.scope", ""),
+    ],
+)
+def test_the_container_of_a_process_is_known_by_its_control_group(tmp_path, group, name) -> None:
+    file = tmp_path / "cgroup"
+    file.write_text(f"{group}\n")
+    assert processes._group(str(file)) == name
+
+
+def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
+    monkeypatch.setattr(processes, "_group", lambda path: "docker 1" if "self" in path else "docker 2")
+    assert container_of(1) == "docker 2"
+    monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
+    assert container_of(1) == ""

@@ -1,0 +1,89 @@
+"""How processes on cards are arranged: folded, sorted, filtered, or below those that started them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.gpu.processes import Ancestor, ProcessDetails
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.view.processes import ORDERS, Entry, arrange
+from trainer.contract.store.rows import Job
+
+GIB = 1 << 30
+JOB = Job(
+    id=7, name="gemma-l12", config="", user="ada", host="box", device="cuda", gpu_source="nvml", gpu_ids=(0, 1),
+    gpu_uuids=("GPU-0", "GPU-1"),
+)  # fmt: skip
+HELD = Holders(jobs={"GPU-0": JOB, "GPU-1": JOB}, pids={"GPU-0": 10, "GPU-1": 11})
+SHELL, SSH = Ancestor(5, "bob", "bash"), Ancestor(4, "bob", "sshd")
+RANKS = (
+    ProcessDetails(11, "ada", "python rank 1", (1,), 3 * GIB, 80, 20.0, GIB, 200.0),
+    ProcessDetails(10, "ada", "python rank 0", (0,), 2 * GIB, 60, 10.0, GIB, 100.0),
+)
+BOB = ProcessDetails(20, "bob", "python Train.py", (2,), 4 * GIB, 99, ancestors=(SHELL, SSH), container="docker 3f2a")
+EVE = ProcessDetails(21, "eve", None, (3,), None)
+ALL = (*RANKS, BOB, EVE)
+
+
+def keys(entries: list[Entry]) -> list[str]:
+    return [entry.key for entry in entries]
+
+
+def test_ranks_are_folded_under_their_job_in_the_place_of_what_they_have_in_all() -> None:
+    entries = arrange(ALL, HELD)
+    assert keys(entries) == ["job:7", "pid:20", "pid:21"]
+    head = entries[0]
+    assert (head.n_below, head.process.gpus, head.process.memory_used_bytes) == (2, (0, 1), 5 * GIB)
+    assert (head.process.sm_percent, head.process.cpu_percent, head.process.started) == (70, 30.0, 100.0)
+    entries = arrange(ALL, HELD, opened=frozenset({"job:7"}))
+    assert keys(entries) == ["job:7", "pid:10", "pid:11", "pid:20", "pid:21"]
+    assert [(entry.rank, entry.depth) for entry in entries[1:3]] == [(0, 1), (1, 1)]
+
+
+def test_a_job_of_one_rank_is_a_row() -> None:
+    (entry,) = arrange(RANKS[:1], HELD)
+    assert (entry.key, entry.rank, entry.job, entry.n_below) == ("pid:11", 1, JOB, 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "first", "last"),
+    [("memory", "job:7", "pid:21"), ("SM", "pid:20", "pid:21"), ("GPU", "job:7", "pid:21"), ("pid", "job:7", "pid:21")],
+)
+def test_rows_can_be_sorted(order, first, last) -> None:
+    found = keys(arrange(ALL, HELD, order=order))
+    assert (found[0], found[-1]) == (first, last)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_order_fails_on_what_is_not_known(order) -> None:
+    unknown = (ProcessDetails(1, None, None), ProcessDetails(2, None, None))
+    assert len(arrange((*unknown, *ALL), HELD, order=order)) == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("train", ["pid:20"]),
+        ("TRAIN bob", ["pid:20"]),
+        ("train ada", []),
+        ("gpu:3", ["pid:21"]),
+        ("user:eve", ["pid:21"]),
+        ("user:ev", []),
+        ("job:7", ["job:7"]),
+        ("gemma", ["job:7"]),
+        ("gpu:1", ["pid:11"]),
+        ("3f2a", ["pid:20"]),
+    ],
+)
+def test_all_words_of_a_filter_must_match(words, found) -> None:
+    assert keys(arrange(ALL, HELD, words=words)) == found
+
+
+def test_a_tree_has_processes_below_the_nearest_parents_that_matter() -> None:
+    twin = ProcessDetails(22, "bob", "python other.py", (2,), GIB, ancestors=(SHELL, SSH))
+    child = ProcessDetails(23, "bob", "worker", (2,), GIB, ancestors=(Ancestor(22, "bob", "python"), SHELL, SSH))
+    entries = arrange((BOB, child, twin, EVE), Holders(), as_tree=True)
+    assert [(entry.process.pid, entry.depth, entry.is_parent) for entry in entries] == [
+        (5, 0, True), (20, 1, False), (22, 1, False), (23, 2, False), (21, 0, False)
+    ]  # fmt: skip
+    assert entries[2].process.command == "python other.py"

@@ -1,0 +1,182 @@
+"""The screen of processes, and the same list below one GPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from support.tui import StillMonitor, record_job, wait_until
+
+from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
+from sae_tui.jobs.user import user_name
+from sae_tui.panels.processes import ProcessTable
+from sae_tui.screens.processes import ProcessesScreen
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.find import Find
+from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.reading import Page, Reading
+from trainer.contract.process import ProcessRef
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Rank
+from trainer.contract.store.states import JobState
+
+RESTS = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def two() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes that stand for ranks on the first two cards."""
+    processes = [subprocess.Popen([sys.executable, "-c", RESTS, "--token=a\x1b[2J"]) for _ in range(2)]
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def on_cards(two) -> StillMonitor:
+    occupied = {uuid_of(index): (process.pid, GIB) for index, process in enumerate(two)}
+    return StillMonitor(source=Simulated(4, clock=lambda: 1000.0, occupied=lambda: occupied))
+
+
+def text(app) -> str:
+    return app.screen.query_one(ProcessTable).plain
+
+
+async def opened(pilot, *words: str) -> None:
+    app = pilot.app
+    await pilot.pause()
+    await pilot.press("t")
+    await wait_until(pilot, lambda: isinstance(app.screen, ProcessesScreen))
+    await wait_until(pilot, lambda: all(word in text(app) for word in words))
+
+
+def rank_of(data, processes) -> int:
+    """Record a job whose ranks these processes are."""
+    uuids = tuple(uuid_of(index) for index in range(len(processes)))
+    n_gpus = len(processes)
+    job_id = record_job(data, "minilm", JobState.RUNNING, gpu_ids=tuple(range(n_gpus)), gpu_uuids=uuids)
+    control = Control(data.control_db)
+    attempt = control.job(job_id).attempt
+    for rank, process in enumerate(processes):
+        identity = ProcessRef.of(process.pid)
+        assert identity is not None
+        control.record_rank(Rank(job_id=job_id, attempt=attempt, rank=rank, **msgspec.structs.asdict(identity)))
+    control.close()
+    return job_id
+
+
+async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) -> None:
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, "mallory", "python train.py", str(two[0].pid))
+        assert f"{two[1].pid} {user_name()}" in text(app)
+        assert "time.sleep(600)" in text(app)
+        assert "\x1b" not in text(app)
+        await pilot.press("slash", *"mallory", "enter")
+        await wait_until(pilot, lambda: str(two[0].pid) not in text(app))
+        assert "1 of 3" in app.screen.query_one("#found", LineView).plain
+        await pilot.press("escape")
+        assert app.screen is app.navigator.dashboard
+
+
+async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> None:
+    job_id = rank_of(data, two)
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, f"▸ job {job_id} minilm: 2 ranks")
+        await pilot.press("end", "enter")
+        await wait_until(pilot, lambda: f"job {job_id} minilm, rank 1" in text(app))
+        await pilot.press("space")
+        await wait_until(pilot, lambda: "rank 1" not in text(app))
+        await pilot.press("t")
+        await wait_until(pilot, lambda: f"{os.getpid()} {user_name()}" in text(app))
+
+
+async def test_a_process_is_shown_in_full(make_app, on_cards, two) -> None:
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        await pilot.press("end", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Reading) and app.screen.query(Page))
+        page = app.screen.query_one(Page)
+        await wait_until(pilot, lambda: "environment" in page.plain)
+        assert f"started by   {os.getpid()}" in page.plain
+        assert "PATH=" in page.plain
+
+
+async def test_a_signal_is_sent_after_a_question_to_the_process_under_the_cursor(make_app, on_cards, two) -> None:
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, str(two[0].pid))
+        table = app.screen.query_one(ProcessTable)
+        table.cursor = f"pid:{two[1].pid}"
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press(*"term", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert f"Send TERM to process {two[1].pid} of {user_name()}" in app.screen.question
+        await pilot.press("n")
+        assert two[1].poll() is None
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press(*"term", "enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#question"))
+        await wait_until(pilot, lambda: app.screen.query_one("#question").painted)
+        await pilot.press("y")
+        await wait_until(pilot, lambda: two[1].poll() == -signal.SIGTERM)
+        assert two[0].poll() is None
+
+
+async def test_a_rank_is_first_offered_to_stop_its_job(make_app, data, on_cards, two) -> None:
+    job_id = rank_of(data, two[:1])
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot, f"job {job_id} minilm, rank 0")
+        app.screen.query_one(ProcessTable).cursor = f"pid:{two[0].pid}"
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question == f"Stop job {job_id} (minilm)? It saves a checkpoint first."
+
+
+async def test_who_only_looks_may_send_no_signal_and_change_no_job(make_app, data, on_cards, two) -> None:
+    record_job(data, "done", JobState.FINISHED)
+    app = make_app(monitor=on_cards, readonly=True)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("D", "y", "n")
+        assert app.screen is app.navigator.dashboard
+        assert "only showing" in app.screen.query_one("#status", LineView).plain
+        footer = app.screen.query_one("Footer", LineView)
+        await wait_until(pilot, lambda: "Compare" in footer.plain)
+        assert not any(word in footer.plain for word in ("Delete", "Clone", "New job"))
+        await opened(pilot, str(two[0].pid))
+        await pilot.press("s")
+        await pilot.pause()
+        assert isinstance(app.screen, ProcessesScreen)
+        assert "--readonly" in "".join(notice.message for notice in app._notifications)
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])
+async def test_every_line_has_the_width_of_the_list_at_any_size(make_app, on_cards, size, two) -> None:
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        table = app.screen.query_one(ProcessTable)
+        await wait_until(pilot, lambda: table.entries)
+        for y in range(table.size.height):
+            assert table.render_line(y).cell_length == table.size.width
+
+
+async def test_a_box_without_gpus_says_what_tells_why(make_app) -> None:
+    app = make_app(monitor=StillMonitor(source=Simulated(1, clock=lambda: 0.0, faults={0: "lost"}), samples=1))
+    app.session.monitor._latest = ()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, "There is no GPU here; d says why.")
