@@ -33,14 +33,26 @@ class GpuProcess:
     sm_percent: int | None = None
 
 
+class Xid(NamedTuple):
+    """An error that a driver has reported of a card: its number, when, and what it means."""
+
+    number: int
+    timestamp: float
+    words: str
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How fast a card runs and what keeps it from running faster, in words; read as often as its processes."""
+    """How fast a card runs and what keeps it from running faster, in words; read as often as its processes.
+
+    `xid` is the last error that was reported since the program began to listen.
+    """
 
     sm_clock_mhz: int | None = None
     performance_state: int | None = None
     fan_percent: int | None = None
     slowed_by: tuple[str, ...] | None = None
+    xid: Xid | None = None
 
 
 @dataclass(frozen=True, slots=True)

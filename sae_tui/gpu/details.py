@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sae_tui.gpu.base import Xid
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A part of a split card (MIG)."""
+
+    name: str
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+
 
 @dataclass(frozen=True, slots=True)
 class GpuDetails:
     """One reading of a card's particulars; `None` means "this sensor is not supported".
 
     `slowed_by` says in words what keeps the clocks down; empty while nothing does. Energy is since the driver was
-    loaded, errors of the memory since it was reset.
+    loaded, errors of the memory since it was reset, and `xid` the last error since the program began to listen.
+    Percents of the multiprocessors are means since the reading before.
     """
 
     timestamp: float
@@ -44,3 +56,10 @@ class GpuDetails:
     persistence: bool | None = None
     compute_mode: str | None = None
     bus_id: str | None = None
+    sm_percent: float | None = None
+    occupancy_percent: float | None = None
+    tensor_percent: float | None = None
+    xid: Xid | None = None
+    instances: tuple[Instance, ...] = ()
+    driver: str | None = None
+    cuda: str | None = None

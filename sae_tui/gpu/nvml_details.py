@@ -8,10 +8,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu.base import Condition
+from sae_tui.gpu.nvml_errors import XidListener
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
-    from sae_tui.gpu.details import GpuDetails
+    from sae_tui.gpu.details import GpuDetails, Instance
+    from sae_tui.gpu.nvml_activity import ActivityReader
 
 # NVML's numbers for what is asked.
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
@@ -39,21 +41,27 @@ class NvmlDetails:
 
     def __init__(self, nvml: ModuleType) -> None:
         self._nvml = nvml
+        self._activity: ActivityReader | None = None
+        self._errors = XidListener(nvml)
 
     def condition(self, handle: Any) -> Condition:
-        """Return how fast the card runs, by four calls."""
+        """Return how fast the card runs, by five calls."""
         return Condition(
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             performance_state=self._ask("nvmlDeviceGetPerformanceState", handle),
             fan_percent=self._ask("nvmlDeviceGetFanSpeed", handle),
             slowed_by=self._slowed_by(handle),
+            xid=self._errors.poll(handle),
         )
 
     def read(self, handle: Any) -> GpuDetails:
         """Return what the card tells; None for each sensor that does not answer."""
         from sae_tui.gpu.details import GpuDetails
+        from sae_tui.gpu.nvml_activity import ActivityReader
 
         ask = self._ask
+        self._activity = self._activity or ActivityReader(self._nvml)
+        activity = self._activity.read(handle)
         utilization = ask("nvmlDeviceGetUtilizationRates", handle)
         memory = ask("nvmlDeviceGetMemoryInfo", handle, _MEMORY_V2)
         energy_mj = ask("nvmlDeviceGetTotalEnergyConsumption", handle)
@@ -91,7 +99,27 @@ class NvmlDetails:
             persistence=None if persistence is None else bool(persistence),
             compute_mode=COMPUTE_MODES.get(ask("nvmlDeviceGetComputeMode", handle)),
             bus_id=None if pci is None else _text(pci.busId),
+            sm_percent=activity.sm,
+            occupancy_percent=activity.occupancy,
+            tensor_percent=activity.tensor,
+            xid=condition.xid,
+            instances=self._instances(handle),
+            driver=_version(ask("nvmlSystemGetDriverVersion")),
+            cuda=_cuda(ask("nvmlSystemGetCudaDriverVersion_v2")),
         )
+
+    def _instances(self, handle: Any) -> tuple[Instance, ...]:
+        """Return the parts of a split card; none of any other."""
+        from sae_tui.gpu.details import Instance
+
+        parts = []
+        for place in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            part = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place)
+            if part is not None:
+                name, memory = self._ask("nvmlDeviceGetName", part), self._ask("nvmlDeviceGetMemoryInfo", part)
+                sizes = (None, None) if memory is None else (int(memory.used), int(memory.total))
+                parts.append(Instance("MIG" if name is None else _text(name), *sizes))
+        return tuple(parts)
 
     def _slowed_by(self, handle: Any) -> tuple[str, ...] | None:
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
@@ -124,3 +152,12 @@ class NvmlDetails:
 
 def _text(answer: str | bytes) -> str:
     return printable(answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer)
+
+
+def _version(answer: str | bytes | None) -> str | None:
+    return None if answer is None else _text(answer)
+
+
+def _cuda(number: int | None) -> str | None:
+    """Return the version that NVML writes as 12040: `12.4`."""
+    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"

@@ -11,9 +11,9 @@ from textual.events import Resize
 
 from sae_tui.format import UNKNOWN, celsius, clock_time, count, fit, gibibytes, percent, watts, wrap
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.details import GpuDetails
+from sae_tui.gpu.details import GpuDetails, Instance
 from sae_tui.gpu.window import Window
-from sae_tui.panels.gpus import HOT_C
+from sae_tui.panels.gpus import HOT_C, short_name
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
@@ -139,6 +139,9 @@ def _speed(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("memory clock", _of(details.memory_clock_mhz, details.most_memory_clock_mhz, "MHz"), "text"),
         ("state", "" if details.performance_state is None else f"P{details.performance_state}", "text"),
         ("slowed by", why, "warn" if slowed else "dim"),
+        ("SM busy", percent(details.sm_percent), "text"),
+        ("SM filled", percent(details.occupancy_percent), "text"),
+        ("tensor cores", percent(details.tensor_percent), "text"),
         ("memory bus", percent(details.memory_bandwidth_percent), "text"),
         ("encoder", percent(details.encoder_percent), "text"),
         ("decoder", percent(details.decoder_percent), "text"),
@@ -170,7 +173,9 @@ def _links(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
     corrected, uncorrected, rows = details.ecc_corrected, details.ecc_uncorrected, details.remapped_rows
+    xid = details.xid
     return [
+        ("last error", "" if xid is None else f"{xid.words} ({clock_time(xid.timestamp)})", "bad"),
         ("ECC", "" if corrected is None else f"{count(corrected)} errors corrected", "text"),
         ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
@@ -184,9 +189,18 @@ def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]
         ("persistence", kept, "text"),
         ("computing", details.compute_mode or "", "text"),
         ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
+        *(("part", _part(part), "text") for part in details.instances),
         ("bus", details.bus_id or "", "text"),
+        ("driver", details.driver or "", "text"),
+        ("CUDA", "" if details.cuda is None else f"up to {details.cuda}", "text"),
         ("UUID", sample.uuid, "dim"),
     ]
+
+
+def _part(part: Instance) -> str:
+    """Return `H200 MIG 1g.18gb: 2.1 GiB of 16.0 GiB`."""
+    name = short_name(part.name)
+    return f"{name}: {gibibytes(part.memory_used_bytes)} of {gibibytes(part.memory_total_bytes)}"
 
 
 def _of(now: int | None, most: int | None, unit: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 
 CARD_WIDTH = 38
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
+_ERROR_TOLD_S = 3600.0
 HOT_C = 85
 NO_CONDITION = Condition()
 _LONG_WORD = 8  # by which the first of two lines may be shorter than the second
@@ -240,8 +242,12 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
 
 
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
-    """Return what stands below the holder: what slows the card, else the rest of the holder, else the processes."""
-    slowed = row.sample.condition.slowed_by if row.sample.condition else ()
+    """Return what stands below the holder: an error of the last hour, what slows the card, else the rest of the holder,
+    else the processes."""
+    condition = row.sample.condition
+    if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:
+        return condition.xid.words, "bad"
+    slowed = condition.slowed_by if condition else ()
     if slowed:
         return f"slowed: {'; '.join(slowed)}", "warn"
     return (rest, row.holder_style) if rest else (processes(row.sample), "dim")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,18 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
+# The fake driver has no call for remapped rows, no error is reported, and activity takes two readings.
+UNKNOWN = {"remapped_rows", "remapping_failed", "xid", "sm_percent", "occupancy_percent", "tensor_percent"}
+TWICE = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+indices = range(nvml.open())
+for _ in range(2):
+    read = [nvml.details(index, nvml.sample(index, processes=True)) for index in indices]
+print(json.dumps([asdict(one) for one in read]))
+"""
 SAMPLE = GpuSample(0, "GPU-1", "H200", 0.0, temperature_c=70, memory_used_bytes=1 << 30, memory_total_bytes=2 << 30)
 
 
@@ -57,9 +70,8 @@ def read(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
 
 def test_a_healthy_card_tells_clocks_links_and_faults(read) -> None:
     (card,) = read(GPUS=1)
-    # The fake driver has no call for remapped rows.
     unknown = {name for name, value in card.items() if value is None}
-    assert unknown == {"remapped_rows", "remapping_failed"}
+    assert unknown == UNKNOWN
     assert (card["most_sm_clock_mhz"], card["memory_clock_mhz"]) == (1980, 3201)
     assert (card["pcie_generation"], card["pcie_width"], card["nvlinks"]) == (5, 16, 18)
     assert (card["slowdown_c"], card["performance_state"], card["compute_mode"]) == (92, 0, "shared")
@@ -69,13 +81,39 @@ def test_a_healthy_card_tells_clocks_links_and_faults(read) -> None:
 def test_a_sensor_that_does_not_answer_takes_nothing_else_away(read) -> None:
     cards = read(dict(enumerate(FAULTS)), GPUS=len(FAULTS))
     for card, (fault, missing) in zip(cards, FAULTS.items(), strict=True):
-        unknown = {name for name, value in card.items() if value is None} - {"remapped_rows", "remapping_failed"}
+        unknown = {name for name, value in card.items() if value is None} - UNKNOWN
         assert unknown == set(missing), fault
 
 
 def test_an_old_driver_tells_why_clocks_are_low_too(read) -> None:
     (card,) = read({0: "throttle_on"}, driver="old", GPUS=1)
     assert card["slowed_by"] == [SLOWED_BY[0x008], SLOWED_BY[0x040]]
+
+
+def test_what_multiprocessors_really_do_is_told_where_a_card_counts_it(on_nvml) -> None:
+    card, other, old = on_nvml(TWICE, GPUS=3, FAULTS="1:no_gpm,2:old_gpm")
+    assert 0 < card["tensor_percent"] < card["occupancy_percent"] < card["sm_percent"] <= 50
+    assert [one["sm_percent"] for one in (other, old)] == [None, None]
+    (card,) = on_nvml(TWICE, driver="old", GPUS=1)
+    assert card["sm_percent"] is None
+
+
+def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_nvml) -> None:
+    card, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
+    number, timestamp, words = card["xid"]
+    assert (number, words) == (48, "Xid 48: the memory lost bits that could not be corrected; reset the card")
+    assert abs(time.time() - timestamp) < 60
+    assert unheard_of["xid"][2] == "Xid 999, see NVIDIA's list of Xid errors"
+    assert (well["xid"], deaf["xid"]) == (None, None)
+
+
+def test_the_parts_of_a_split_card_are_told_with_their_memory(read) -> None:
+    split, whole = read({0: "mig"}, GPUS=2)
+    assert [part["name"] for part in split["instances"]] == ["NVIDIA H200 MIG 3g.71gb"] * 2
+    assert all(0 < part["memory_used_bytes"] < part["memory_total_bytes"] for part in split["instances"])
+    assert whole["instances"] == []
+    assert whole["driver"]
+    assert whole["cuda"].replace(".", "").isdecimal()
 
 
 def test_a_lost_card_has_no_particulars(read) -> None:

@@ -303,7 +303,7 @@ print(json.dumps([name for name in ("pynvml", "psutil", "torch", "numpy", "textu
     assert on_nvml(script) == []
 
 
-def test_eight_busy_cards_cost_at_most_sixty_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
+def test_eight_busy_cards_cost_at_most_seventy_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
     script = """
 from sae_tui.gpu.nvml import Nvml
 nvml = Nvml()
@@ -316,7 +316,7 @@ print(0)
     calls = calls_in(tmp_path)
     print(f"{sum(calls.values()) / 30:.1f} calls per second: {calls}")
     assert calls["nvmlDeviceGetUtilizationRates"] == 240
-    assert sum(calls.values()) / 30 <= 60
+    assert sum(calls.values()) / 30 <= 70
 
 
 OPEN = """

@@ -17,12 +17,13 @@
  *                       nodata_X -> NO_DATA, notready_X -> NOT_READY, lost_X -> GPU_IS_LOST, slow_X=MS
  *       X in: name uuid serial pci memory_info util temp power power_limit fan clock max_clock pstate persistence
  *             compute_mode display mig procs gprocs procutil pcie pcielink codec ecc throttle energy bus cores cc bar1 fields
- *             nvlink p2p topo violation index driver_model samples
+ *             nvlink p2p topo violation index driver_model samples gpm events
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
  *       idle (nothing in use, utilisation 0)
  *       bad_name (name with invalid UTF-8) long_name mig (MIG on, 2 instances) util_hi (util 105) power_w=N  throttle_on
+ *       xid=N (an error with this number is reported once, when it begins)
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
  *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as where no card is in persistence mode
@@ -464,4 +465,43 @@ X int nvmlDeviceGetFieldValues(D d, int n, FV *f) {
     }
   }
   return OK;
+}
+#ifndef OLD_DRIVER
+/* activity counters: a sample is a point in time, a metric the mean of a wave */
+typedef struct { int i; double t; } Gpm;
+typedef struct { u32 id; int ret; double v; const char *s, *l, *u; } GpmMetric;
+typedef struct { u32 version, n; Gpm *a, *b; GpmMetric m[]; } GpmGet;
+typedef struct { u32 version, on; } GpmSupport;
+X int nvmlGpmQueryDeviceSupport(D d, GpmSupport *s) { double v; ENTER("nvmlGpmQueryDeviceSupport", "gpm"); s->on = !fault(d->i, "old_gpm", &v); return OK; }
+X int nvmlGpmSampleAlloc(Gpm **s) { CNT("nvmlGpmSampleAlloc"); return (*s = calloc(1, sizeof **s)) ? OK : UNKNOWN; }
+X int nvmlGpmSampleFree(Gpm *s) { CNT("nvmlGpmSampleFree"); free(s); return OK; }
+X int nvmlGpmSampleGet(D d, Gpm *s) { ENTER("nvmlGpmSampleGet", "gpm"); *s = (Gpm){d->i, wall()}; return OK; }
+X int nvmlGpmMetricsGet(GpmGet *g) {
+  CNT("nvmlGpmMetricsGet");
+  if (g->version != 1 || !g->a || !g->b || g->b->t < g->a->t) return INVAL;
+  for (u32 k = 0; k < g->n; k++) {
+    u32 id = g->m[k].id;
+    g->m[k].ret = id == 2 || id == 3 || id == 5 || id == 10 ? OK : NOTSUP;
+    g->m[k].v = util(g->b->i) / (double)id;
+  }
+  return OK;
+}
+#endif
+/* errors by number: an event set holds the cards that it listens to, and which of their errors it has told */
+typedef struct { u64 cards, told; } Events;
+typedef struct { D d; u64 type, data; u32 gi, ci; } Event;
+X int nvmlEventSetCreate(Events **s) { CNT("nvmlEventSetCreate"); return (*s = calloc(1, sizeof **s)) ? OK : UNKNOWN; }
+X int nvmlEventSetFree(Events *s) { CNT("nvmlEventSetFree"); free(s); return OK; }
+X int nvmlDeviceRegisterEvents(D d, u64 types, Events *s) { ENTER("nvmlDeviceRegisterEvents", "events"); if (types != 8) return NOTSUP; s->cards |= 1ull << d->i; return OK; }
+X int nvmlEventSetWait_v2(Events *s, Event *e, u32 ms) {
+  CNT("nvmlEventSetWait_v2");
+  double v;
+  for (int g = 0; g < ngpu; g++)
+    if ((s->cards >> g & 1) && !(s->told >> g & 1) && fault(g, "xid", &v)) {
+      s->told |= 1ull << g;
+      *e = (Event){&gpus[g], 8, (u64)v, ~0u, ~0u};
+      return OK;
+    }
+  zzz(ms * 1000L);
+  return TIMEOUT;
 }

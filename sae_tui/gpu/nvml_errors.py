@@ -1,0 +1,70 @@
+"""Errors that an NVIDIA driver reports by number (Xid), in words; it tells only those that come while one listens."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from types import ModuleType
+from typing import Any
+
+from sae_tui.gpu.base import Xid
+
+_CRITICAL = 8  # the kind of event
+_MOST_AT_ONCE = 100
+# NVIDIA's "XID Errors" names some 150; these are what one meets in training.
+WORDS = {
+    13: "a kernel failed: an address or instruction it may not use",
+    31: "a kernel read or wrote memory that is not its own",
+    43: "a kernel hung or was reset; its program ends",
+    45: "a program was ended while it computed",
+    48: "the memory lost bits that could not be corrected; reset the card",
+    61: "the card's own firmware failed",
+    62: "the card's own firmware halted",
+    63: "a row of the memory was replaced",
+    64: "a row of the memory could not be replaced",
+    68: "the video engine failed",
+    74: "NVLink failed",
+    79: "the card has fallen off the bus",
+    92: "many errors of the memory were corrected",
+    94: "an error of the memory ended one program; the others go on",
+    95: "an error of the memory that was not contained; reset the card",
+    119: "the firmware of the card does not answer",
+    120: "the firmware of the card failed",
+    140: "errors of the memory that could not be corrected",
+}
+
+
+def in_words(number: int) -> str:
+    """Return `Xid 79: the card has fallen off the bus`."""
+    words = WORDS.get(number)
+    return f"Xid {number}: {words}" if words else f"Xid {number}, see NVIDIA's list of Xid errors"
+
+
+class XidListener:
+    """Listens for the errors of one card."""
+
+    def __init__(self, nvml: ModuleType) -> None:
+        self._nvml = nvml
+        self._events: Any = None
+        self._listens_to: Any = None
+        self._last: Xid | None = None
+
+    def poll(self, handle: Any) -> Xid | None:
+        """Return the newest error since the first call, without waiting for one."""
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            if self._listens_to is not handle:
+                self._listen(handle)
+            # An answer is an event; where there is none, NVML says that it has waited in vain.
+            for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                self._last = Xid(int(event.eventData), time.time(), in_words(int(event.eventData)))
+        return self._last
+
+    def _listen(self, handle: Any) -> None:
+        """Register for the errors of the card, once for each handle, whether it can tell them or not."""
+        self._listens_to, before, self._events = handle, self._events, None
+        if before is not None:
+            self._nvml.nvmlEventSetFree(before)
+        events = self._nvml.nvmlEventSetCreate()
+        self._nvml.nvmlDeviceRegisterEvents(handle, _CRITICAL, events)
+        self._events = events
