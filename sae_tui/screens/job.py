@@ -17,6 +17,7 @@ from sae_tui.screens.card import CardScreen
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.log import LogScreen
+from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
@@ -48,8 +49,10 @@ class JobScreen(FramedScreen):
         Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
                 tooltip="Show the SAE of the sweep before"),
         Binding("i", "toggle_settings", "Info", id="job.settings", tooltip="Its settings, its tags and its note"),
+        Binding("a", "open_metrics", "All metrics", show=False, id="job.all_metrics",
+                tooltip="Every metric at once: find, zoom, read out"),
         Binding("c", "compare", "Metrics", show=False, id="job.metrics",
-                tooltip="Every metric of it, over steps, tokens or time"),
+                tooltip="A metric of it, over steps, tokens or time, smoothed or on a logarithmic scale"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     JobScreen SettingsPanel { display: none; }
@@ -166,6 +169,9 @@ class JobScreen(FramedScreen):
 
     def action_clone_job(self) -> None:
         self.session.go.clone_job(self.job_id)
+
+    def action_open_metrics(self) -> None:
+        self.app.push_screen(MetricsScreen(self.session, self.job_id))
 
     def action_open_log(self) -> None:
         detail = self.session.detail

@@ -24,7 +24,7 @@ class Filter(Input):
     def action_leave(self, keep: bool) -> None:
         self.value = self.value if keep else ""
         # At once, since the next key is for the table.
-        self.query_ancestor(Filtered).query_one(KeyedTable).focus()
+        self.query_ancestor(Filtered).focus_rows()
 
 
 class Found(LineView):
@@ -83,3 +83,7 @@ class Filtered(Vertical):
 
     def action_clear_filter(self) -> None:
         self.query_one(Filter).value = ""
+
+    def focus_rows(self) -> None:
+        """Go from the filter to what it filters."""
+        self.query_one(KeyedTable).focus()

@@ -41,12 +41,20 @@ class Plot(LineView):
         self.word = word
         self._points: tuple[tuple[float, float], ...] = ()
         self._note, self._nothing = "", "no values yet"
+        self._cursor: float | None = None
 
     def show_points(
-        self, points: Sequence[tuple[float, float | None]], note: str = "", nothing: str = "no values yet"
+        self,
+        points: Sequence[tuple[float, float | None]],
+        note: str = "",
+        nothing: str = "no values yet",
+        cursor: float | None = None,
     ) -> None:
-        """Draw the finite points of a series, oldest first; `note` stands beside the newest value."""
-        self._note, self._nothing = note, nothing
+        """Draw the finite points of a series, oldest first; `note` stands beside the newest value.
+
+        A `cursor` at a step reads out the value there in its place.
+        """
+        self._note, self._nothing, self._cursor = note, nothing, cursor
         self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
         self._draw()
 
@@ -69,13 +77,29 @@ class Plot(LineView):
         rows = braille(self._points, width, height, low, high)
         labels = [self.word(ticks[row]) if row in ticks else "" for row in range(height)]
         body: list[Line] = [
-            ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), (row, "spark"))
+            ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), *self._marked(row))
             for label, row in zip(labels, rows, strict=True)
         ]
         return [*body, self._foot(width)]
 
+    def _marked(self, row: str) -> Line:
+        """Return a row of the plot with the cursor in it."""
+        if self._cursor is None:
+            return ((row, "spark"),)
+        first, last = self._points[0][0], self._points[-1][0]
+        share = (self._cursor - first) / (last - first) if last > first else 1.0
+        at = round(max(0.0, min(1.0, share)) * (len(row) - 1))
+        return (row[:at], "spark"), ("│", "accent"), (row[at + 1 :], "spark")
+
+    def _value(self) -> str:
+        """Return the newest value, or the last one up to the cursor with its step."""
+        if self._cursor is None:
+            return self.word(self._points[-1][1])
+        x, y = next((point for point in reversed(self._points) if point[0] <= self._cursor), self._points[0])
+        return f"{self.word(y)} at {count(x)}"
+
     def _heading(self) -> Line:
-        newest = f" {self.word(self._points[-1][1])}" if self._points else ""
+        newest = f" {self._value()}" if self._points else ""
         note = f" · {self._note}" if self._note else ""
         return (self.plot_title, "title"), (newest, "accent"), (note, "dim")
 

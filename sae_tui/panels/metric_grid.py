@@ -1,0 +1,100 @@
+"""All metrics of a job, as many plots at once as fit; each can be had alone."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.containers import Grid
+
+from sae_tui.format import measure
+from sae_tui.jobs.view.watcher import JobDetail
+from sae_tui.widgets.plot import Plot
+from trainer.contract.settings.catalog import Axis
+from trainer.contract.settings.series import LOSS, LR, series_named
+
+_LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
+_OTHER = {"loss": LOSS, "lr": LR}
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A series of a job by its name in the store, `fvu`, `fvu@k=16` of a sweep, of a rank; with its points."""
+
+    name: str
+    rank: int
+    points: tuple[tuple[float, float | None], ...]
+
+    @property
+    def title(self) -> str:
+        """What the plot says: with the rank where other ranks have values too."""
+        return f"{self.name} · rank {self.rank}" if self.rank else self.name
+
+
+def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
+    """Return the series whose title the regular expression finds; raise `re.error` where it is none."""
+    seek = re.compile(pattern, re.IGNORECASE)
+    found = [
+        Metric(name, rank, tuple((point.step, point.value) for point in points))
+        for (name, rank), points in detail.series.items()
+    ]
+    return sorted((one for one in found if seek.search(one.title)), key=lambda one: (_place(one.name), one.title))
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Return where a metric stands: the loss, then the others as the registry has them, the unknown ones last."""
+    base = name.partition("@")[0].removeprefix("heldout_")
+    order = ("loss", "fvu", "l0", "dead_fraction")
+    return (order.index(base), name) if base in order else (len(order), name)
+
+
+class MetricPlot(Plot):
+    """A plot of one metric after another."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.add_class("panel")
+
+    def show_metric(self, metric: Metric, span: tuple[float, float] | None, cursor: float | None) -> None:
+        """Draw the part of a metric between two steps, or all of it."""
+        base = metric.name.partition("@")[0]
+        series = _OTHER.get(base) or series_named(base)
+        axis = series.curve or Axis(from_zero=False)
+        self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
+        self.from_zero, self.least_top = axis.from_zero, axis.least_top
+        shown = [point for point in metric.points if span is None or span[0] <= point[0] <= span[1]]
+        self.show_points(shown, nothing="no values in these steps" if metric.points else "no values yet", cursor=cursor)
+
+
+class MetricGrid(Grid, can_focus=True):
+    """Plots beside and below each other; those that do not fit are on the next page."""
+
+    DEFAULT_CSS = "MetricGrid { height: 1fr; }"
+
+    def on_mount(self) -> None:
+        self._plots: list[MetricPlot] = []
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The columns and rows of plots that there is room for."""
+        return max(1, self.size.width // _LEAST_COLUMNS), max(1, self.size.height // _LEAST_ROWS)
+
+    def show_metrics(
+        self, metrics: Sequence[Metric], span: tuple[float, float] | None, cursor: float | None, chosen: int | None
+    ) -> None:
+        """Draw these metrics, which fit; number `chosen` has the mark of what Enter shows alone."""
+        columns, _ = self.shape
+        n_columns = max(1, min(columns, len(metrics)))
+        self.styles.grid_size_columns = n_columns
+        self.styles.grid_size_rows = max(1, -(-len(metrics) // n_columns))
+        if len(self._plots) < len(metrics):
+            fresh = [MetricPlot() for _ in range(len(metrics) - len(self._plots))]
+            self._plots += fresh
+            self.mount(*fresh)
+        for place, plot in enumerate(self._plots):
+            plot.display = place < len(metrics)
+            if plot.display:
+                plot.set_class(place == chosen, "-chosen")
+                plot.show_metric(metrics[place], span, cursor)

@@ -1,0 +1,173 @@
+"""Every metric of a job in a grid: found by a regular expression, zoomed, and read out at a step."""
+
+from __future__ import annotations
+
+import re
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.widgets import Input
+
+from sae_tui.format import count
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.metric_grid import Metric, MetricGrid, metrics_of
+from sae_tui.session import Session
+from sae_tui.widgets.filter import Filtered
+from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.frame import FramedScreen
+from trainer.contract.wording import plural
+
+_ZOOM = 2.0
+_STEPS_ACROSS = 60  # presses of an arrow key from one end of what is shown to the other
+
+
+class MetricsList(Filtered):
+    """The grid with the line in which the regular expression is typed."""
+
+    PLACEHOLDER = "fvu|loss, ^heldout, rank"
+
+    def compose(self) -> ComposeResult:
+        yield self.filter_line()
+        yield MetricGrid(id="metric-grid")
+
+    def focus_rows(self) -> None:
+        self.query_one(MetricGrid).focus()
+
+
+class MetricsScreen(FramedScreen):
+    """All metrics of the job that is followed."""
+
+    BINDINGS = [
+        Binding("escape", "back", "Back", id="metrics.back", tooltip="To the job; first from one metric to all"),
+        Binding("slash", "filter", "Find", key_display="/", id="metrics.find",
+                tooltip="Show the metrics whose name a regular expression finds: fvu|loss, ^heldout, rank 1"),
+        Binding("enter", "alone", "Alone", id="metrics.alone", tooltip="Show the marked metric alone, or all again"),
+        Binding("tab", "choose(1)", "Next", id="metrics.next", tooltip="Mark the next metric"),
+        Binding("shift+tab", "choose(-1)", "Before", show=False, id="metrics.before", tooltip="Mark the metric before"),
+        Binding("plus", "zoom(1)", "Zoom", key_display="+", id="metrics.zoom",
+                tooltip="Half of the steps, round the cursor or up to the newest"),
+        Binding("minus", "zoom(-1)", "Wider", key_display="-", id="metrics.wider", tooltip="Twice the steps"),
+        Binding("left", "read_out(-1)", "Read out", id="metrics.read_out",
+                tooltip="Read the values of an earlier step"),
+        Binding("right", "read_out(1)", "Later", show=False, id="metrics.later",
+                tooltip="Read the values of a later step"),
+        Binding("shift+left", "read_out(-10)", show=False),
+        Binding("shift+right", "read_out(10)", show=False),
+        Binding("down,pagedown,j", "page(1)", "Next page", show=False, id="metrics.page", tooltip="More metrics"),
+        Binding("up,pageup,k", "page(-1)", "Page before", show=False, id="metrics.page_before",
+                tooltip="The metrics before these"),
+    ]  # fmt: skip
+    HELP = "Every metric of the job over its steps; what is typed after / is a regular expression."
+    DEFAULT_CSS = """
+    MetricsScreen MetricPlot.-chosen { border-title-color: $text-accent; }
+    MetricsScreen.-framed MetricPlot.-chosen { border: round $accent; }
+    """
+
+    def __init__(self, session: Session, job_id: int) -> None:
+        super().__init__(name="metrics")
+        self.session = session
+        self.job_id = job_id
+        self._chosen = 0  # of all that the expression finds
+        self._alone = False
+        # The steps that are shown, None for all; and the one that is read out, None for the newest.
+        self._span: tuple[float, float] | None = None
+        self._cursor: float | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Headline(id="headline")
+        yield MetricsList(id="metrics")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(MetricGrid).focus()
+        self.call_after_refresh(self.show_jobs)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.show_jobs)
+
+    @on(Input.Changed)
+    def _search(self) -> None:
+        self._chosen = 0
+        self.show_jobs()
+
+    def show_jobs(self) -> None:
+        """Draw the metrics as last read."""
+        detail = self.session.detail
+        if not self.is_mounted or detail is None or detail.view.id != self.job_id:
+            return
+        self.query_one(Headline).show_detail(detail)
+        listed, grid = self.query_one(MetricsList), self.query_one(MetricGrid)
+        found, problem = self._found(listed.words)
+        self._chosen = max(0, min(self._chosen, len(found) - 1))
+        columns, rows = grid.shape
+        each = columns * rows
+        first = 0 if self._alone else self._chosen - self._chosen % each
+        shown = found[self._chosen : self._chosen + 1] if self._alone else found[first : first + each]
+        grid.show_metrics(shown, self._span, self._cursor, None if self._alone else self._chosen - first)
+        place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
+        steps = f"steps {count(self._span[0])} to {count(self._span[1])}" if self._span else ""
+        nothing = "" if found else "no such metric" if detail.series else "no values yet"
+        listed.say(problem or " · ".join(filter(None, [nothing, place if len(shown) < len(found) else "", steps])))
+
+    def _found(self, pattern: str) -> tuple[list[Metric], str]:
+        """Return the metrics that the expression finds, all of them while it is none, and what is wrong with it."""
+        detail = self.session.detail
+        assert detail is not None
+        try:
+            return metrics_of(detail, pattern), ""
+        except re.error as error:
+            return metrics_of(detail, ""), f"not a regular expression yet: {error}"
+
+    def _steps(self) -> tuple[float, float] | None:
+        """Return the first and last step that is shown."""
+        if self._span:
+            return self._span
+        detail = self.session.detail
+        steps = [point.step for points in detail.series.values() for point in points] if detail else []
+        return (min(steps), max(steps)) if steps else None
+
+    def action_filter(self) -> None:
+        self.query_one(MetricsList).action_filter()
+
+    def action_back(self) -> None:
+        if self._alone:
+            self.action_alone()
+        else:
+            self.app.pop_screen()
+
+    def action_alone(self) -> None:
+        self._alone = not self._alone
+        self.show_jobs()
+
+    def action_choose(self, by: int) -> None:
+        self._chosen = max(0, self._chosen + by)
+        self.show_jobs()
+
+    def action_page(self, by: int) -> None:
+        columns, rows = self.query_one(MetricGrid).shape
+        self.action_choose(by if self._alone else by * columns * rows)
+
+    def action_read_out(self, by: int) -> None:
+        steps = self._steps()
+        if steps:
+            first, last = steps
+            at = (last if self._cursor is None else self._cursor) + by * (last - first) / _STEPS_ACROSS
+            # Beyond the newest the values are those of now.
+            self._cursor = max(first, at) if at < last else None
+            self.show_jobs()
+
+    def action_zoom(self, by: int) -> None:
+        steps, whole = self._steps(), self._whole()
+        if steps and whole:
+            length = (steps[1] - steps[0]) / _ZOOM**by
+            middle = self._cursor if self._cursor is not None else steps[1] - length / 2
+            first = max(whole[0], min(middle - length / 2, whole[1] - length))
+            is_part = 1 <= length < whole[1] - whole[0]
+            self._span = (first, first + length) if is_part else self._span if length < 1 else None
+            self.show_jobs()
+
+    def _whole(self) -> tuple[float, float] | None:
+        span, self._span = self._span, None
+        whole, self._span = self._steps(), span
+        return whole

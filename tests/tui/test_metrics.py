@@ -1,0 +1,120 @@
+"""All metrics of a job in a grid."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.tui import record_job, record_metrics, wait_until
+
+from sae_tui.panels.metric_grid import MetricPlot, metrics_of
+from sae_tui.screens.job import JobScreen
+from sae_tui.screens.metrics import MetricsScreen
+from sae_tui.widgets.filter import Found
+from trainer.contract.store.states import JobState
+
+
+@pytest.fixture
+def trained(data) -> int:
+    job_id = record_job(data, "minilm", JobState.FINISHED)
+    record_metrics(data, job_id)
+    return job_id
+
+
+def plots(app) -> list[MetricPlot]:
+    return [plot for plot in app.screen.query(MetricPlot) if plot.display]
+
+
+def titles(app) -> list[str]:
+    return [plot.plot_title for plot in plots(app)]
+
+
+def said(app) -> str:
+    return app.screen.query_one(Found).text
+
+
+async def opened(pilot) -> None:
+    app = pilot.app
+    await wait_until(pilot, lambda: app.session.jobs)
+    await pilot.press("enter")
+    await wait_until(pilot, lambda: isinstance(app.screen, JobScreen) and app.session.detail)
+    await pilot.press("a")
+    await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and plots(app) and plots(app)[0].plain)
+
+
+async def test_every_metric_is_there_the_loss_first_on_as_many_pages_as_it_takes(make_app, trained) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        found = {metric.title for metric in metrics_of(app.session.detail, "")}
+        assert titles(app)[:2] == ["loss", "fvu"]
+        assert len(plots(app)) == 12
+        seen = set(titles(app))
+        while not said(app).startswith(f"{len(seen) - len(titles(app)) + 1} to {len(found)} of"):
+            await pilot.press("pagedown")
+            seen |= set(titles(app))
+        assert seen == found
+
+
+async def test_a_regular_expression_chooses_and_a_half_typed_one_hides_nothing(make_app, trained) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        await pilot.press(
+            "slash",
+            *"^(loss|fvu",
+        )
+        await wait_until(pilot, lambda: "not a regular expression yet" in said(app))
+        assert len(plots(app)) == 12
+        await pilot.press(")", "$", "enter")
+        await wait_until(pilot, lambda: titles(app) == ["loss", "fvu"])
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: titles(app) == ["loss"])
+        await pilot.press("tab")
+        await wait_until(pilot, lambda: titles(app) == ["fvu"])
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: titles(app) == ["loss", "fvu"])
+        await pilot.press("escape")
+        assert isinstance(app.screen, JobScreen)
+
+
+async def test_a_cursor_reads_out_the_same_step_everywhere_and_plus_shows_fewer_steps(make_app, trained) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        n_steps = app.session.detail.series["loss", 0][-1].step
+        newest = plots(app)[0].plain.splitlines()[0]
+        await pilot.press("left", "left", "left")
+        await wait_until(pilot, lambda: " at " in plots(app)[0].plain.splitlines()[0])
+        assert {plot.plain.splitlines()[0].rpartition(" at ")[2] for plot in plots(app)[:2]} != {""}
+        assert any("│" in line for line in plots(app)[0].plain.splitlines())
+        await pilot.press("plus", "plus")
+        await wait_until(pilot, lambda: "steps" in said(app))
+        first, last = map(int, re.findall(r"steps (\d+) to (\d+)", said(app))[0])
+        assert 0 < last - first <= n_steps / 3
+        await pilot.press("minus", "minus")
+        await wait_until(pilot, lambda: "steps" not in said(app))
+        await pilot.press("right", "right", "right")
+        await wait_until(pilot, lambda: plots(app)[0].plain.splitlines()[0] == newest)
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])
+async def test_it_fits_any_size(make_app, trained, size) -> None:
+    app = make_app()
+    async with app.run_test(size=size) as pilot:
+        await opened(pilot)
+        assert len(plots(app)) >= 1
+        for plot in plots(app):
+            for y in range(plot.size.height):
+                assert plot.render_line(y).cell_length == plot.size.width
+
+
+async def test_a_job_without_values_says_so(make_app, data) -> None:
+    record_job(data, "minilm", JobState.RUNNING)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, JobScreen) and app.session.detail)
+        await pilot.press("a")
+        await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and said(app) == "no values yet")
