@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from textual.app import App
 from textual.screen import Screen
@@ -11,6 +12,7 @@ from sae_tui.app_parts.drafts import Drafts
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.own_cost import cost_lines, own_cost
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen, settings_lines
@@ -81,3 +83,9 @@ class Navigator:
         """Show the settings and where to change them, above the current screen."""
         session = self._session
         self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
+
+    def show_own_cost(self) -> None:
+        """Show what the app itself costs, above the current screen."""
+        written = getattr(self._app._driver, "n_written", 0)
+        cost = own_cost(written, self._session.monitor.readings_s())
+        self._app.push_screen(Reading("What this app costs", partial(cost_lines, cost)))

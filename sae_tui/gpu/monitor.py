@@ -91,6 +91,10 @@ class Monitor:
         """Return the newest sample of every card that may be used, by index."""
         return visible(self._sampler.latest(), self.source_name)
 
+    def readings_s(self) -> dict[int, float]:
+        """Return how long the last reading of each card took, in seconds."""
+        return self._sampler.readings_s()
+
     def look_at(self, index: int | None) -> None:
         """Have the particulars of this card read from now on; None of none."""
         self._sampler.look_at(index)

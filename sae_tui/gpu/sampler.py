@@ -40,6 +40,7 @@ class _Card:
     sample: GpuSample
     ring: Ring
     answered: float  # monotonic time of the last answer
+    took_s: float = 0.0  # of the last reading
     details: GpuDetails | None = None
 
 
@@ -103,6 +104,10 @@ class Sampler:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
 
+    def readings_s(self) -> dict[int, float]:
+        """Return how long the last reading of each card took, in seconds."""
+        return {index: card.took_s for index, card in enumerate(self._cards)}
+
     def look_at(self, index: int | None) -> None:
         """Read the particulars of this card from now on, and of no other; None reads those of none."""
         if index == self._looked_at:
@@ -152,8 +157,10 @@ class Sampler:
             due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
             # Name at once whoever has just begun to use the card.
             due = due or card.sample.is_used_unseen
+            begun = time.monotonic()
             sample = self._read(card.sample, processes=due)
             card.sample, card.answered = sample, time.monotonic()
+            card.took_s = card.answered - begun
             card.ring.append(sample)
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S

@@ -28,6 +28,12 @@ class TerminalDriver(LinuxDriver):
     """
 
     _settings_before: list[Any] | None = None
+    n_written = 0  # characters, of which all but a few are a byte or three
+
+    def write(self, data: str) -> None:
+        """Write to the terminal, and count it."""
+        self.n_written += len(data)
+        super().write(data)
 
     def start_application_mode(self) -> None:
         """Take the terminal; from here on ctrl+z and what follows it wait for the app to be between two things.

@@ -61,6 +61,9 @@ class StillMonitor:
     def latest(self) -> tuple[GpuSample, ...]:
         return self._latest
 
+    def readings_s(self) -> dict[int, float]:
+        return {index: 0.001 for index in range(len(self._rings))}
+
     def look_at(self, index: int | None) -> None:
         self.looked_at = index
 

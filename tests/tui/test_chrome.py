@@ -267,6 +267,15 @@ async def test_the_palette_shows_the_settings_and_the_file_to_change_them_in(mak
         assert f"history_hours = {app.session.settings.history_hours:g}" in shown
 
 
+async def test_the_palette_shows_what_the_app_itself_costs(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("ctrl+p", *"own cost", "enter")
+        await wait_until(pilot, lambda: app.screen.query("Page"))
+        await wait_until(pilot, lambda: "s per minute" in app.screen.query_one("Page").plain)
+        assert "reading GPU 1" in app.screen.query_one("Page").plain
+
+
 async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, data) -> None:
     data.settings_file.write_text('# mine\nhistory_hours = 5.0\ntheme = "dark" # at night\nwhat = 1\n')
     app = make_app(2)

@@ -1,0 +1,59 @@
+"""What the app itself costs the machine and the line to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sae_tui.format import count, duration, gibibytes
+from sae_tui.widgets.lines import Line
+
+_NAME = 22
+_SLOW_S = 0.1  # after which a card is asked for less
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCost:
+    """Since the app was started, `elapsed_s` ago: CPU time, memory now, threads, bytes written to the terminal.
+
+    `readings_s` is how long the last reading of each card took, by its index.
+    """
+
+    elapsed_s: float
+    cpu_s: float
+    memory_bytes: int
+    n_threads: int
+    written_bytes: int
+    readings_s: Mapping[int, float]
+
+
+def own_cost(written_bytes: int, readings_s: Mapping[int, float]) -> OwnCost:
+    """Measure this process."""
+    import psutil
+
+    process = psutil.Process()
+    with process.oneshot():
+        spent, elapsed = process.cpu_times(), time.time() - process.create_time()
+        memory, n_threads = process.memory_info().rss, process.num_threads()
+    return OwnCost(elapsed, spent.user + spent.system, memory, n_threads, written_bytes, readings_s)
+
+
+def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
+    """Return the page on the app's own cost."""
+    minutes = max(cost.elapsed_s, 1.0) / 60
+    lines = [
+        _line("runs for", duration(cost.elapsed_s)),
+        _line("CPU", f"{cost.cpu_s / minutes:.2f} s per minute, its start with it"),
+        _line("memory", gibibytes(cost.memory_bytes)),
+        _line("threads", str(cost.n_threads)),
+        _line("to the terminal", f"{count(cost.written_bytes / (60 * minutes))} bytes per second"),
+    ]
+    for index, seconds in sorted(cost.readings_s.items()):
+        slow = "; slow, so it is asked for its four sensors only" if seconds >= _SLOW_S else ""
+        lines.append(_line(f"reading GPU {index}", f"{1000 * seconds:.1f} ms{slow}"))
+    return lines
+
+
+def _line(name: str, value: str) -> Line:
+    return (f" {name:<{_NAME}}", "label"), (value, "warn" if "slow" in value else "text")

@@ -1,0 +1,30 @@
+"""What the app costs by its own account."""
+
+from __future__ import annotations
+
+import psutil
+
+from sae_tui.own_cost import OwnCost, cost_lines, own_cost
+
+
+def text(cost: OwnCost) -> list[str]:
+    return ["".join(part for part, _ in line).strip() for line in cost_lines(cost, 80)]
+
+
+def test_the_cost_is_that_of_this_process() -> None:
+    cost, me = own_cost(1000, {0: 0.002}), psutil.Process()
+    assert 0 < cost.cpu_s <= sum(me.cpu_times()[:2])
+    assert abs(cost.memory_bytes - me.memory_info().rss) < 64 << 20
+    assert cost.n_threads == me.num_threads()
+    assert cost.elapsed_s > 0
+
+
+def test_it_is_told_per_minute_and_a_slow_card_stands_out() -> None:
+    lines = text(OwnCost(120.0, 3.0, 54 << 20, 9, 240_000, {0: 0.0021, 3: 0.21}))
+    assert [line.split(maxsplit=1)[0] for line in lines[:4]] == ["runs", "CPU", "memory", "threads"]
+    assert "1.50 s per minute" in lines[1]
+    assert "54 MiB" in lines[2]
+    assert "2000 bytes per second" in lines[4]
+    assert "2.1 ms" in lines[5]
+    assert "slow" not in lines[5]
+    assert "210.0 ms; slow" in lines[6]
