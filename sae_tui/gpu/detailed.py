@@ -1,4 +1,4 @@
-"""The interface of a GPU source that has more to tell of a card than its samples do."""
+"""The interfaces of GPU sources that have more to tell of a card than its samples do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sae_tui.gpu.base import GpuSample
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
+    from sae_tui.gpu.ring import Reading
 
 
 @runtime_checkable
@@ -16,4 +17,13 @@ class DetailedSource(Protocol):
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         """Return the particulars of a card whose newest sample is given; may block like `sample`."""
+        ...
+
+
+@runtime_checkable
+class RememberingSource(Protocol):
+    """A source of which the driver remembers how a card was before it was asked."""
+
+    def buffered(self, index: int) -> tuple[Reading, ...]:
+        """Return what is remembered of a card that was read before, oldest first; may block like `sample`."""
         ...

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
 from sae_tui.gpu.history import Recorder
-from sae_tui.gpu.past import Past, past
-from sae_tui.gpu.ring import CAPACITY
+from sae_tui.gpu.past import Past, past, together
+from sae_tui.gpu.ring import CAPACITY, Reading
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
@@ -127,8 +127,12 @@ class Monitor:
                 filled[final] |= {sample.index for sample in fresh}
 
     def _fill(self, samples: Sequence[GpuSample]) -> None:
+        stored: Mapping[str, Sequence[Reading]] = {}
         with contextlib.suppress(UserError):
-            history = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
-            for sample in samples:
-                if sample.uuid in history:
-                    self._sampler.ring(sample.index).extend_history(history[sample.uuid])
+            stored = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
+        for sample in samples:
+            history = together(
+                stored.get(sample.uuid, ()), self._sampler.buffered(sample.index), self._interval_s, sample.timestamp
+            )
+            if history:
+                self._sampler.ring(sample.index).extend_history(history)

@@ -18,6 +18,7 @@ from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
+    from sae_tui.gpu.ring import Reading
 
 # A card that takes longer for its four sensors is asked for no more than these.
 SLOW_S = 0.1
@@ -73,6 +74,9 @@ class Nvml:
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._cards[index].details(sample)
+
+    def buffered(self, index: int) -> tuple[Reading, ...]:
+        return self._cards[index].buffered()
 
     def facts(self) -> GpuFacts:
         handles = [self._ask("nvmlDeviceGetHandleByIndex", card.index) for card in self._cards]
@@ -154,6 +158,12 @@ class _Card:
 
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
+
+    def buffered(self) -> tuple[Reading, ...]:
+        """Return what the driver remembers of the card; nothing where it cannot be read."""
+        from sae_tui.gpu.nvml_buffer import buffered
+
+        return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
         """Return the fields of a healthy sample, by four calls and up to five more for what seldom changes.

@@ -44,6 +44,16 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
     )
 
 
+def together(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: float, now: float) -> list[Reading]:
+    """Return what was stored of a card and, in the intervals of which nothing was, what its driver remembers.
+
+    What the driver's clock has after `now` is left out: another clock than ours cannot be put beside it.
+    """
+    known = {interval_of(reading.timestamp, interval_s) for reading in stored}
+    fresh = [one for one in remembered if one.timestamp <= now and interval_of(one.timestamp, interval_s) not in known]
+    return sorted([*stored, *fresh], key=lambda reading: reading.timestamp)
+
+
 def on_grid(newest_first: Iterable[Reading], last: int, n: int, interval_s: float) -> list[Slot]:
     """Return the readings of a card on the `n` intervals up to `last`; the newest reading of an interval counts.
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource
-from sae_tui.gpu.ring import CAPACITY, Ring
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource
+from sae_tui.gpu.ring import CAPACITY, Reading, Ring
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
 SILENT_AFTER_S = 5.0
+_QUICK_S = 0.3
 
 
 class Status(StrEnum):
@@ -41,6 +42,7 @@ class _Card:
     ring: Ring
     answered: float  # monotonic time of the last answer
     took_s: float = 0.0  # of the last reading
+    buffered: tuple[Reading, ...] | None = None  # what the driver remembered at the first one
     details: GpuDetails | None = None
 
 
@@ -104,6 +106,10 @@ class Sampler:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
 
+    def buffered(self, index: int) -> tuple[Reading, ...]:
+        """Return what the driver remembered of a card when it was first read, oldest first."""
+        return self._cards[index].buffered or ()
+
     def readings_s(self) -> dict[int, float]:
         """Return how long the last reading of each card took, in seconds."""
         return {index: card.took_s for index, card in enumerate(self._cards)}
@@ -161,6 +167,9 @@ class Sampler:
             sample = self._read(card.sample, processes=due)
             card.sample, card.answered = sample, time.monotonic()
             card.took_s = card.answered - begun
+            if card.buffered is None and sample.healthy:
+                # A slow card is asked for no more than it has to be.
+                card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
             card.ring.append(sample)
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
@@ -179,6 +188,12 @@ class Sampler:
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         failed = {**sample.failed, **failed}
         return replace(sample, processes=last.processes, condition=last.condition, failed=failed)
+
+    def _read_buffer(self, index: int) -> tuple[Reading, ...]:
+        if isinstance(self.source, RememberingSource):
+            with contextlib.suppress(Exception):
+                return self.source.buffered(index)
+        return ()
 
     def _read_details(self, sample: GpuSample) -> GpuDetails | None:
         if not sample.healthy or not isinstance(self.source, DetailedSource):

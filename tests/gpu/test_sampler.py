@@ -294,3 +294,28 @@ def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
     answer = on_nvml(script, GPUS=4, FAULTS="2:slow=60")
     assert answer["healthy"][0] is answer["healthy"][1] is answer["healthy"][3] is True
     assert answer["ended"] is True
+
+
+REMEMBERED = """
+import json, time
+from sae_tui.gpu.nvml import Nvml
+from sae_tui.gpu.sampler import Sampler
+sampler = Sampler(Nvml(), 0.05)
+sampler.start()
+while not sampler.count or not all(sample.healthy for sample in sampler.latest()[:1]) or not sampler.buffered(0):
+    time.sleep(0.01)
+time.sleep(0.1)
+print(json.dumps([time.time(), [[list(one) for one in sampler.buffered(index)] for index in range(3)]]))
+sampler.stop()
+"""
+
+
+def test_what_the_driver_remembers_of_a_card_is_read_with_its_first_sample(on_nvml) -> None:
+    now, (card, dumb, lost) = on_nvml(REMEMBERED, GPUS=3, FAULTS="1:no_samples,2:lost")
+    assert 15 <= len(card) <= 20
+    for timestamp, utilization, memory, temperature, power, _ in card:
+        assert now - 20 <= timestamp <= now
+        assert 0 <= utilization <= 100
+        assert 70 <= power <= 700
+        assert memory is temperature is None
+    assert (dumb, lost) == ([], [])

@@ -1,0 +1,41 @@
+"""What an NVIDIA driver remembers of a card from before anybody asked: some twenty seconds, six samples each."""
+
+from __future__ import annotations
+
+import contextlib
+from types import ModuleType
+from typing import Any
+
+from sae_tui.gpu.ring import Reading
+
+# NVML's kinds of samples, with the field of a reading, and what a sample is divided by.
+_KINDS = ((0, "power_w", 1000.0), (1, "utilization", 1.0))
+_MOST_PERCENT = 100.0
+
+
+def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
+    """Return the means of the seconds that the driver remembers, oldest first; none where it does not tell."""
+    by_second: dict[int, dict[str, list[float]]] = {}
+    for kind, field, divisor in _KINDS:
+        with contextlib.suppress(nvml.NVMLError, AttributeError):
+            value_type, samples = nvml.nvmlDeviceGetSamples(handle, kind, 0)
+            for sample in samples:
+                value = _value(nvml, value_type, sample.sampleValue) / divisor
+                if value >= 0 and (field != "utilization" or value <= _MOST_PERCENT):
+                    second = sample.timeStamp // 1_000_000
+                    by_second.setdefault(second, {}).setdefault(field, []).append(value)
+    return tuple(
+        Reading(float(second), **{field: sum(values) / len(values) for field, values in fields.items()})
+        for second, fields in sorted(by_second.items())
+    )
+
+
+def _value(nvml: ModuleType, value_type: int, value: Any) -> float:
+    """Return a sample's value by the member of the union that has it."""
+    members = {
+        nvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
+        nvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
+    }
+    return float(getattr(value, members[value_type])) if value_type in members else -1.0
