@@ -70,6 +70,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke), readonly=readonly)
         self.session.go = self.navigator = Navigator(self, self.session)
         self.redraw = Redraw(self, self.session)
+        # Before any style is read: a change of colours has all of them read once more.
         self._colours = Colours(self, self.session)
         self._painter = Painter()
         self._settings_problems = tuple(problems)
@@ -81,7 +82,6 @@ class SaeApp(KeysInOrder, Notices):
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
     def on_mount(self) -> None:
-        self._colours.start()
         self.session.monitor.start()
         self.session.watcher.start()
         self.navigator.start()

@@ -89,12 +89,9 @@ class Session:
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
-    def holder(self, sample: GpuSample) -> tuple[str, str]:
-        """Return who uses a GPU, in a few words, and the name of the style for it."""
-        (choice,) = availability.choices([sample], self._holders([sample]))
-        if choice.state == "available":
-            return choice.brief or "idle", "dim"
-        return choice.brief, "good" if choice.job_id is not None else "warn"
+    def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
+        """Return for each GPU who uses it, in a few words, and the name of the style for it."""
+        return [_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> Status:
         """Return what the line at the top shows: the host, a summary, and what is wrong."""
@@ -105,6 +102,12 @@ class Session:
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
+
+
+def _use(choice: GpuChoice) -> tuple[str, str]:
+    if choice.state == "available":
+        return choice.brief or "idle", "dim"
+    return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 class HasSession(Protocol):

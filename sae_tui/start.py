@@ -59,6 +59,7 @@ def run_app(
     # default took an eighth of the time that a key costs.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
     app.run()
     # After the terminal is given back, since deleting many checkpoints takes a while.
     app.session.actions.empty_trash()

@@ -76,6 +76,19 @@ def test_starting_the_app_loads_no_tensor_library_and_no_driver(module: str) -> 
     assert loaded_by([module], (*HEAVY, "pynvml", "sqlite_utils", "safetensors", "trainer.cli")) == {}
 
 
+def test_the_app_loads_no_screen_before_it_is_opened() -> None:
+    code = (
+        "import sys, sae_tui.start; print(sorted(name for name in sys.modules if name.startswith('sae_tui.screens.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.rpartition(".")[2] for name in ast.literal_eval(done.stdout)} == {
+        "dashboard",
+        "dashboard_rows",
+        "job_edits",
+        "offers",
+    }
+
+
 def test_the_command_line_of_the_app_loads_no_screen() -> None:
     assert loaded_by(["sae_tui.cli"], SCREEN) == {}
 

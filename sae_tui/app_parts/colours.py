@@ -17,11 +17,8 @@ class Colours:
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
         self._session = session
-
-    def start(self) -> None:
-        """Show the theme that the settings name."""
         for theme in (DARK, LIGHT):
-            self._app.register_theme(theme)
+            app.register_theme(theme)
         self._show()
 
     def choose(self, name: ThemeName) -> None:

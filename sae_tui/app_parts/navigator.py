@@ -1,25 +1,25 @@
-"""Changes which screen is shown, always one above the dashboard."""
+"""Changes which screen is shown, always one above the dashboard.
+
+A screen other than the dashboard is loaded when it is first opened: all of them took a tenth of the time that the app
+needs to show itself.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
-from functools import partial
+from typing import TYPE_CHECKING
 
 from textual.app import App
 from textual.screen import Screen
 
-from sae_tui.app_parts.drafts import Drafts
-from sae_tui.doctor.base import Box, Finding
-from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
-from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.own_cost import cost_lines, own_cost
 from sae_tui.screens.dashboard import Dashboard
-from sae_tui.screens.doctor import DoctorScreen
-from sae_tui.screens.help import HelpScreen, settings_lines
-from sae_tui.screens.job import JobScreen
 from sae_tui.session import Session
-from sae_tui.widgets.reading import Reading
 from trainer.contract.settings.job_file import AnyJob
+
+if TYPE_CHECKING:
+    from sae_tui.app_parts.drafts import Drafts
+    from sae_tui.doctor.base import Finding
 
 
 class Navigator:
@@ -29,7 +29,12 @@ class Navigator:
         self._app = app
         self._session = session
         self.dashboard = Dashboard(session, session.settings.monitor_view_default)
-        self._drafts = Drafts(app, session, self.dashboard.select)
+
+    @functools.cached_property
+    def _drafts(self) -> Drafts:
+        from sae_tui.app_parts.drafts import Drafts
+
+        return Drafts(self._app, self._session, self.dashboard.select)
 
     def start(self) -> None:
         """Show the first screen."""
@@ -48,6 +53,8 @@ class Navigator:
 
     def open_job(self, job_id: int) -> None:
         """Show a job, and follow it from rank 0 on."""
+        from sae_tui.screens.job import JobScreen
+
         self.switch_to(JobScreen(self._session, job_id))
         self._session.watcher.follow(job_id, 0)
 
@@ -67,25 +74,39 @@ class Navigator:
 
     def show_doctor(self) -> None:
         """Show what is in the way of a training here."""
-        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks((*CHECKS, *PROBES))))
+        from sae_tui.screens.doctor import DoctorScreen
 
-    def _run_checks(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
+        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=True)))
+
+    def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
         """Run the checks on a GPU source of their own, since the monitor's is in use."""
+        from sae_tui.doctor.base import Box
+        from sae_tui.doctor.examine import CHECKS, PROBES, examine
+        from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+
         monitor, data = self._session.monitor, self._session.data
         source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
-        return examine(Box(data, source), checks)
+        return examine(Box(data, source), (*CHECKS, *PROBES) if probe else CHECKS)
 
     def show_help(self) -> None:
         """Show what the keys of the current screen do, above it."""
+        from sae_tui.screens.help import HelpScreen
+
         self._app.push_screen(HelpScreen(self._app.screen))
 
     def show_settings(self) -> None:
         """Show the settings and where to change them, above the current screen."""
+        from sae_tui.screens.help import settings_lines
+        from sae_tui.widgets.reading import Reading
+
         session = self._session
         self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
 
     def show_own_cost(self) -> None:
         """Show what the app itself costs, above the current screen."""
+        from sae_tui.own_cost import cost_lines, own_cost
+        from sae_tui.widgets.reading import Reading
+
         written = getattr(self._app._driver, "n_written", 0)
         cost = own_cost(written, self._session.monitor.readings_s())
-        self._app.push_screen(Reading("What this app costs", partial(cost_lines, cost)))
+        self._app.push_screen(Reading("What this app costs", functools.partial(cost_lines, cost)))

@@ -33,7 +33,7 @@ class JobsFinder(Filtered):
     PLACEHOLDER = "words, #tag, state:failed"
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(id=id)
+        super().__init__(id=id, classes="-unfiltered")
         self.order = next(iter(orders()))
         self._jobs: Sequence[JobView] = ()
         self._problem = ""

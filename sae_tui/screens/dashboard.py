@@ -19,11 +19,8 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import Rows, arrange
-from sae_tui.screens.gpu import GpuScreen
 from sae_tui.screens.job_edits import JOBS, JobEdits
-from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
-from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.frame import FramedScreen, entitle
@@ -123,7 +120,10 @@ class Dashboard(FramedScreen):
         laid = self._arrange(len(samples))
         if laid.totals:
             self.query_one(AggregatePanel).show_totals(totals(samples, past), plot=laid.plot)
-        rows = [GpuRow(sample, *self.session.holder(sample), partial(past.column, sample.index)) for sample in samples]
+        rows = [
+            GpuRow(sample, *holder, partial(past.column, sample.index))
+            for sample, holder in zip(samples, self.session.holders(samples), strict=True)
+        ]
         panel = self.query_one(GpuPanel)
         if rows:
             panel.show_gpus(rows, cards=cards, room=laid.gpus, lines_each=laid.per_gpu)
@@ -194,6 +194,8 @@ class Dashboard(FramedScreen):
 
     def action_open_log(self) -> None:
         if job := self.query_one(JobEdits).selected:
+            from sae_tui.screens.log import LogScreen
+
             self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
 
     def action_toggle_view(self) -> None:
@@ -202,9 +204,13 @@ class Dashboard(FramedScreen):
 
     def action_open_gpu(self, index: int) -> None:
         if any(sample.index == index for sample in self.session.monitor.latest()):
+            from sae_tui.screens.gpu import GpuScreen
+
             self.app.push_screen(GpuScreen(self.session, index))
 
     def action_open_processes(self) -> None:
+        from sae_tui.screens.processes import ProcessesScreen
+
         self.app.push_screen(ProcessesScreen(self.session))
 
     @on(GpuPanel.Chosen)

@@ -105,7 +105,7 @@ class GpuScreen(FramedScreen):
         # Again, since the screen of another card, which was left just before, ends its own look when it is gone.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
-        holder, style = self.session.holder(sample)
+        ((holder, style),) = self.session.holders([sample])
         self.query_one(StatusLine).show_status(self.session.status())
         self._show_history(sample)
         self.query_one(GpuFacts).show_gpu(sample, details, holder, style)

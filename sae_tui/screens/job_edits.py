@@ -10,7 +10,6 @@ from sae_tui.jobs import edits
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.finder import JobsFinder
-from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from trainer.contract.paths import DataDir
@@ -58,6 +57,8 @@ class JobEdits(JobsFinder):
         return self.marked or [job.id for job in [self.selected] if job]
 
     def action_compare(self) -> None:
+        from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
+
         ids = self.targets
         if len(ids) > MOST_RUNS:
             self.notify(f"{len(ids)} jobs are marked; {MOST_RUNS} can be compared.", severity="warning")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from textual.content import Content
+from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import Label
@@ -35,14 +36,15 @@ class HeadingLine(Label):
 class FramedScreen(Screen[None]):
     """A screen whose panels, the widgets of class `panel`, have as much of a frame as there is room for."""
 
-    def on_mount(self) -> None:
-        self._fit_frames()
+    def on_compose(self) -> None:
+        # Before there are widgets, whose styles would all have to be found once more.
+        self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
-        self._fit_frames()
+        self._fit_frames(self.size)
 
-    def _fit_frames(self) -> None:
-        frame = frame_of(*self.size)
+    def _fit_frames(self, size: Size) -> None:
+        frame = frame_of(*size)
         for name in FRAMES:
             self.set_class(name == frame, f"-{name}")
 
