@@ -36,6 +36,8 @@ def _main(argv: Sequence[str] | None) -> int:
     parser = make_parser(_open_app)
     completion.complete(parser)
     flags = parser.parse_args(argv)
+    if flags.readonly and flags.command is not _open_app:
+        parser.error("--readonly is for the app, and no command may follow it")
     try:
         return _run(flags)
     except KeyboardInterrupt:

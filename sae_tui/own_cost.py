@@ -10,7 +10,7 @@ from sae_tui.format import count, duration, gibibytes
 from sae_tui.widgets.lines import Line
 
 _NAME = 22
-_SLOW_S = 0.1  # after which a card is asked for less
+_SLOW_S = 0.1  # for a reading of a card, which usually takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,11 @@ def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
         _line("to the terminal", f"{count(cost.written_bytes / (60 * minutes))} bytes per second"),
     ]
     for index, seconds in sorted(cost.readings_s.items()):
-        slow = "; slow, so it is asked for its four sensors only" if seconds >= _SLOW_S else ""
-        lines.append(_line(f"reading GPU {index}", f"{1000 * seconds:.1f} ms{slow}"))
+        is_slow = seconds >= _SLOW_S
+        told = f"{1000 * seconds:.1f} ms{', which is slow' if is_slow else ''}"
+        lines.append(_line(f"reading GPU {index}", told, "warn" if is_slow else "text"))
     return lines
 
 
-def _line(name: str, value: str) -> Line:
-    return (f" {name:<{_NAME}}", "label"), (value, "warn" if "slow" in value else "text")
+def _line(name: str, value: str, style: str = "text") -> Line:
+    return (f" {name:<{_NAME}}", "label"), (value, style)

@@ -50,9 +50,10 @@ def run_app(
         interval_s=settings.sampling_interval_s,
         retention=Retention(settings.history_hours, settings.history_days),
     )
-    with contextlib.suppress(UserError, OSError):
-        # What an app that was killed left in the trash, some of it half deleted.
-        trash.empty(data)
+    if not readonly:
+        with contextlib.suppress(UserError, OSError):
+            # What an app that was killed left in the trash, some of it half deleted.
+            trash.empty(data)
     app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by

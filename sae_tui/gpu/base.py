@@ -24,16 +24,16 @@ Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory on a GPU; `sm_percent` is its share of the card's multiprocessors."""
+    """A process that holds memory on a GPU."""
 
     pid: Pid
     user: str | None
     name: str | None
     memory_used_bytes: Count | None
-    sm_percent: int | None = None
 
 
-class Xid(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Xid:
     """An error that a driver has reported of a card: its number, when, and what it means."""
 
     number: int

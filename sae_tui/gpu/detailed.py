@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from sae_tui.gpu.base import GpuSample
@@ -17,6 +18,15 @@ class DetailedSource(Protocol):
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         """Return the particulars of a card whose newest sample is given; may block like `sample`."""
+        ...
+
+
+@runtime_checkable
+class SharesSource(Protocol):
+    """A source that can also tell how much of a card each of its processes takes, from the card's own thread."""
+
+    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
+        """Return by pid the shares of the multiprocessors of a card whose newest sample is given, in percent."""
         ...
 
 

@@ -62,4 +62,4 @@ class GpuDetails:
     xid: Xid | None = None
     instances: tuple[Instance, ...] = ()
     driver: str | None = None
-    cuda: str | None = None
+    cuda: tuple[int, int] | None = None

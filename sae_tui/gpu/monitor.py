@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
 from sae_tui.gpu.history import Recorder
-from sae_tui.gpu.past import Past, past, together
+from sae_tui.gpu.past import Past, merge, past
 from sae_tui.gpu.ring import CAPACITY, Reading
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
@@ -95,6 +95,14 @@ class Monitor:
         """Return how long the last reading of each card took, in seconds."""
         return self._sampler.readings_s()
 
+    def want_shares(self, wanted: bool) -> None:
+        """Have read from now on how much of its card each process takes, or no more."""
+        self._sampler.want_shares(wanted)
+
+    def sm_percents(self, index: int) -> Mapping[int, int]:
+        """Return by pid the shares of a card's multiprocessors; none before the first, or where not wanted."""
+        return self._sampler.sm_percents(index)
+
     def look_at(self, index: int | None) -> None:
         """Have the particulars of this card read from now on; None of none."""
         self._sampler.look_at(index)
@@ -131,7 +139,7 @@ class Monitor:
         with contextlib.suppress(UserError):
             stored = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
         for sample in samples:
-            history = together(
+            history = merge(
                 stored.get(sample.uuid, ()), self._sampler.buffered(sample.index), self._interval_s, sample.timestamp
             )
             if history:

@@ -6,14 +6,14 @@ import contextlib
 import importlib
 import os.path
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
-from sae_tui.gpu.nvml_details import NvmlDetails
+from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ class Nvml:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._cards[index].details(sample)
 
+    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
+        return self._cards[index].sm_percents() if sample.processes else {}
+
     def buffered(self, index: int) -> tuple[Reading, ...]:
         return self._cards[index].buffered()
 
@@ -84,8 +87,8 @@ class Nvml:
         cuda = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         capabilities = [self._ask("nvmlDeviceGetCudaComputeCapability", handle) for handle in handles]
         return GpuFacts(
-            driver=_text(self._ask("nvmlSystemGetDriverVersion")),
-            cuda=None if cuda is None else divmod(cuda // 10, 100),
+            driver=text(self._ask("nvmlSystemGetDriverVersion")),
+            cuda=cuda_version(cuda),
             capabilities=tuple(version and (version[0], version[1]) for version in capabilities),
             nvlinks=tuple(self._nvlinks(handle) for handle in handles),
             pairs=tuple(self._pair(*one, *other) for one, other in combinations(readable, 2)),
@@ -148,7 +151,7 @@ class _Card:
             self._failed = {}
             fields = {"healthy": False, "reason": str(fault)}
         return GpuSample(
-            index=self.index, uuid=self._uuid(), name=_text(self._static.get("name")) or "NVIDIA GPU",
+            index=self.index, uuid=self._uuid(), name=text(self._static.get("name")) or "NVIDIA GPU",
             timestamp=time.time(), failed=self._failed, **fields,
         )  # fmt: skip
 
@@ -158,6 +161,10 @@ class _Card:
 
         handle = self._handle
         return GpuDetails(time.time()) if handle is None else self._details.read(handle)
+
+    def sm_percents(self) -> Mapping[int, int]:
+        """Return the share of the card that each process has; none where it cannot be read."""
+        return {} if self._handle is None else self._details.sm_percents(self._handle)
 
     def buffered(self) -> tuple[Reading, ...]:
         """Return what the driver remembers of the card; nothing where it cannot be read."""
@@ -198,7 +205,7 @@ class _Card:
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
-            "processes": self._processes(with_shares=is_quick) if processes else None,
+            "processes": self._processes() if processes else None,
             "condition": self._details.condition(self._handle) if processes and is_quick else None,
             "unusable": faults.SPLIT if mig and mig[0] else "",
         }
@@ -245,16 +252,13 @@ class _Card:
 
     def _uuid(self) -> str:
         """Return the UUID, or a stand-in, marked in `failed`, to which no job can be pinned."""
-        uuid = _text(self._static.get("uuid"))
+        uuid = text(self._static.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._static else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
-    def _processes(self, *, with_shares: bool) -> tuple[GpuProcess, ...] | None:
-        """Return the compute and graphics processes, each once: one in both lists has the same memory in each.
-
-        Their shares of the card are asked for only where there are some, and `with_shares`.
-        """
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        """Return the compute and graphics processes, each once: one in both lists has the same memory in each."""
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -262,8 +266,7 @@ class _Card:
         for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
-        shares = self._details.sm_percents(self._handle) if memory and with_shares else {}
-        return tuple(GpuProcess(pid, *_owner(pid), used, shares.get(pid)) for pid, used in memory.items())
+        return tuple(GpuProcess(pid, *_owner(pid), used) for pid, used in memory.items())
 
 
 def _import_pynvml() -> Any:
@@ -274,11 +277,6 @@ def _import_pynvml() -> Any:
     if not hasattr(module, "nvmlMemory_v2"):
         raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
     return module
-
-
-def _text(answer: str | bytes | None) -> str | None:
-    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
-    return text and printable(text)
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

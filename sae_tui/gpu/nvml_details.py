@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -98,15 +99,21 @@ class NvmlDetails:
             decoder_percent=None if decoder is None else decoder[0],
             persistence=None if persistence is None else bool(persistence),
             compute_mode=COMPUTE_MODES.get(ask("nvmlDeviceGetComputeMode", handle)),
-            bus_id=None if pci is None else _text(pci.busId),
+            bus_id=None if pci is None else text(pci.busId),
             sm_percent=activity.sm,
             occupancy_percent=activity.occupancy,
             tensor_percent=activity.tensor,
             xid=condition.xid,
             instances=self._instances(handle),
-            driver=_version(ask("nvmlSystemGetDriverVersion")),
-            cuda=_cuda(ask("nvmlSystemGetCudaDriverVersion_v2")),
+            driver=self._versions[0],
+            cuda=self._versions[1],
         )
+
+    @functools.cached_property
+    def _versions(self) -> tuple[str | None, tuple[int, int] | None]:
+        """The driver's version, and the newest CUDA that it runs."""
+        newest = self._ask("nvmlSystemGetCudaDriverVersion_v2")
+        return text(self._ask("nvmlSystemGetDriverVersion")), cuda_version(newest)
 
     def _instances(self, handle: Any) -> tuple[Instance, ...]:
         """Return the parts of a split card; none of any other."""
@@ -118,7 +125,7 @@ class NvmlDetails:
             if part is not None:
                 name, memory = self._ask("nvmlDeviceGetName", part), self._ask("nvmlDeviceGetMemoryInfo", part)
                 sizes = (None, None) if memory is None else (int(memory.used), int(memory.total))
-                parts.append(Instance("MIG" if name is None else _text(name), *sizes))
+                parts.append(Instance(text(name) or "MIG", *sizes))
         return tuple(parts)
 
     def _slowed_by(self, handle: Any) -> tuple[str, ...] | None:
@@ -150,14 +157,12 @@ class NvmlDetails:
         return None
 
 
-def _text(answer: str | bytes) -> str:
-    return printable(answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer)
+def text(answer: str | bytes | None) -> str | None:
+    """Return what NVML answers as text that can be shown; None where it does not."""
+    words = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+    return words and printable(words)
 
 
-def _version(answer: str | bytes | None) -> str | None:
-    return None if answer is None else _text(answer)
-
-
-def _cuda(number: int | None) -> str | None:
-    """Return the version that NVML writes as 12040: `12.4`."""
-    return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+def cuda_version(number: int | None) -> tuple[int, int] | None:
+    """Return the version that NVML writes as 12040: (12, 4)."""
+    return None if number is None else divmod(number // 10, 100)

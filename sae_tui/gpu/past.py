@@ -44,7 +44,7 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
     )
 
 
-def together(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: float, now: float) -> list[Reading]:
+def merge(stored: Sequence[Reading], remembered: Sequence[Reading], interval_s: float, now: float) -> list[Reading]:
     """Return what was stored of a card and, in the intervals of which nothing was, what its driver remembers.
 
     What the driver's clock has after `now` is left out: another clock than ours cannot be put beside it.

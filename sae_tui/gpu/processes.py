@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ _GROUPS = (
 )
 _MOST_ANCESTORS = 32
 _MOST_ENVIRONMENT = 1 << 18  # bytes
+_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]+@")  # of an address
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
@@ -70,14 +71,16 @@ class ProcessReader:
     def __init__(self) -> None:
         self._known: dict[int, _Host] = {}
 
-    def read(self, samples: Iterable[GpuSample]) -> tuple[ProcessDetails, ...]:
-        """Return each process once, those that hold most memory first."""
+    def read(
+        self, samples: Iterable[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]
+    ) -> tuple[ProcessDetails, ...]:
+        """Return each process once, those that hold most memory first; `sm_percents` are shares by card and pid."""
         by_pid: dict[int, list[tuple[int, GpuProcess]]] = {}
         for sample in samples:
             for process in sample.processes or ():
                 by_pid.setdefault(process.pid, []).append((sample.index, process))
         self._known = {pid: host for pid in by_pid if (host := self._host(pid))}
-        found = [self._details(pid, on_cards) for pid, on_cards in by_pid.items()]
+        found = [self._details(pid, on_cards, sm_percents) for pid, on_cards in by_pid.items()]
         return tuple(sorted(found, key=lambda one: -(one.memory_used_bytes or 0)))
 
     def _host(self, pid: int) -> _Host | None:
@@ -85,10 +88,12 @@ class ProcessReader:
         known = self._known.get(pid)
         return known if known is not None and known.identity.is_alive() else _Host.of(pid)
 
-    def _details(self, pid: int, on_cards: list[tuple[int, GpuProcess]]) -> ProcessDetails:
+    def _details(
+        self, pid: int, on_cards: list[tuple[int, GpuProcess]], sm_percents: Mapping[int, Mapping[int, int]]
+    ) -> ProcessDetails:
         parts = [process for _, process in on_cards]
         sizes = [one.memory_used_bytes for one in parts if one.memory_used_bytes is not None]
-        shares = [one.sm_percent for one in parts if one.sm_percent is not None]
+        shares = [sm_percents[index][pid] for index, _ in on_cards if pid in sm_percents.get(index, ())]
         listed = parts[0]
         host = self._known.get(pid)
         # The driver counts by the pids of another container, and here another user's process has the number.
@@ -203,7 +208,10 @@ class Surroundings:
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read where a process works; only its user and root may. Values of variables with secrets are left out."""
+    """Read where a process works, which only its user and root may.
+
+    Secrets are left out: values of variables named like one, and passwords in addresses.
+    """
     if process.identity is None:
         return Surroundings()
     here = Path(f"/proc/{process.pid}")
@@ -215,8 +223,12 @@ def surroundings(process: ProcessDetails) -> Surroundings:
     if not process.identity.is_alive():
         return Surroundings()
     pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
-    shown = {printable(name): "…" if _SECRET.search(name) else printable(value) for name, _, value in pairs}
+    shown = {printable(name): "…" if _SECRET.search(name) else _without_password(value) for name, _, value in pairs}
     return Surroundings(folder, program, tuple(sorted(shown.items())))
+
+
+def _without_password(value: str) -> str:
+    return _PASSWORD.sub(r"\1…@", printable(value))
 
 
 SIGNALS = {
@@ -252,9 +264,9 @@ def send_signal(process: ProcessDetails, number: signal.Signals, source_name: st
 
 def _driver_files(source_name: str) -> frozenset[str]:
     """Return the files that each process on such cards has open; none for cards that are not real."""
-    vendors = (
-        [VENDORS[source_name]] if source_name in VENDORS else [] if source_name == "simulated" else VENDORS.values()
-    )
+    if source_name == "simulated":
+        return frozenset()
+    vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()
     return frozenset(file for vendor in vendors for file in vendor.driver_files)
 
 

@@ -6,14 +6,14 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
 SILENT_AFTER_S = 5.0
+# A card whose reading takes longer is not asked for what its driver remembers, which takes four calls more.
 _QUICK_S = 0.3
 
 
@@ -44,6 +45,7 @@ class _Card:
     took_s: float = 0.0  # of the last reading
     buffered: tuple[Reading, ...] | None = None  # what the driver remembered at the first one
     details: GpuDetails | None = None
+    sm_percents: Mapping[int, int] = field(default_factory=dict)  # by pid
 
 
 class Sampler:
@@ -67,6 +69,7 @@ class Sampler:
         self._changed = threading.Condition()
         self._stopping = False
         self._looked_at: int | None = None
+        self._shares_wanted = False
 
     @property
     def status(self) -> Status:
@@ -113,6 +116,14 @@ class Sampler:
     def readings_s(self) -> dict[int, float]:
         """Return how long the last reading of each card took, in seconds."""
         return {index: card.took_s for index, card in enumerate(self._cards)}
+
+    def want_shares(self, wanted: bool) -> None:
+        """Read from now on how much of its card each process takes, or no more."""
+        self._shares_wanted = wanted
+
+    def sm_percents(self, index: int) -> Mapping[int, int]:
+        """Return the newest shares of a card's multiprocessors by pid; none before the first, or where not wanted."""
+        return self._cards[index].sm_percents if self._shares_wanted and index < len(self._cards) else {}
 
     def look_at(self, index: int | None) -> None:
         """Read the particulars of this card from now on, and of no other; None reads those of none."""
@@ -168,9 +179,10 @@ class Sampler:
             card.sample, card.answered = sample, time.monotonic()
             card.took_s = card.answered - begun
             if card.buffered is None and sample.healthy:
-                # A slow card is asked for no more than it has to be.
                 card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
             card.ring.append(sample)
+            if self._shares_wanted and (due or not card.sm_percents):
+                card.sm_percents = self._read_shares(sample)
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
             card.details = self._read_details(sample) if index == self._looked_at else None
@@ -188,6 +200,12 @@ class Sampler:
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         failed = {**sample.failed, **failed}
         return replace(sample, processes=last.processes, condition=last.condition, failed=failed)
+
+    def _read_shares(self, sample: GpuSample) -> Mapping[int, int]:
+        if sample.healthy and isinstance(self.source, SharesSource):
+            with contextlib.suppress(Exception):
+                return self.source.sm_percents(sample.index, sample)
+        return {}
 
     def _read_buffer(self, index: int) -> tuple[Reading, ...]:
         if isinstance(self.source, RememberingSource):

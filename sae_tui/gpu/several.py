@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO
 from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
+    from sae_tui.gpu.ring import Reading
 
 
 class Several:
@@ -52,6 +53,14 @@ class Several:
 
         source, number = self._cards[index]
         return source.details(number, sample) if isinstance(source, DetailedSource) else GpuDetails(sample.timestamp)
+
+    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
+        source, number = self._cards[index]
+        return source.sm_percents(number, sample) if isinstance(source, SharesSource) else {}
+
+    def buffered(self, index: int) -> tuple[Reading, ...]:
+        source, number = self._cards[index]
+        return source.buffered(number) if isinstance(source, RememberingSource) else ()
 
     def facts(self) -> GpuFacts:
         """Return the facts of all vendors, by the indices of these cards."""

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
@@ -85,6 +85,11 @@ class Simulated:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._cards[index].details(self._clock(), sample)
 
+    def sm_percents(self, index: int, sample: GpuSample) -> Mapping[int, int]:
+        """Return equal shares of the card's utilisation."""
+        pids = [process.pid for process in sample.processes or ()]
+        return dict.fromkeys(pids, round((sample.utilization or 0) / max(1, len(pids))))
+
     def facts(self) -> GpuFacts:
         """Return pairs in which the first two of every four cards have NVLink, and four cards share a CPU socket."""
         n_cards = len(self._cards)
@@ -141,7 +146,6 @@ class _Card:
         running = self._running(uuid)
         utilization = self._utilization(now, busy=bool(running))
         power = IDLE_POWER_W + (0.93 * kind.power_limit_w - IDLE_POWER_W) * utilization / 100
-        running = tuple(replace(process, sm_percent=round(utilization / len(running))) for process in running)
         used = IDLE_MEMORY_BYTES + sum(process.memory_used_bytes or 0 for process in running)
         return GpuSample(
             self._index, uuid, kind.name, now,

@@ -139,8 +139,8 @@ def _speed(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("memory clock", _of(details.memory_clock_mhz, details.most_memory_clock_mhz, "MHz"), "text"),
         ("state", "" if details.performance_state is None else f"P{details.performance_state}", "text"),
         ("slowed by", why, "warn" if slowed else "dim"),
-        ("SM busy", percent(details.sm_percent), "text"),
-        ("SM filled", percent(details.occupancy_percent), "text"),
+        ("SM active", percent(details.sm_percent), "text"),
+        ("SM occupancy", percent(details.occupancy_percent), "text"),
         ("tensor cores", percent(details.tensor_percent), "text"),
         ("memory bus", percent(details.memory_bandwidth_percent), "text"),
         ("encoder", percent(details.encoder_percent), "text"),
@@ -189,15 +189,15 @@ def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]
         ("persistence", kept, "text"),
         ("computing", details.compute_mode or "", "text"),
         ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
-        *(("part", _part(part), "text") for part in details.instances),
+        *(("MIG", _instance(part), "text") for part in details.instances),
         ("bus", details.bus_id or "", "text"),
         ("driver", details.driver or "", "text"),
-        ("CUDA", "" if details.cuda is None else f"up to {details.cuda}", "text"),
+        ("CUDA", "" if details.cuda is None else "up to {}.{}".format(*details.cuda), "text"),
         ("UUID", sample.uuid, "dim"),
     ]
 
 
-def _part(part: Instance) -> str:
+def _instance(part: Instance) -> str:
     """Return `H200 MIG 1g.18gb: 2.1 GiB of 16.0 GiB`."""
     name = short_name(part.name)
     return f"{name}: {gibibytes(part.memory_used_bytes)} of {gibibytes(part.memory_total_bytes)}"

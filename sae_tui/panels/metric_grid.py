@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from sae_tui.format import measure
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import Axis
-from trainer.contract.settings.series import LOSS, LR, series_named
+from trainer.contract.settings.series import HELD_OUT, LOSS, LR, curves, series_named
+from trainer.contract.store.metrics_store import Point
 
 _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
 _OTHER = {"loss": LOSS, "lr": LR}
@@ -25,7 +27,7 @@ class Metric:
 
     name: str
     rank: int
-    points: tuple[tuple[float, float | None], ...]
+    points: Sequence[Point]
 
     @property
     def title(self) -> str:
@@ -36,17 +38,13 @@ class Metric:
 def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
     """Return the series whose title the regular expression finds; raise `re.error` where it is none."""
     seek = re.compile(pattern, re.IGNORECASE)
-    found = [
-        Metric(name, rank, tuple((point.step, point.value) for point in points))
-        for (name, rank), points in detail.series.items()
-    ]
+    found = [Metric(name, rank, points) for (name, rank), points in detail.series.items()]
     return sorted((one for one in found if seek.search(one.title)), key=lambda one: (_place(one.name), one.title))
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Return where a metric stands: the loss, then the others as the registry has them, the unknown ones last."""
-    base = name.partition("@")[0].removeprefix("heldout_")
-    order = ("loss", "fvu", "l0", "dead_fraction")
+    """Return where a metric stands: those with a curve on the job's screen as they are there, then the others."""
+    base, order = name.partition("@")[0].removeprefix(HELD_OUT), [*curves()]
     return (order.index(base), name) if base in order else (len(order), name)
 
 
@@ -64,7 +62,8 @@ class MetricPlot(Plot):
         axis = series.curve or Axis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
         self.from_zero, self.least_top = axis.from_zero, axis.least_top
-        shown = [point for point in metric.points if span is None or span[0] <= point[0] <= span[1]]
+        first, last = span or (-math.inf, math.inf)
+        shown = [(point.step, point.value) for point in metric.points if first <= point.step <= last]
         self.show_points(shown, nothing="no values in these steps" if metric.points else "no values yet", cursor=cursor)
 
 

@@ -10,6 +10,7 @@ from sae_tui.gpu.processes import ProcessDetails, Surroundings
 from sae_tui.widgets.lines import Line
 
 _NAME = 13  # cells of the name of a fact
+_MOST_OF_A_PARENT = 160  # characters: it says where a process comes from
 _AIR: Line = ((" ", "text"),)
 
 
@@ -36,7 +37,7 @@ def _facts(process: ProcessDetails, around: Surroundings) -> Iterator[tuple[str,
     yield "folder", around.folder
     yield "program", around.program
     for place, parent in enumerate(process.ancestors):
-        words = " ".join(filter(None, [str(parent.pid), parent.user, parent.command]))
+        words = " ".join(filter(None, [str(parent.pid), parent.user, parent.command]))[:_MOST_OF_A_PARENT]
         yield ("and that by" if place else "started by"), words
 
 

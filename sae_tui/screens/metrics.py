@@ -119,13 +119,11 @@ class MetricsScreen(FramedScreen):
         except re.error as error:
             return metrics_of(detail, ""), f"not a regular expression yet: {error}"
 
-    def _steps(self) -> tuple[float, float] | None:
-        """Return the first and last step that is shown."""
-        if self._span:
-            return self._span
+    def _all_steps(self) -> tuple[float, float] | None:
+        """Return the first and last step of any metric."""
         detail = self.session.detail
-        steps = [point.step for points in detail.series.values() for point in points] if detail else []
-        return (min(steps), max(steps)) if steps else None
+        series = [points for points in detail.series.values() if points] if detail else []
+        return (min(one[0].step for one in series), max(one[-1].step for one in series)) if series else None
 
     def action_filter(self) -> None:
         self.query_one(MetricsList).action_filter()
@@ -149,7 +147,7 @@ class MetricsScreen(FramedScreen):
         self.action_choose(by if self._alone else by * columns * rows)
 
     def action_read_out(self, by: int) -> None:
-        steps = self._steps()
+        steps = self._span or self._all_steps()
         if steps:
             first, last = steps
             at = (last if self._cursor is None else self._cursor) + by * (last - first) / _STEPS_ACROSS
@@ -158,16 +156,11 @@ class MetricsScreen(FramedScreen):
             self.show_jobs()
 
     def action_zoom(self, by: int) -> None:
-        steps, whole = self._steps(), self._whole()
-        if steps and whole:
+        if whole := self._all_steps():
+            steps = self._span or whole
             length = (steps[1] - steps[0]) / _ZOOM**by
             middle = self._cursor if self._cursor is not None else steps[1] - length / 2
             first = max(whole[0], min(middle - length / 2, whole[1] - length))
             is_part = 1 <= length < whole[1] - whole[0]
             self._span = (first, first + length) if is_part else self._span if length < 1 else None
             self.show_jobs()
-
-    def _whole(self) -> tuple[float, float] | None:
-        span, self._span = self._span, None
-        whole, self._span = self._steps(), span
-        return whole

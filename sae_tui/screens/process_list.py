@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from textual import on, work
@@ -24,7 +26,7 @@ from sae_tui.widgets.reading import Reading
 from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
-_READ_EVERY = 3  # readings of the cards, which list their processes that often
+_READ_EVERY_S = 3.0  # as often as the cards list their processes
 _JOB = "job"  # what a rank is offered before any signal
 
 
@@ -46,11 +48,11 @@ class ProcessList(Filtered):
     PLACEHOLDER = "words, user:ada, gpu:1"
 
     class Read(Message):
-        """The processes were read anew."""
+        """The processes of some cards were read anew."""
 
-        def __init__(self, processes: Sequence[ProcessDetails]) -> None:
+        def __init__(self, cards: Sequence[int], processes: Sequence[ProcessDetails]) -> None:
             super().__init__()
-            self.processes = processes
+            self.cards, self.processes = cards, processes
 
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -61,13 +63,17 @@ class ProcessList(Filtered):
         self._processes: Sequence[ProcessDetails] | None = None
         self._nothing = ""
         self._reader = ProcessReader()
-        self._n_shown = 0
+        self._one_reading = threading.Lock()
+        self._read_at = 0.0
         self._cards: list[int] = []
         self._pids: list[int] = []
 
     def compose(self) -> ComposeResult:
         yield self.filter_line()
         yield ProcessTable(id="processes")
+
+    def on_unmount(self) -> None:
+        self.session.monitor.want_shares(False)
 
     @property
     def table(self) -> ProcessTable:
@@ -80,21 +86,29 @@ class ProcessList(Filtered):
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if cards != self._cards:
             self._processes = None
+        # Again, since a list that was left just before ends this when it is gone.
+        self.session.monitor.want_shares(True)
         # A newcomer is read at once.
-        self._n_shown = self._n_shown + 1 if (cards, pids) == (self._cards, self._pids) else 0
+        is_new = (cards, pids) != (self._cards, self._pids)
         self._cards, self._pids = cards, pids
-        if self._n_shown % _READ_EVERY == 0:
-            self._read(tuple(samples))
+        if is_new or time.monotonic() - self._read_at >= _READ_EVERY_S:
+            self._read_at = time.monotonic()
+            self._read(tuple(samples), {index: self.session.monitor.sm_percents(index) for index in cards})
         self._draw()
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
-    def _read(self, samples: Iterable[GpuSample]) -> None:
-        self.post_message(self.Read(self._reader.read(samples)))
+    def _read(self, samples: Sequence[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]) -> None:
+        # A reading that is still under way when the next begins would take what that one knows.
+        with self._one_reading:
+            processes = self._reader.read(samples, sm_percents)
+        self.post_message(self.Read([sample.index for sample in samples], processes))
 
     @on(Read)
     def _take(self, event: Read) -> None:
-        self._processes = event.processes
-        self._draw()
+        # Those of a card that was left meanwhile are not this one's.
+        if event.cards == self._cards:
+            self._processes = event.processes
+            self._draw()
 
     @on(Input.Changed)
     def _draw(self) -> None:
@@ -160,8 +174,9 @@ class ProcessList(Filtered):
             actions.stop(entry.job.id)
         elif name:
             number, source = signal.Signals[f"SIG{name}"], self.session.monitor.source_name
-            of_job = f" The other ranks of job {entry.job.id} end with it." if entry.job else ""
-            question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{of_job}"
+            has_others = entry.job is not None and entry.job.world_size > 1
+            others = " The other ranks of the job end with it." if has_others else ""
+            question = f"Send {name} to {_name(entry)}: {SIGNALS[number]}?{others}"
             actions.ask(question, f"Send {name}", partial(send_signal, entry.process, number, source))
 
 

@@ -28,11 +28,11 @@ class TerminalDriver(LinuxDriver):
     """
 
     _settings_before: list[Any] | None = None
-    n_written = 0  # characters, of which all but a few are a byte or three
+    n_written = 0  # bytes
 
     def write(self, data: str) -> None:
         """Write to the terminal, and count it."""
-        self.n_written += len(data)
+        self.n_written += len(data if data.isascii() else data.encode("utf-8", "replace"))
         super().write(data)
 
     def start_application_mode(self) -> None:

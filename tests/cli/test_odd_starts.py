@@ -115,3 +115,11 @@ def test_a_job_for_the_cpu_is_not_told_that_there_are_no_gpus(shell, command):
     assert (of_cpu.returncode, "driver" in of_cpu.stderr) == (0, False)
     # What asks for a GPU is told, where there is none.
     assert of_a_gpu.returncode == 0 or "driver" in of_a_gpu.stderr
+
+
+def test_what_only_shows_takes_no_command_that_changes_something(shell):
+    done = started(shell, "--readonly", "stop", "1")
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        "sae-tui: error: --readonly is for the app, and no command may follow it; see sae-tui --help\n"
+    )

@@ -230,7 +230,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(ESC, to="Utilisation")
     goes("t", to="Processes on 2 GPUs")
     visit.to(core("process"))
-    goes(ENTER, to="environment")
+    goes(ENTER, to="host memory")
     goes(ESC, "s", to="end it at once")
     goes(ESC, ESC, "s", to="Stop job 5")
     goes(ESC, ENTER, to=core("event"))

@@ -100,10 +100,11 @@ def test_what_multiprocessors_really_do_is_told_where_a_card_counts_it(on_nvml) 
 
 def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_nvml) -> None:
     card, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
-    number, timestamp, words = card["xid"]
-    assert (number, words) == (48, "Xid 48: the memory lost bits that could not be corrected; reset the card")
-    assert abs(time.time() - timestamp) < 60
-    assert unheard_of["xid"][2] == "Xid 999, see NVIDIA's list of Xid errors"
+    xid = card["xid"]
+    assert xid["number"] == 48
+    assert xid["words"] == "Xid 48: the memory lost bits that could not be corrected; reset the card"
+    assert abs(time.time() - xid["timestamp"]) < 60
+    assert unheard_of["xid"]["words"] == "Xid 999, see NVIDIA's list of Xid errors"
     assert (well["xid"], deaf["xid"]) == (None, None)
 
 
@@ -113,7 +114,7 @@ def test_the_parts_of_a_split_card_are_told_with_their_memory(read) -> None:
     assert all(0 < part["memory_used_bytes"] < part["memory_total_bytes"] for part in split["instances"])
     assert whole["instances"] == []
     assert whole["driver"]
-    assert whole["cuda"].replace(".", "").isdecimal()
+    assert whole["cuda"][0] >= 12
 
 
 def test_a_lost_card_has_no_particulars(read) -> None:

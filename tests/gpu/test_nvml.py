@@ -303,20 +303,20 @@ print(json.dumps([name for name in ("pynvml", "psutil", "torch", "numpy", "textu
     assert on_nvml(script) == []
 
 
-def test_eight_busy_cards_cost_at_most_seventy_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
+def test_eight_busy_cards_cost_at_most_sixty_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
     script = """
 from sae_tui.gpu.nvml import Nvml
 nvml = Nvml()
-for second in range(30):
+for second in range(60):
     for index in range(nvml.open() if not second else 8):
         nvml.sample(index, processes=second % 3 == 0)
 print(0)
 """
     on_nvml(script, GPUS=8, PIDS=",".join([str(os.getpid())] * 8), LOG=tmp_path / "calls")
     calls = calls_in(tmp_path)
-    print(f"{sum(calls.values()) / 30:.1f} calls per second: {calls}")
-    assert calls["nvmlDeviceGetUtilizationRates"] == 240
-    assert sum(calls.values()) / 30 <= 70
+    print(f"{sum(calls.values()) / 60:.1f} calls per second: {calls}")
+    assert calls["nvmlDeviceGetUtilizationRates"] == 480
+    assert sum(calls.values()) / 60 <= 60
 
 
 OPEN = """

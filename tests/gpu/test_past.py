@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from sae_tui.gpu.aggregate import Shares, shares
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.past import Past, past, together
+from sae_tui.gpu.past import Past, merge, past
 from sae_tui.gpu.ring import Reading, Ring
 
 TOTAL = 100
@@ -128,8 +128,8 @@ def test_no_cards_and_no_room_are_no_past() -> None:
 def test_what_a_driver_remembers_fills_only_intervals_of_which_nothing_is_stored() -> None:
     stored = [Reading(10.0, 40), Reading(11.0, 41), Reading(14.0, 44)]
     remembered = [Reading(float(second), 7) for second in range(9, 20)]
-    found = together(stored, remembered, 1.0, now=15.5)
+    found = merge(stored, remembered, 1.0, now=15.5)
     assert [(reading.timestamp, reading.utilization) for reading in found] == [
         (9, 7), (10, 40), (11, 41), (12, 7), (13, 7), (14, 44), (15, 7)
     ]  # fmt: skip
-    assert together([], [], 1.0, now=15.5) == []
+    assert merge([], [], 1.0, now=15.5) == []

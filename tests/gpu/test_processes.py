@@ -25,7 +25,8 @@ from dataclasses import asdict
 from sae_tui.gpu.nvml import Nvml
 nvml = Nvml()
 nvml.open()
-print(json.dumps([asdict(one) for one in nvml.sample(0, processes=True).processes]))
+sample = nvml.sample(0, processes=True)
+print(json.dumps([asdict(sample)["processes"], nvml.sm_percents(0, sample)]))
 """
 DIGITS = "3f2a91bc04de" + "0" * 52
 
@@ -35,32 +36,39 @@ def on_card(*found: GpuProcess, index: int = 0) -> GpuSample:
 
 
 def read(*found: GpuProcess) -> ProcessDetails:
-    (one,) = ProcessReader().read([on_card(*found)])
+    (one,) = ProcessReader().read([on_card(*found)], {})
     return one
 
 
 @pytest.fixture
 def spinning() -> Iterator[subprocess.Popen[bytes]]:
-    environment = {"PATH": os.environ["PATH"], "HF_TOKEN": "hf_very_secret", "NAME": "a\x1b[2Jb"}
+    environment = {
+        "HF_TOKEN": "hf_very_secret",
+        "PROXY": "http://ann:hush@box:1",
+        "NAME": "a\x1b[2Jb",
+    }
     with subprocess.Popen([sys.executable, "-c", "while True: pass"], env=environment, cwd="/") as process:
         yield process
         process.kill()
 
 
 def test_a_driver_tells_the_share_that_each_process_has_of_its_card(on_nvml) -> None:
-    (process,) = on_nvml(READ, GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
+    (process,), shares = on_nvml(READ, GPUS=1, PIDS=os.getpid(), PID_MIB=1024)
     assert (process["pid"], process["memory_used_bytes"]) == (os.getpid(), GIB)
-    assert 0 <= process["sm_percent"] <= 100
+    assert [*shares] == [str(os.getpid())]
+    assert 0 <= shares[str(os.getpid())] <= 100
+    assert on_nvml(READ, GPUS=1, PIDS=os.getpid(), FAULTS="0:no_procutil")[1] == {}
 
 
 def test_what_the_machine_knows_of_a_process_is_told_beside_what_the_driver_does(spinning, until) -> None:
     reader, me = ProcessReader(), processes._process(os.getpid()).username()
     samples = [
-        on_card(GpuProcess(spinning.pid, me, None, GIB, 40)),
-        on_card(GpuProcess(spinning.pid, me, None, 2 * GIB, 60), index=1),
+        on_card(GpuProcess(spinning.pid, me, None, GIB)),
+        on_card(GpuProcess(spinning.pid, me, None, 2 * GIB), index=1),
     ]
-    until(lambda: (reader.read(samples)[0].cpu_percent or 0) > 5)
-    (one,) = reader.read(samples)
+    shares = {0: {spinning.pid: 40}, 1: {spinning.pid: 60}}
+    until(lambda: (reader.read(samples, shares)[0].cpu_percent or 0) > 5)
+    (one,) = reader.read(samples, shares)
     assert (one.gpus, one.memory_used_bytes, one.sm_percent) == ((0, 1), 3 * GIB, 60)
     assert one.command.startswith("python")
     assert "while True: pass" in one.command
@@ -69,7 +77,7 @@ def test_what_the_machine_knows_of_a_process_is_told_beside_what_the_driver_does
     assert one.ancestors[0].pid == os.getpid()
     assert one.container == ""
     unlisted = [on_card(GpuProcess(spinning.pid, me, None, GIB)), on_card(GpuProcess(spinning.pid, me, None, None))]
-    assert reader.read(unlisted)[0].memory_used_bytes is None
+    assert reader.read(unlisted, {})[0].memory_used_bytes is None
 
 
 def test_a_process_that_cannot_be_seen_has_what_the_driver_says_of_it() -> None:
@@ -84,11 +92,11 @@ def test_a_process_of_another_user_that_has_the_same_pid_is_not_taken_for_it() -
     assert (one.user, one.command, one.identity, one.host_memory_bytes) == ("mallory", "python train.py", None, None)
 
 
-def test_a_pid_that_another_process_has_got_is_read_anew(monkeypatch, spinning) -> None:
+def test_a_pid_that_another_process_has_got_is_read_anew(spinning) -> None:
     reader, samples = ProcessReader(), [on_card(GpuProcess(spinning.pid, None, None, GIB))]
-    (first,) = reader.read(samples)
+    (first,) = reader.read(samples, {})
     reader._known[spinning.pid].identity = replace_start(first)
-    (second,) = reader.read(samples)
+    (second,) = reader.read(samples, {})
     assert second.identity == first.identity
 
 
@@ -149,6 +157,7 @@ def test_where_a_process_works_is_told_without_its_secrets(spinning) -> None:
     assert "python" in around.program
     environment = dict(around.environment)
     assert environment["HF_TOKEN"] == "…"
+    assert environment["PROXY"] == "http://ann:…@box:1"
     assert environment["NAME"] == "a�[2Jb"
     assert surroundings(read(GpuProcess(UNSEEN, None, None, GIB))).environment == ()
 

@@ -296,6 +296,18 @@ def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
     assert answer["ended"] is True
 
 
+def test_shares_of_a_card_are_read_only_while_they_are_wanted(until) -> None:
+    sampler = Sampler(Simulated(4), 0.05)
+    sampler.start()
+    until(lambda: sampler.count == 4 and all(sample.healthy for sample in sampler.latest()))
+    assert sampler.sm_percents(3) == {}
+    sampler.want_shares(True)
+    assert 90 <= until(lambda: sampler.sm_percents(3))[31415] <= 100
+    sampler.want_shares(False)
+    assert sampler.sm_percents(3) == {}
+    assert sampler.stop()
+
+
 REMEMBERED = """
 import json, time
 from sae_tui.gpu.nvml import Nvml

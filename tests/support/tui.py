@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -39,6 +39,7 @@ class StillMonitor:
     problem = ""
     hidden = ""
     looked_at: int | None = None
+    shares_wanted = False
 
     def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
         self.now = 1_700_000_000.0
@@ -63,6 +64,12 @@ class StillMonitor:
 
     def readings_s(self) -> dict[int, float]:
         return {index: 0.001 for index in range(len(self._rings))}
+
+    def want_shares(self, wanted: bool) -> None:
+        self.shares_wanted = wanted
+
+    def sm_percents(self, index: int) -> Mapping[int, int]:
+        return self.source.sm_percents(index, self._latest[index])
 
     def look_at(self, index: int | None) -> None:
         self.looked_at = index

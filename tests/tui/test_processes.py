@@ -78,11 +78,13 @@ async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) ->
         assert f"{two[1].pid} {user_name()}" in text(app)
         assert "time.sleep(600)" in text(app)
         assert "\x1b" not in text(app)
+        assert app.session.monitor.shares_wanted
         await pilot.press("slash", *"mallory", "enter")
         await wait_until(pilot, lambda: str(two[0].pid) not in text(app))
         assert "1 of 3" in app.screen.query_one("#found", LineView).plain
         await pilot.press("escape")
         assert app.screen is app.navigator.dashboard
+        await wait_until(pilot, lambda: not app.session.monitor.shares_wanted)
 
 
 async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> None:
