@@ -76,9 +76,10 @@ def describe(entry: Entry) -> tuple[str, str]:
     process = entry.process
     if entry.job and entry.n_below:
         sign = "▾" if entry.is_open else "▸"
-        return f"{sign} job {entry.job.id} {entry.job.name}: {plural(entry.n_below, 'rank')}", "good"
+        return f"{sign} job {entry.job.id}, {plural(entry.n_below, 'rank')}: {entry.job.name}", "good"
     if entry.job:
-        return f"job {entry.job.id} {entry.job.name}, rank {entry.rank}", "good"
+        # The name comes last, since it is what a narrow column cuts.
+        return f"rank {entry.rank} of job {entry.job.id}: {entry.job.name}", "good"
     text = f"[{process.container}] " if process.container else ""
     if entry.is_parent:
         return f"{text}{process.command or UNKNOWN}", "dim"

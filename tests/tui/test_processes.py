@@ -91,9 +91,9 @@ async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> Non
     job_id = rank_of(data, two)
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
-        await opened(pilot, f"▸ job {job_id} minilm: 2 ranks")
+        await opened(pilot, f"▸ job {job_id}, 2 ranks: minilm")
         await pilot.press("end", "enter")
-        await wait_until(pilot, lambda: f"job {job_id} minilm, rank 1" in text(app))
+        await wait_until(pilot, lambda: f"rank 1 of job {job_id}: minilm" in text(app))
         await pilot.press("space")
         await wait_until(pilot, lambda: "rank 1" not in text(app))
         await pilot.press("t")
@@ -139,7 +139,7 @@ async def test_a_rank_is_first_offered_to_stop_its_job(make_app, data, on_cards,
     job_id = rank_of(data, two[:1])
     app = make_app(monitor=on_cards)
     async with app.run_test(size=(120, 40)) as pilot:
-        await opened(pilot, f"job {job_id} minilm, rank 0")
+        await opened(pilot, f"rank 0 of job {job_id}: minilm")
         app.screen.query_one(ProcessTable).cursor = f"pid:{two[0].pid}"
         await pilot.press("s")
         await wait_until(pilot, lambda: isinstance(app.screen, Find))
