@@ -49,6 +49,11 @@ class LogPanel(DetailPanel, can_focus=True):
 
     def _draw(self) -> None:
         super()._draw()
+        self._go_to_end()
+        # Once more when the frame is there, which takes a row: till then the end is a line further up.
+        self.call_after_refresh(self._go_to_end)
+
+    def _go_to_end(self) -> None:
         if self._follows:
             # By force, since Textual scrolls only with a scrollbar, which may not be there yet.
             self.scroll_end(animate=False, immediate=True, force=True)
