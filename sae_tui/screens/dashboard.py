@@ -14,7 +14,8 @@ from textual.timer import Timer
 from textual.widget import Widget
 
 from sae_tui.panels.aggregate import AggregatePanel, totals
-from sae_tui.panels.gpus import GpuPanel, GpuRow
+from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine

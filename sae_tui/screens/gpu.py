@@ -15,8 +15,8 @@ from textual.message import Message
 from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.window import FIELDS, SPANS_S, Window, live_window, stored_window
-from sae_tui.panels.gpu_card import GpuFacts, GpuHistory
-from sae_tui.panels.gpus import short_name
+from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
+from sae_tui.panels.gpu_row import short_name
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.process_list import ProcessList
 from sae_tui.session import Session

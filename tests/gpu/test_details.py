@@ -14,7 +14,7 @@ from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.nvml_details import SLOWED_BY
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.panels.gpu_card import facts
+from sae_tui.panels.gpu_page import facts
 
 READ_DETAILS = """
 import json

@@ -19,8 +19,9 @@ from sae_tui import notices
 from sae_tui.app_parts.job_ends import tell_end
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.gpu_cards import card
 from sae_tui.panels.gpu_picker import GpuPicker
-from sae_tui.panels.gpus import GpuPanel, card
+from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
@@ -305,7 +306,7 @@ async def test_a_bar_and_its_rail_are_told_apart_by_colour_and_by_sign(make_app,
 
 
 def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:
-    from sae_tui.panels.gpus import GpuRow
+    from sae_tui.panels.gpu_row import GpuRow
 
     source = Simulated(1, clock=lambda: 0.0, faults={0: "lost"})
     source.open()

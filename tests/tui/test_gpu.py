@@ -11,7 +11,7 @@ from support.tui import StillMonitor, record_job, wait_until
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
-from sae_tui.panels.gpu_card import GpuFacts, GpuHistory
+from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.processes import ProcessTable
 from sae_tui.screens.gpu import GpuScreen

@@ -13,7 +13,7 @@ from sae_tui.format import UNKNOWN, celsius, clock_time, count, fit, gibibytes, 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.details import GpuDetails, Instance
 from sae_tui.gpu.window import Window
-from sae_tui.panels.gpus import HOT_C, short_name
+from sae_tui.panels.gpu_row import HOT_C, short_name
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 

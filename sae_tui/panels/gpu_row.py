@@ -1,0 +1,103 @@
+"""A GPU as it is drawn: its row of data, and the words and bars of which lines, cards and maps consist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sae_tui.format import bar, fit, gibibytes, tall_sparkline, watts
+from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.widgets.lines import Line
+from trainer.contract.planning.gpu_vendors import VENDORS
+
+HOT_C = 85
+NO_CONDITION = Condition()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRow:
+    """What is drawn of one GPU: its sample, who holds it, and its history by name."""
+
+    sample: GpuSample
+    holder: str
+    holder_style: str
+    column: Callable[[str, int], Sequence[float | None]]
+    has_cursor: bool = False
+
+    @property
+    def mark(self) -> str:
+        """What is added to the style of the name of a GPU that has the cursor."""
+        return " cursor" if self.has_cursor else ""
+
+
+def speed(condition: Condition) -> str:
+    """Return `P2 1695 MHz`."""
+    state, clock = condition.performance_state, condition.sm_clock_mhz
+    return " ".join(filter(None, ["" if state is None else f"P{state}", "" if clock is None else f"{clock} MHz"]))
+
+
+def fan(condition: Condition) -> str:
+    return "" if condition.fan_percent is None else f"fan {condition.fan_percent}%"
+
+
+def free(sample: GpuSample) -> str:
+    """Return `2.1Gi free`, which a job could have."""
+    size = sample.memory_free_bytes
+    return "" if size is None else f"{size / 2**30:.{0 if size >= 100 << 30 else 1}f}Gi free"
+
+
+def processes(sample: GpuSample) -> str:
+    """Return who computes on a card, those who hold most first: `31415 mallory python 21.0 GiB`."""
+    largest = sorted(sample.processes or (), key=lambda each: -(each.memory_used_bytes or 0))
+    words = ((str(one.pid), one.user, one.name, gibibytes(one.memory_used_bytes)) for one in largest)
+    return ", ".join(" ".join(filter(None, each)) for each in words)
+
+
+def memory_share(sample: GpuSample) -> float | None:
+    return share_of(sample.memory_used_bytes, sample.memory_total_bytes)
+
+
+def memory_short(sample: GpuSample) -> str:
+    """Return `21.3/24.0Gi`: used and total in GiB."""
+    if sample.memory_used_bytes is None or sample.memory_total_bytes is None:
+        return "–"
+    used, total = sample.memory_used_bytes / 2**30, sample.memory_total_bytes / 2**30
+    return f"{used:.1f}/{total:.1f}Gi" if total < 100 else f"{used:.0f}/{total:.0f}Gi"
+
+
+def power(sample: GpuSample) -> str:
+    if sample.power_limit_w is None:
+        return watts(sample.power_w)
+    return f"{watts(sample.power_w)} / {watts(sample.power_limit_w)}"
+
+
+def short_name(name: str) -> str:
+    """Return `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
+    for vendor in VENDORS.values():
+        for brand in vendor.brands:
+            name = name.removeprefix(brand)
+    return name
+
+
+def meter(text: str, text_width: int, share: float | None, width: int, style: str) -> Line:
+    return (
+        (fit(text, text_width, right=True) + " ", "text"),
+        (bar(share, width), f"{style} rail"),
+        (" " if width else "", "text"),
+    )
+
+
+def history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
+    return tall_sparkline(row.column(name, width), width, height, top) if width else [""] * height
+
+
+def heat(sample: GpuSample) -> str:
+    return "bad" if sample.temperature_c is not None and sample.temperature_c >= HOT_C else "text"
+
+
+def share_of(value: float | None, top: float | None) -> float | None:
+    return value / top if value is not None and top else None
+
+
+def blank(width: int) -> Line:
+    return ((" " * width, "text"),)
