@@ -1,4 +1,5 @@
-"""What is in the way of a training here: a row per finding as soon as it is there, the chosen one in full below."""
+"""What is in the way of a training here: a row per finding as soon as it is there, the worst first, the chosen one in
+full below."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from sae_tui.widgets.lines import Line, LineView
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _COLUMNS = (Column("", 9), Column("WHAT", 13), Column("FINDING", 20, grow=True))
-_STYLES: dict[Level, str] = {"ok": "good", "note": "accent", "warning": "warn", "error": "bad"}
+_STYLES: dict[Level, str] = {"error": "bad", "warning": "warn", "note": "accent", "ok": "good"}
+_LEVELS = tuple(_STYLES)  # the worst first
 
 
 class DoctorScreen(FramedScreen):
@@ -107,9 +109,13 @@ class DoctorScreen(FramedScreen):
     def _show(self) -> None:
         if not self.is_mounted:
             return
-        rows = [Row(str(index), _cells(finding)) for index, finding in enumerate(self.findings)]
         table = self.query_one(KeyedTable)
+        at_top = not table.rows or table.cursor == table.rows[0].key
+        by_level = sorted(enumerate(self.findings), key=lambda each: _LEVELS.index(each[1].level))
+        rows = [Row(str(index), _cells(finding)) for index, finding in by_level]
         table.show_rows(rows)
+        if at_top and rows:  # where nobody has moved it, the cursor is on the worst
+            table.cursor = rows[0].key
         self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', looking…'}")
         self._show_chosen()
 

@@ -40,6 +40,29 @@ async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_
         assert title_of(screen.query_one("#findings")).strip() == "Doctor · 1 warning, 1 ok"
 
 
+async def test_the_worst_finding_is_the_first_row_and_the_cursor_stays_where_it_was_put(make_app) -> None:
+    go_on = threading.Event()
+
+    def examine() -> Iterator[Finding]:
+        yield WELL
+        yield Finding("note", "SQLite", "an old version")
+        go_on.wait(20)
+        yield WRONG
+
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = DoctorScreen(examine)
+        app.session.go.switch_to(screen)
+        await wait_until(pilot, lambda: len(screen.findings) == 2)
+        assert "an old version" in text(app, "#chosen")
+        await pilot.press("down")
+        go_on.set()
+        await wait_until(pilot, lambda: screen.done)
+        table = screen.query_one(KeyedTable)
+        assert [screen.findings[int(row.key)].level for row in table.rows] == ["warning", "note", "ok"]
+        assert WELL.sentence in text(app, "#chosen")
+
+
 async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app) -> None:
     long = Finding("note", "SQLite", "a sentence that goes on " * 6, "a remedy")
     app = make_app()
@@ -47,11 +70,11 @@ async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app)
         screen = DoctorScreen(lambda: [WELL, long])
         app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.done)
-        assert WELL.sentence in text(app, "#chosen")
-        await pilot.press("down")
-        await pilot.pause()
         shown = " ".join(text(app, "#chosen").split())
         assert shown == f"{long.sentence.strip()} → a remedy"
+        await pilot.press("down")
+        await pilot.pause()
+        assert WELL.sentence in text(app, "#chosen")
 
 
 async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(make_app) -> None:
