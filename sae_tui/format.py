@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
+from sae_tui.gpu.period import Period
 from trainer.contract import wording
 from trainer.contract.printable import MARK, printable
 from trainer.contract.settings.catalog import Series
@@ -98,12 +99,18 @@ def bar(fraction: float | None, width: int) -> str:
     return (LINE * full + HALF * half).ljust(width, RAIL)
 
 
+def columns(values: Sequence[float | None], width: int) -> Sequence[float | None]:
+    """Return what is drawn of a history in at most `width` columns: its newest values, or a period as a whole."""
+    if width <= 0:
+        return ()
+    return values.in_columns(width) if isinstance(values, Period) else values[-width:]
+
+
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
-    """Return the newest `width` samples on a fixed axis from 0 to `top`, one column each; None stays empty."""
+    """Return a history in `width` columns on a fixed axis from 0 to `top`; None stays empty."""
     if not top:
         return " " * width
-    columns = [_block(value, top) for value in values[-width:]] if width > 0 else []
-    return "".join(columns).rjust(width)
+    return "".join(_block(value, top) for value in columns(values, width)).rjust(width)
 
 
 def _block(value: float | None, top: float) -> str:
@@ -115,7 +122,7 @@ def _block(value: float | None, top: float) -> str:
 
 def tall_sparkline(values: Sequence[float | None], width: int, height: int, top: float | None) -> list[str]:
     """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form."""
-    rows = []
+    values, rows = columns(values, width), []
     for row in range(height - 1, -1, -1):
         share = None if not top else top / height
         above = [None if value is None else value - row * (share or 0) for value in values]

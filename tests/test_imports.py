@@ -85,6 +85,7 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
         "dashboard",
         "dashboard_rows",
         "job_edits",
+        "look_back",
         "offers",
     }
 

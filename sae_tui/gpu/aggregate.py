@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past, Slot
+from sae_tui.gpu.period import Period
 
 Number = TypeVar("Number", int, float)
 HOTTEST_C = 100.0  # where the axis of the temperature ends
@@ -77,7 +78,8 @@ def shares(past: Past) -> Shares:
     """Return the past of all cards as one, interval by interval."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
-    return Shares(*zip(*rows, strict=True)) if rows else Shares((), (), (), ())
+    quantities = zip(*rows, strict=True) if rows else ((),) * 4
+    return Shares(*map(Period if past.is_period else tuple, quantities))
 
 
 def _shares(slots: Sequence[Slot], limits_w: Sequence[float | None]) -> tuple[float | None, ...]:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sae_tui.gpu.period import Period
 from sae_tui.gpu.ring import Reading, Ring
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
@@ -23,9 +24,12 @@ class Past:
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
+    is_period: bool = False  # whether it is drawn whole, in however many columns there are
 
-    def column(self, index: int, name: str, n: int) -> list[float | None]:
-        """Return the last `n` values of a card, newest last, one per interval; None where there is none."""
+    def column(self, index: int, name: str, n: int) -> Sequence[float | None]:
+        """Return the last `n` values of a card, or all of a period, newest last; None where there is none."""
+        if self.is_period:
+            return Period(slot and getattr(slot, name) for slot in self.slots[index])
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 

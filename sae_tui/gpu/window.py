@@ -1,4 +1,4 @@
-"""The past of one card in as many columns as there are to draw: the newest intervals, or any span of the store."""
+"""The past in as many columns as there are to draw: of one card the newest intervals, of one or all a span stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sae_tui.gpu.past import Past
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import BLANK, Past, Slot
+from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
@@ -49,12 +51,7 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
 
     Raise `UserError` where the store cannot be read.
     """
-    step = max(1, math.ceil(span_s / max(1, n)))
-    if span_s > _MINUTES_FROM_S:
-        step = math.ceil(step / MINUTE_S) * MINUTE_S
-    last = math.floor(now / step)
-    length = max(1, math.ceil(span_s / step))
-    first = last - length + 1
+    first, length, step = _columns(span_s, n, now)
     columns: dict[str, list[float | None]] = {name: [None] * length for name in FIELDS}
     jobs: list[int | None] = [None] * length
     for row in stored_samples(path, host, first * step, uuid=uuid, step_s=step) if path.exists() else ():
@@ -64,3 +61,30 @@ def stored_window(path: Path, host: str, uuid: str, span_s: float, n: int, now: 
             for name in FIELDS:
                 columns[name][place] = getattr(row, name)
     return Window(first * step, step, columns, jobs)
+
+
+def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: float, n: int, now: float) -> Past:
+    """Return the last `span_s` seconds of the cards of these samples from the store, in at most `n` columns.
+
+    Raise `UserError` where the store cannot be read.
+    """
+    first, length, step = _columns(span_s, n, now)
+    slots: dict[str, list[Slot]] = {sample.uuid: [BLANK] * length for sample in samples}
+    for row in stored_samples(path, host, first * step, step_s=step) if path.exists() else ():
+        place = int(row.timestamp // step) - first
+        if row.gpu_uuid in slots and 0 <= place < length:
+            slots[row.gpu_uuid][place] = Reading(*(getattr(row, name) for name in Reading._fields))
+    return Past(
+        slots={sample.index: slots[sample.uuid] for sample in samples},
+        power_limits_w={sample.index: sample.power_limit_w for sample in samples},
+        is_period=True,
+    )
+
+
+def _columns(span_s: float, n: int, now: float) -> tuple[int, int, int]:
+    """Return the number of the first column, how many there are, and how many seconds each has."""
+    step = max(1, math.ceil(span_s / max(1, n)))
+    if span_s > _MINUTES_FROM_S:
+        step = math.ceil(step / MINUTE_S) * MINUTE_S
+    length = max(1, math.ceil(span_s / step))
+    return math.floor(now / step) - length + 1, length, step

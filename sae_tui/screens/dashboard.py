@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -13,6 +15,10 @@ from textual.containers import Container
 from textual.timer import Timer
 from textual.widget import Widget
 
+from sae_tui.format import duration
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import Past
+from sae_tui.gpu.window import stored_past
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.panels.gpus import GpuPanel
@@ -21,6 +27,7 @@ from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import Rows, arrange
 from sae_tui.screens.job_edits import JOBS, JobEdits
+from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
@@ -53,6 +60,8 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
+        # + and - are of the jobs while those have the focus.
+        *span_keys("dashboard", GPUS, "><", show=False),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
@@ -85,6 +94,7 @@ class Dashboard(FramedScreen):
         self.view = view
         self._rows: Rows | None = None
         self._rested: Timer | None = None
+        self._back = LookBack(self, self._read_store)
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
@@ -116,7 +126,7 @@ class Dashboard(FramedScreen):
             return
         monitor = self.session.monitor
         samples = monitor.latest()
-        past = monitor.past(self.size.width)
+        past = self._past(samples)
         cards = self.view == "per_gpu"
         laid = self._arrange(len(samples))
         if laid.totals:
@@ -134,6 +144,27 @@ class Dashboard(FramedScreen):
             panel.show_words(NO_GPUS, "text")
         self.query_one(StatusLine).show_status(self.session.status())
 
+    def _past(self, samples: Sequence[GpuSample]) -> Past:
+        """Return what came before: of the newest intervals, or of a span of the store once that is read."""
+        n = self.size.width
+        stored = self._back.stored(" ".join(sample.uuid for sample in samples), n)
+        if stored is None or {*stored.slots} != {sample.index for sample in samples}:
+            return self.session.monitor.past(n)
+        return stored
+
+    def _read_store(self, _: str, span_s: float, n: int) -> Past:
+        data, samples = self.session.data, self.session.monitor.latest()
+        return stored_past(data.gpu_db, socket.gethostname(), samples, span_s, n, time.time())
+
+    @on(LookBack.Found)
+    def _show_found(self) -> None:
+        self.show_gpus()
+
+    def action_longer(self, by: int) -> None:
+        self._back.longer(by)
+        self._title()
+        self.show_gpus()
+
     def _arrange(self, n_gpus: int) -> Rows:
         """Give the panels their rows, where these are not as they were."""
         rows = arrange(
@@ -147,13 +178,18 @@ class Dashboard(FramedScreen):
         if rows != self._rows:
             self._rows = rows
             self.set_class(rows.beside, "-beside")
-            for name, title in _TITLES.items():
-                entitle(self.query_one(f"#{name}"), title)
+            self._title()
             for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
                 panel: Widget = self.query_one(f"#{name}")
                 panel.display = inside > 0
                 panel.styles.height = "1fr" if name == "preview" and rows.beside else inside + rows.chrome
         return rows
+
+    def _title(self) -> None:
+        """Write the titles, and beside those of the histories which span of the past they show."""
+        span = f" · last {duration(self._back.span_s)}" if self._back.span_s else ""
+        for name, title in _TITLES.items():
+            entitle(self.query_one(f"#{name}"), title if name == "finder" else title + span)
 
     def show_jobs(self) -> None:
         """Draw the jobs as last read, and what is known of the one under the cursor."""

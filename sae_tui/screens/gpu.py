@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.message import Message
 
 from sae_tui.format import clock_time, duration
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.window import FIELDS, SPANS_S, Window, live_window, stored_window
+from sae_tui.gpu.window import FIELDS, Window, live_window, stored_window
 from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
 from sae_tui.panels.gpu_row import short_name
 from sae_tui.panels.status import StatusLine
+from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.process_list import ProcessList
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
-from trainer.contract.errors import UserError
 
 _FACTS_BESIDE_FROM = 76  # columns
-_REREAD_S = 5.0  # the store is written as often
 
 
 class GpuScreen(FramedScreen):
@@ -37,9 +34,7 @@ class GpuScreen(FramedScreen):
                 tooltip="The GPU after this one"),
         Binding("left_square_bracket", "next_gpu(-1)", "GPU before", key_display="[", show=False, id="gpu.before",
                 tooltip="The GPU before this one"),
-        Binding("plus", "longer(1)", "Longer", key_display="+", id="gpu.longer",
-                tooltip="More of the past: minutes, hours, a day, a week"),
-        Binding("minus", "longer(-1)", "Shorter", key_display="-", id="gpu.shorter", tooltip="Less of the past"),
+        *span_keys("gpu"),
         Binding("left", "read_out(-1)", "Read out", priority=True, id="gpu.back_in_time",
                 tooltip="Read the values of an earlier time, and which job ran then"),
         Binding("right", "read_out(1)", "Later", show=False, priority=True, id="gpu.later",
@@ -56,19 +51,10 @@ class GpuScreen(FramedScreen):
     GpuScreen.-narrow GpuFacts { width: 1fr; }
     """
 
-    class Found(Message):
-        """A span of the store was read, of a card."""
-
-        def __init__(self, uuid: str, span_s: float, window: Window) -> None:
-            super().__init__()
-            self.uuid, self.span_s, self.window = uuid, span_s, window
-
     def __init__(self, session: Session, index: int) -> None:
         super().__init__(name="gpu")
         self.session, self.index = session, index
-        self._span = 0  # of `SPANS_S`, counted from 1; 0 shows the newest intervals
-        self._stored: Window | None = None
-        self._read_at = 0.0
+        self._back = LookBack(self, self._read_store)
         # When the values are read out; None while they are those of now.
         self._cursor_time: float | None = None
 
@@ -125,27 +111,20 @@ class GpuScreen(FramedScreen):
     def _window(self, sample: GpuSample) -> Window:
         """Return what is to be drawn; have the store read where that is due."""
         n = self.query_one(GpuHistory).n_columns
-        if self._span == 0:
+        span_s = self._back.span_s
+        if span_s is None:
             job = self.session.watcher.holders.jobs.get(sample.uuid)
             interval_s = self.session.settings.sampling_interval_s
             return live_window(self.session.monitor.past(n), self.index, n, interval_s, job.id if job else None)
-        span_s = SPANS_S[self._span - 1]
-        if n and time.monotonic() - self._read_at >= max(_REREAD_S, span_s / n):
-            self._read_at = time.monotonic()
-            self._read_store(sample.uuid, span_s, n)
-        return self._stored or Window(time.time() - span_s, span_s, dict.fromkeys(FIELDS, (None,)), (None,))
+        stored = self._back.stored(sample.uuid, n)
+        return stored or Window(time.time() - span_s, span_s, dict.fromkeys(FIELDS, (None,)), (None,))
 
-    @work(thread=True, group="history", exclusive=True, exit_on_error=False)
-    def _read_store(self, uuid: str, span_s: float, n: int) -> None:
-        with contextlib.suppress(UserError):  # told in the status line by those who store it
-            found = stored_window(self.session.data.gpu_db, socket.gethostname(), uuid, span_s, n, time.time())
-            self.post_message(self.Found(uuid, span_s, found))
+    def _read_store(self, uuid: str, span_s: float, n: int) -> Window:
+        return stored_window(self.session.data.gpu_db, socket.gethostname(), uuid, span_s, n, time.time())
 
-    @on(Found)
-    def _show_found(self, event: Found) -> None:
-        sample = self.sample
-        if sample and self._span and (event.uuid, event.span_s) == (sample.uuid, SPANS_S[self._span - 1]):
-            self._stored = event.window
+    @on(LookBack.Found)
+    def _show_found(self) -> None:
+        if sample := self.sample:
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
@@ -156,8 +135,8 @@ class GpuScreen(FramedScreen):
         return column if 0 <= column < len(window.jobs) else None
 
     def action_longer(self, by: int) -> None:
-        self._span = max(0, min(len(SPANS_S), self._span + by))
-        self._forget()
+        self._back.longer(by)
+        self.show_gpus()
 
     def action_read_out(self, by: int) -> None:
         sample = self.sample
@@ -174,13 +153,8 @@ class GpuScreen(FramedScreen):
         indices = [sample.index for sample in self.session.monitor.latest()]
         if self.index in indices:
             self.index = indices[(indices.index(self.index) + by) % len(indices)]
-            self._forget()
+            self._back.forget()
             self._look()
-
-    def _forget(self) -> None:
-        """Forget what was read of the store, and read it anew."""
-        self._stored, self._read_at = None, 0.0
-        self.show_gpus()
 
     def _look(self) -> None:
         """Have this card read, and no other."""

@@ -17,7 +17,7 @@ from sae_tui.widgets.lines import Line, LineView, Span
 # Never left out, however narrow the terminal is.
 _ALWAYS = ("quit", "help")
 # Keys whose characters a text field takes, which Textual 8.2 does not know to be printable.
-_TYPED = ("slash", "plus", "minus")
+_TYPED = ("slash", "plus", "minus", "less_than_sign", "greater_than_sign")
 _APART = "  "
 
 

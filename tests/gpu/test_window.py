@@ -6,11 +6,17 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sae_tui.format import sparkline
+from sae_tui.gpu.aggregate import shares
+from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.past import past
+from sae_tui.gpu.period import Period
 from sae_tui.gpu.ring import Reading, Ring
-from sae_tui.gpu.window import FIELDS, SPANS_S, live_window, stored_window
+from sae_tui.gpu.window import FIELDS, SPANS_S, live_window, stored_past, stored_window
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import open_writer
 
@@ -93,3 +99,36 @@ def test_the_newest_intervals_are_those_of_the_ring_and_the_job_is_of_now() -> N
     assert window.columns["utilization"] == [105, 106, 107, 108, 109]
     assert window.jobs == [None, None, None, None, 7]
     assert window.end - window.begin == 5.0
+
+
+def test_a_period_of_all_cards_is_the_mean_of_each_step_and_an_unknown_card_is_blank(db: Path) -> None:
+    store(db, [NOW - 20, NOW - 18], busy=20)
+    store(db, [NOW - 16], busy=80)
+    known = GpuSample(3, "GPU-a", "H100", NOW, power_limit_w=700.0)
+    period = stored_past(db, HOST, [known, GpuSample(5, "GPU-b", "H100", NOW)], 300, 60, NOW)
+    busy = period.column(3, "utilization", 2)
+    assert [value for value in busy if value is not None] == [40.0]
+    assert len(busy) == 60
+    assert set(period.column(5, "utilization", 2)) == {None}
+    assert period.power_limits_w == {3: 700.0, 5: None}
+    assert [value for value in shares(period).utilization if value is not None] == [0.4]
+
+
+@given(st.lists(st.none() | st.floats(0, 100), max_size=50), st.integers(1, 60))
+def test_a_period_drawn_in_fewer_columns_loses_no_value(values: list[float | None], n: int) -> None:
+    drawn = Period(values).in_columns(n)
+    assert len(drawn) == min(n, len(values))
+    if len(values) <= n:
+        assert list(drawn) == values
+    parts = [values[column * len(values) // len(drawn) : (column + 1) * len(values) // len(drawn)]
+             for column in range(len(drawn))]  # fmt: skip
+    assert [value for part in parts for value in part] == values
+    for value, part in zip(drawn, parts, strict=True):
+        known = [each for each in part if each is not None]
+        assert value == (pytest.approx(sum(known) / len(known)) if known else None)
+
+
+def test_a_period_is_drawn_whole_and_other_histories_at_their_end() -> None:
+    values = [0.0] * 30 + [100.0] * 10
+    assert sparkline(values, 10, 100) == "█" * 10
+    assert sparkline(Period(values), 4, 100) == "▁▁▁█"

@@ -7,10 +7,11 @@ import time
 from contextlib import closing
 
 import pytest
-from support.tui import StillMonitor, record_job, wait_until
+from support.tui import StillMonitor, record_job, title_of, wait_until
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
+from sae_tui.panels.aggregate import AggregatePanel
 from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.processes import ProcessTable
@@ -141,6 +142,23 @@ async def test_longer_spans_come_from_the_store_and_a_cursor_reads_out_when_and_
         await wait_until(pilot, lambda: "last 15 min" in text(app, GpuHistory))
         await pilot.press(*["plus"] * 9)
         await wait_until(pilot, lambda: "last 7 d" in text(app, GpuHistory))
+
+
+async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, data) -> None:
+    begin = time.time() - 3000
+    store_samples(data, uuid_of(0), [begin + 10 * step for step in range(50)], job=12)
+    app = make_app(1)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        newest = text(app, AggregatePanel)
+        await pilot.press(">", ">", ">")
+        assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00"
+        # In use for some minutes at the beginning of the hour alone.
+        await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
+        assert text(app, AggregatePanel) != newest
+        await pilot.press("<", "<", "<")
+        assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs"
+        await wait_until(pilot, lambda: "███" not in text(app, GpuPanel))
 
 
 def store_samples(data, uuid: str, stamps: list[float], job: int) -> None:

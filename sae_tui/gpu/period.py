@@ -1,0 +1,18 @@
+"""A history that is drawn whole, in however many columns there are; of any other the newest values are drawn."""
+
+from __future__ import annotations
+
+
+class Period(tuple[float | None, ...]):
+    """The values of a period, oldest first, in even steps; None where nothing is known."""
+
+    def in_columns(self, n: int) -> tuple[float | None, ...]:
+        """Return at most `n` columns, each the mean of what is known of its part."""
+        length = len(self)
+        n = min(n, length)
+        return tuple(_mean(self[column * length // n : (column + 1) * length // n]) for column in range(n))
+
+
+def _mean(values: tuple[float | None, ...]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
