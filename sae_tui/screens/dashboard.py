@@ -61,7 +61,7 @@ class Dashboard(FramedScreen):
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
         # + and - are of the jobs while those have the focus.
-        *span_keys("dashboard", GPUS, "><", show=False),
+        *span_keys("dashboard", GPUS, (">", "<"), show=False),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def span_keys(
-    screen: str, group: Binding.Group | None = None, display: str = "+-", *, show: bool = True
+    screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
     """Return the keys of a screen that has `action_longer`; `display` are the two that its foot and help name."""
     longer, shorter = display

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from support import monkey
 
-N_KEYS = 1200
+N_KEYS = 1000
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_keys_break_nothing(seed: int) -> None:
     result = monkey.run(seed, N_KEYS)
     assert not result.faults, f"{result}; the last keys: {result.tail}"
