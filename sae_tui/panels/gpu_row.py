@@ -88,7 +88,10 @@ def meter(text: str, text_width: int, share: float | None, width: int, style: st
 
 
 def history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
-    return tall_sparkline(row.column(name, width), width, height, top) if width else [""] * height
+    """Return the rows of a history, whose highest block leaves an eighth of a cell free below the row above."""
+    eighths = 8 * height
+    above = top and top * eighths / (eighths - 1)
+    return tall_sparkline(row.column(name, width), width, height, above) if width else [""] * height
 
 
 def heat(sample: GpuSample) -> str:

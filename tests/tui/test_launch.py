@@ -869,7 +869,7 @@ INSPECTED = Inspected(100, 4, "F16", 100, 0.5, 1.0, 2.0, (Finding("warning", "3 
 
 
 def on_page(app, words: str) -> bool:
-    return isinstance(app.screen, Reading) and words in app.screen.query_one(Page).plain
+    return isinstance(app.screen, Reading) and any(words in page.plain for page in app.screen.query(Page))
 
 
 def test_an_inspection_is_told_whole_in_any_width() -> None:
