@@ -23,7 +23,7 @@ from support.box import ROOT
 from support.real_model import D_MODEL, FILE, needs_model, write_text
 from torch import Tensor
 
-N_ROWS, CONTEXT, D_SAE, K = 6144, 128, 1152, 32
+N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
 STREAM, MLP_IN, MLP_OUT = "resid_post.6", "mlp_in.6", "mlp_out.6"
 HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
 
@@ -81,7 +81,7 @@ def extract(chain: Chain) -> None:
         "extract.toml",
         model={"path": str(FILE), "hooks": HOOKS},
         text={"path": "text.jsonl", "context": CONTEXT},
-        extract={"n_tokens": N_ROWS, "batch_tokens": 1024, "shard_rows": 2048, "output": "rows"},
+        extract={"n_tokens": N_ROWS, "batch_tokens": 1024, "shard_rows": 1024, "output": "rows"},
     )
     told = chain.trainer("extract", job)
     assert (told["state"], told["n_tokens"], [*told["outputs"]]) == ("finished", N_ROWS, HOOKS)
@@ -114,19 +114,19 @@ def inspect(chain: Chain) -> None:
 def train(chain: Chain, name: str, out: str, **data: str) -> None:
     job = chain.write(
         name,
-        data=data | {"held_out_tokens": 1024},
+        data=data | {"held_out_tokens": 512},
         sae={"architecture": "batch_topk", "d_sae": D_SAE, "k": K},
-        train={"batch_size": 512, "n_steps": 80},
+        train={"batch_size": 256, "n_steps": 80},
     )
     told = chain.trainer("run", job, "--out", out)
-    assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 512)
+    assert (told["state"], told["steps"], told["tokens"]) == ("finished", 80, 80 * 256)
     assert 0 < told["heldout_fvu"] < 1
     # A threshold that was learnt for k latents on average lets about as many through.
     assert K / 3 < told["heldout_l0"] < 3 * K
 
 
 def judge(chain: Chain) -> None:
-    told = chain.trainer("eval", "sae-run", "--model", "auto", "--tokens", 512, "--contexts", 4)
+    told = chain.trainer("eval", "sae-run", "--model", "auto", "--tokens", 256, "--contexts", 2)
     (card,) = told["cards"]
     figures, spliced = card["figures"], card["spliced"]
     assert (card["written_to"], figures["d_sae"]) == (str(chain.folder / "sae-run" / "sae"), D_SAE)
