@@ -40,6 +40,13 @@ class Settings(msgspec.Struct, frozen=True):
             wanted='a list of words like ["notify-send", "done"]',
         ),
     ] = []
+    price_per_kwh: Annotated[float, about("What a kWh costs, for the price of a job; 0 shows none.", ge=0, le=1000)] = (
+        0.0
+    )
+    currency: Annotated[str, about("What that price is in.", min_length=1, max_length=8)] = "EUR"
+    co2_g_per_kwh: Annotated[
+        float, about("CO₂ of a kWh, as your grid has it; 0 shows none.", unit="g", ge=0, le=5000)
+    ] = 0.0
     theme: Annotated[Literal["dark", "light", "terminal"], about("Colours; terminal uses the 16 of your terminal.")] = (
         "dark"
     )

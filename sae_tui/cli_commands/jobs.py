@@ -11,6 +11,7 @@ from typing import Any
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
 from sae_tui.jobs import edits
+from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.output import name_of_output
@@ -62,11 +63,13 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     assert reader.view is not None
     cards = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
-        shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
+        shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
+        shown |= {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(cards)})
         return 0
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
+    values["energy"] = energy_words(reader.view, context.settings)
     if postmortem:
         values["error"] = postmortem.error
     show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())

@@ -74,6 +74,8 @@ class GpuSample:
     temperature_c: Degrees | None = None
     power_w: Measured | None = None
     power_limit_w: Measured | None = None
+    # The counter of the energy since the driver was loaded; only some samples have it.
+    energy_j: float | None = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
     reason: str = ""

@@ -134,9 +134,9 @@ class Recorder:
         if not measured:
             return
         db.executemany(
-            "INSERT OR IGNORE INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
-              sample.memory_total_bytes, row.temperature_c, row.power_w, job_id) for row in measured],
+              sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
         begin = measured[0].timestamp // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))

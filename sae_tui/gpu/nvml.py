@@ -27,11 +27,13 @@ COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeR
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
+ENERGY_EVERY = 5
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
 POWER = (("nvmlDeviceGetPowerUsage",),)
 POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
+ENERGY = (("nvmlDeviceGetTotalEnergyConsumption",),)  # mJ; not supported before Volta
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
 # NVML's codes for what lies between two cards, and for what is asked of a pair; in pynvml the first of them is a
@@ -140,6 +142,7 @@ class _Card:
         self._failed: dict[str, str] = {}
         self._answered = False
         self._fault: int | None = None
+        self._n_listed = 0
         self._details = NvmlDetails(nvml)
 
     def sample(self, *, processes: bool) -> GpuSample:
@@ -173,7 +176,7 @@ class _Card:
         return () if self._handle is None else buffered(self._nvml, self._handle)
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """Return the fields of a healthy sample, by four calls and up to five more for what seldom changes.
+        """Return the fields of a healthy sample, by four calls and up to six more for what seldom changes.
 
         Raise `_CardFault` if the card cannot be read.
         """
@@ -196,6 +199,7 @@ class _Card:
         if self._fault is not None and not self._answered:
             raise _CardFault(faults.card(self._fault))
         is_quick = time.monotonic() - began < SLOW_S
+        energy = self._energy() if processes and is_quick else None
         has_memory = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
         return {
             "utilization": None if utilization is None else utilization.gpu,
@@ -205,10 +209,16 @@ class _Card:
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
+            "energy_j": None if energy is None else energy / 1000,
             "processes": self._processes() if processes else None,
             "condition": self._details.condition(self._handle) if processes and is_quick else None,
             "unusable": faults.SPLIT if mig and mig[0] else "",
         }
+
+    def _energy(self) -> int | None:
+        """Return the counter in mJ with every `ENERGY_EVERY`th list of processes; it has all that lies in between."""
+        self._n_listed += 1
+        return self._get("energy_j", ENERGY) if self._n_listed % ENERGY_EVERY == 1 else None
 
     def _look_up(self) -> Any:
         """Return the handle of the card; raise `_CardFault`."""

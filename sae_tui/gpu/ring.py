@@ -22,6 +22,7 @@ class Reading(NamedTuple):
     temperature_c: float | None = None
     power_w: float | None = None
     memory_total_bytes: float | None = None
+    energy_j: float | None = None  # none of a stored one
 
     @property
     def is_blank(self) -> bool:
@@ -63,7 +64,7 @@ class Ring:
         with self._lock:
             self._latest = sample
             self._n_live += 1
-            self._readings.append(_reading(sample))
+            self._readings.append(reading_of(sample))
             if sample.power_limit_w is not None:
                 self.power_limit_w = sample.power_limit_w
 
@@ -74,7 +75,7 @@ class Ring:
         """
         with self._lock:
             live = list(self._readings)[max(0, len(self._readings) - self._n_live) :]
-            older = [_reading(each) for each in readings if not live or each.timestamp < live[0].timestamp]
+            older = [reading_of(each) for each in readings if not live or each.timestamp < live[0].timestamp]
             self._readings.clear()
             self._readings.extend([*older, *live])
 
@@ -97,5 +98,6 @@ class Ring:
             return [reading for reading in self._readings if reading.timestamp > timestamp]
 
 
-def _reading(of: Readable) -> Reading:
-    return Reading(*(getattr(of, name) for name in Reading._fields))
+def reading_of(of: Readable) -> Reading:
+    """Return what is kept of a sample."""
+    return Reading(of.timestamp, *(getattr(of, name, None) for name in Reading._fields[1:]))

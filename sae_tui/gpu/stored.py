@@ -6,7 +6,7 @@ import json
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import groupby
 from operator import attrgetter
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from sae_tui.gpu.base import Degrees, Measured
-from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.energy import EnergyReading
+from sae_tui.gpu.ring import Reading, reading_of
 from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
@@ -58,6 +59,10 @@ STEPS = PLACES + (
     f" CAST(round({_mean('temperature')}) AS INTEGER), round({_mean('power_draw')}, 2), max(job_id)"
     " FROM (SELECT * FROM samples UNION ALL SELECT * FROM minutes) GROUP BY gpu_uuid, begin ORDER BY begin, gpu_index"
 )
+ENERGY = (
+    "SELECT timestamp, power_draw, energy FROM gpu_metrics WHERE host = ? AND gpu_index = ?"
+    " AND timestamp > ? AND timestamp <= ? AND gpu_uuid = ? ORDER BY timestamp"
+)
 LAST_BUSY = (
     "SELECT max(minute), max(CASE WHEN utilization_max > :above THEN minute END) FROM gpu_minutes"
     f" WHERE host = :host AND gpu_index = :gpu AND minute BETWEEN :first AND {NEVER} AND gpu_uuid = :uuid"
@@ -100,7 +105,7 @@ def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
     with explain_errors(path), closing(_open(path)) as db:
         places = _places(db, host)
         for row in _read(db, SAMPLES, host, places, now - seconds, now + MINUTE_S):
-            readings[row.gpu_uuid].append(Reading(*(getattr(row, name) for name in Reading._fields)))
+            readings[row.gpu_uuid].append(reading_of(row))
     return dict(readings)
 
 
@@ -155,6 +160,17 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
     if newest is None or time.time() - newest * MINUTE_S > 3 * MINUTE_S:
         return None
     return after if busiest is None else (busiest + 1) * MINUTE_S
+
+
+def energy_readings(
+    path: Path, host: str, cards: Iterable[tuple[int, str]], after: Mapping[str, float], until: float
+) -> dict[str, list[EnergyReading]]:
+    """Return, by UUID, the readings of cards, given as (index, UUID), from `after` of each, exclusive, to `until`."""
+    with explain_errors(path), closing(_open(path)) as db:
+        return {
+            uuid: list(readable(db.execute(ENERGY, (host, index, after[uuid], until, uuid)).fetchall(), EnergyReading))
+            for index, uuid in cards
+        }
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:

@@ -36,7 +36,7 @@ def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, p
         db.execute("BEGIN")
         db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ? - 1)"
-            " INSERT INTO gpu_metrics SELECT ?, ?, ? + i, ?, ?, ?, ?, 40, ?, NULL FROM n",
+            " INSERT INTO gpu_metrics SELECT ?, ?, ? + i, ?, ?, ?, ?, 40, ?, NULL, NULL FROM n",
             (n, host, index, begin, uuid, percent, 8 * GIB, 24 * GIB, watts),
         )
         db.execute(ROLL_UP, (host, index, begin // 60 * 60, uuid))

@@ -20,7 +20,7 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
         for second in range(300):
             row = (host, index, begin + second, uuid, utilization, 8 << 30, 24 << 30, 40, 100.0, None)
-            db.execute("INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            db.execute("INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", row)
         db.execute(ROLL_UP, (host, index, begin // 60 * 60, uuid))
 
 

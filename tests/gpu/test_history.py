@@ -80,7 +80,7 @@ def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None =
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.executemany(
-            "INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
             [(HOST, index, stamp, uuid, *row.values()) for stamp in stamps],
         )
         db.execute(history.ROLL_UP, (HOST, index, 0.0, uuid))

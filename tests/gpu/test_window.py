@@ -41,7 +41,8 @@ def store(path: Path, stamps: list[float], *, minutes: bool = False, job: int | 
                 db.execute("INSERT INTO gpu_minutes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
             else:
                 db.execute(
-                    "INSERT INTO gpu_metrics VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (HOST, 0, stamp, "GPU-a", *values)
+                    "INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)",
+                    (HOST, 0, stamp, "GPU-a", *values),
                 )
         if not minutes:
             db.execute(ROLL_UP, (HOST, 0, 0.0, "GPU-a"))

@@ -164,5 +164,5 @@ async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, dat
 def store_samples(data, uuid: str, stamps: list[float], job: int) -> None:
     with closing(open_writer(data.gpu_db, "gpu")) as db:
         rows = [("gpu-box", 0, stamp, uuid, 50, 1 << 30, 24 << 30, 60, 100.0, job) for stamp in stamps]
-        db.executemany("INSERT INTO gpu_metrics VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        db.executemany("INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)", rows)
         db.execute(ROLL_UP, ("gpu-box", 0, 0.0, uuid))

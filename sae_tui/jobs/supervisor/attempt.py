@@ -17,6 +17,7 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.card_reader import name_of, vendor_of
 from sae_tui.jobs.queue.promised import refuse_other_rows
+from sae_tui.jobs.supervisor.energy_meter import EnergyMeter
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
@@ -70,9 +71,11 @@ class OneAttempt:
         except (UserError, OSError) as error:
             return Outcome(self._ending(JobState.FAILED, sentence(error)))
         stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
-        requests = self._watch(attempt)
+        meter = EnergyMeter(self._data, self._control, self._job)
+        requests = self._watch(attempt, meter)
         if stop_recording:
             stop_recording()
+        meter.end()
         return self._outcome(attempt, requests)
 
     def _begin(self) -> Attempt:
@@ -117,7 +120,7 @@ class OneAttempt:
         box, memory_of = read_box(self._data.box_file), "" if is_simulated else None
         return with_model_placed(spec, config, name, box, Room(had, had), memory_of)
 
-    def _watch(self, attempt: Attempt) -> set[str]:
+    def _watch(self, attempt: Attempt, meter: EnergyMeter) -> set[str]:
         """Follow the ranks until the last is gone, and return what was asked for meanwhile.
 
         Pass requests on, publish progress, and end all ranks when one fails.
@@ -132,6 +135,7 @@ class OneAttempt:
             if watch.asked_to_stop:
                 attempt.ask_to_stop()
             self._look_after(attempt, watch)
+            meter.turn()
             if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
                 attempt.end()
         watch.close()

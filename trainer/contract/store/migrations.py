@@ -89,6 +89,12 @@ def control_004(db: Database) -> None:
     db.table("jobs").add_column("visible_devices", str)
 
 
+def control_005(db: Database) -> None:
+    """Add the energy of a job's GPUs, and the seconds (times GPUs) that it had them, measured, and by a counter."""
+    for name in ("energy_wh", "energy_s", "energy_known_s", "energy_counted_s"):
+        db.table("jobs").add_column(name, float)
+
+
 def metrics_001(db: Database) -> None:
     """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -122,10 +128,15 @@ def gpu_001(db: Database) -> None:
     )
 
 
+def gpu_002(db: Database) -> None:
+    """Add the driver's counter of a card's energy, in J; only some samples have it."""
+    db.execute("ALTER TABLE gpu_metrics ADD COLUMN energy REAL")
+
+
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004),
+    "control": (control_001, control_002, control_003, control_004, control_005),
     "metrics": (metrics_001,),
-    "gpu": (gpu_001,),
+    "gpu": (gpu_001, gpu_002),
 }
 
 

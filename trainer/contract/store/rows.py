@@ -94,6 +94,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: Count = 0
     restarts: Count = 0
     backend: Name = "local"
+    # What its GPUs took while it had them: of the seconds that it had each, those measured, and those by a counter.
+    energy_wh: Duration | None = None
+    energy_s: Duration | None = None
+    energy_known_s: Duration | None = None
+    energy_counted_s: Duration | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 

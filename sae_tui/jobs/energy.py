@@ -1,0 +1,78 @@
+"""What the energy of a job comes to: how much, how well it is known, its price and its CO₂, by the settings."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sae_tui.settings import Settings
+from trainer.contract.store.rows import Job
+from trainer.contract.wording import number
+
+# Less than this share measured is told; the last seconds of a job may not be stored yet when it ends.
+WHOLE = 0.98
+
+
+class Energy(NamedTuple):
+    """The energy of a job; None where it, its price or its CO₂ is not known. `share` of its time was measured."""
+
+    energy_wh: float | None = None
+    energy_share: float | None = None
+    energy_from: str | None = None
+    cost: float | None = None
+    currency: str | None = None
+    co2_g: float | None = None
+
+
+def energy_of(job: Job, settings: Settings) -> Energy:
+    """Return what a job has taken so far; nothing where nothing was measured."""
+    if job.energy_wh is None or not job.energy_known_s or not job.energy_s:
+        return Energy()
+    priced, kwh = settings.price_per_kwh > 0, job.energy_wh / 1000
+    return Energy(
+        job.energy_wh,
+        min(1.0, job.energy_known_s / job.energy_s),
+        _source((job.energy_counted_s or 0.0) / job.energy_known_s),
+        kwh * settings.price_per_kwh if priced else None,
+        settings.currency if priced else None,
+        kwh * settings.co2_g_per_kwh if settings.co2_g_per_kwh > 0 else None,
+    )
+
+
+def energy_words(job: Job, settings: Settings) -> str:
+    """Return like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`; "" where it is unknown."""
+    energy = energy_of(job, settings)
+    if energy.energy_wh is None or energy.energy_share is None:
+        return ""
+    parts = [watt_hours(energy.energy_wh)]
+    parts += [] if energy.cost is None else [f"{money(energy.cost)} {energy.currency}"]
+    parts += [] if energy.co2_g is None else [grams(energy.co2_g)]
+    is_whole = energy.energy_share >= WHOLE
+    notes = [] if is_whole else [f"samples for {100 * energy.energy_share:.0f} % of its time"]
+    notes += [f"from {energy.energy_from}"] if energy.energy_from == _SAMPLES else []
+    return f"{'' if is_whole else 'at least '}{', '.join(parts)}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def watt_hours(energy_wh: float) -> str:
+    """Return `12 Wh` or `1.23 kWh`."""
+    return f"{number(energy_wh / 1000)} kWh" if energy_wh >= 1000 else f"{number(energy_wh)} Wh"
+
+
+def money(amount: float) -> str:
+    """Return an amount with cents, or `<0.01`."""
+    return "<0.01" if 0 < amount < 0.01 else f"{amount:.2f}"
+
+
+def grams(mass_g: float) -> str:
+    """Return `480 g CO₂` or `1.2 kg CO₂`."""
+    return f"{number(mass_g / 1000)} kg CO₂" if mass_g >= 1000 else f"{number(mass_g)} g CO₂"
+
+
+_SAMPLES, _COUNTER = "power samples", "counter"
+
+
+def _source(counted: float) -> str:
+    """Return what was read, by the share of the measured time that the counter has."""
+    # The last seconds before the end are always by samples.
+    if counted > 0.9:
+        return _COUNTER
+    return _SAMPLES if counted < 0.1 else f"{_COUNTER} and {_SAMPLES}"

@@ -1,0 +1,78 @@
+"""Measures the energy that a job's GPUs take while it has them, and writes it into the job's row."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from sae_tui.gpu.energy import CardMeter, Used
+from sae_tui.gpu.stored import energy_readings
+from sae_tui.jobs.supervisor_log import tolerate
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+
+# So seldom that it costs nothing, and so often that a job whose supervisor is killed has lost next to nothing.
+EVERY_S = 30.0
+J_PER_WH = 3600.0
+
+
+class EnergyMeter:
+    """Adds what one attempt takes to what the earlier ones took; for a job without GPUs it does nothing.
+
+    It reads the stored samples of the GPUs, whoever stores them. What others do on a GPU that is shared with them is
+    part of it.
+    """
+
+    def __init__(self, data: DataDir, control: Control, job: Job, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._control, self._job, self._clock = data.gpu_db, control, job, clock
+        self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
+        self._meters = {uuid: CardMeter(clock()) for uuid in job.gpu_uuids}
+        self._due = clock() + EVERY_S
+        self._before: Used | None = None
+
+    def turn(self) -> None:
+        """Bring the job's row up to date, twice a minute."""
+        if self._clock() >= self._due:
+            self._due = self._clock() + EVERY_S
+            self.end()
+
+    def end(self) -> None:
+        """Bring the job's row up to date at once; a store that cannot be used now is noted, and tried again later."""
+        if not self._cards:
+            return
+        with tolerate("measuring the energy"):
+            now = self._clock()
+            self._read(now)
+            self._write(sum((meter.used(now) for meter in self._meters.values()), start=Used()))
+
+    def _read(self, until: float) -> None:
+        if not self._path.exists():
+            return
+        after = {uuid: meter.newest for uuid, meter in self._meters.items()}
+        for uuid, readings in energy_readings(self._path, self._job.host, self._cards, after, until).items():
+            for reading in readings:
+                self._meters[uuid].add(reading)
+
+    def _write(self, used: Used) -> None:
+        if self._before is None:
+            self._before = _used_before(self._control, self._job)
+        total = self._before + used
+        self._control.update(
+            self._job.id,
+            energy_wh=total.joules / J_PER_WH if total.known_s else None,
+            energy_s=total.lasted_s,
+            energy_known_s=total.known_s,
+            energy_counted_s=total.counted_s,
+        )
+
+
+def _used_before(control: Control, job: Job) -> Used:
+    """Return what the attempts before have taken, by the job's row; by the row as it was where it is lost."""
+    with contextlib.suppress(UserError):
+        job = control.job(job.id)
+    return Used(
+        (job.energy_wh or 0.0) * J_PER_WH, job.energy_s or 0.0, job.energy_known_s or 0.0, job.energy_counted_s or 0.0
+    )

@@ -1,0 +1,83 @@
+"""The energy in a job's row, from the samples that are stored while the job has its GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from sae_tui.jobs.supervisor.energy_meter import EVERY_S, EnergyMeter
+from trainer.contract.store.database import open_writer
+from trainer.contract.store.states import JobState
+
+NOW = 1_700_000_000.0
+GPUS = ((0, "GPU-a"), (3, "GPU-b"))
+
+
+@pytest.fixture
+def job_id(box):
+    fields = {"gpu_ids": (0, 3), "gpu_uuids": ("GPU-a", "GPU-b"), "state": JobState.RUNNING}
+    return box.record(**fields)
+
+
+def store(box, seconds, power_w: float, gpus=GPUS, counter=None) -> None:
+    with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
+        for index, uuid in gpus:
+            rows = [
+                (box.job(1).host, index, NOW + second, uuid, power_w, counter and counter * second)
+                for second in seconds
+            ]
+            query = "INSERT INTO gpu_metrics(host, gpu_index, timestamp, gpu_uuid, power_draw, energy)"
+            db.executemany(f"{query} VALUES(?, ?, ?, ?, ?, ?)", rows)
+
+
+def meter_of(box, job_id: int, now: list[float]) -> EnergyMeter:
+    return EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0])
+
+
+def test_the_row_has_the_energy_of_all_gpus_while_the_job_runs(box, job_id):
+    now = [NOW]
+    meter = meter_of(box, job_id, now)
+    store(box, range(-60, 31), 360.0)
+    store(box, range(31), 9999.0, gpus=[(1, "GPU-of-others")])
+    now[0] += EVERY_S
+    meter.turn()
+    job = box.job(job_id)
+    assert job.energy_wh == pytest.approx(2 * 360 * 30 / 3600)
+    assert (job.energy_s, job.energy_known_s, job.energy_counted_s) == pytest.approx((60, 60, 0))
+
+
+def test_nothing_is_written_before_its_time(box, job_id):
+    meter = meter_of(box, job_id, [NOW])
+    meter.turn()
+    assert box.job(job_id).energy_s is None
+
+
+def test_attempts_add_up_and_the_pause_between_them_does_not_count(box, job_id):
+    store(box, range(301), 360.0, counter=400.0)
+    for begin in (0, 200):
+        now = [NOW + begin]
+        meter = meter_of(box, job_id, now)
+        now[0] += 100
+        meter.end()
+        meter.end()
+    job = box.job(job_id)
+    assert job.energy_s == pytest.approx(400)
+    # The first second of each attempt is before its first reading of the counter.
+    assert job.energy_wh == pytest.approx(2 * 2 * (360 + 99 * 400) / 3600)
+    assert job.energy_counted_s == pytest.approx(4 * 99)
+
+
+def test_a_history_that_cannot_be_read_leaves_the_job_alone(box, job_id):
+    now = [NOW]
+    meter = meter_of(box, job_id, now)
+    box.data.gpu_db.write_bytes(b"no database at all" * 100)
+    now[0] += EVERY_S
+    meter.turn()
+    assert box.job(job_id).energy_wh is None
+
+
+def test_a_job_without_gpus_has_no_energy(box):
+    job_id = box.record(state=JobState.RUNNING)
+    meter_of(box, job_id, [NOW]).end()
+    assert box.job(job_id).energy_s is None
