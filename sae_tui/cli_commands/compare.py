@@ -14,6 +14,8 @@ from sae_tui.compare.lines import View
 from sae_tui.compare.run import Sae
 from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.tables import Line, all_results, differences, results, value_of
+from sae_tui.jobs.energy import energy_of
+from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
 from trainer.contract.settings.series import CRITERION
@@ -30,9 +32,9 @@ def compare(context: Context, flags: argparse.Namespace) -> int:
         if flags.svg or flags.csv:
             _write(context, runs, comparison, flags)
         elif context.as_json:
-            show_json(_as_json(comparison.saes))
+            show_json(_as_json(comparison.saes, context.settings))
         else:
-            _show(comparison)
+            _show(comparison, context.settings)
     return 0
 
 
@@ -63,7 +65,7 @@ def _write(context: Context, runs: Runs, comparison: Comparison, flags: argparse
         say(f"{path} is written")
 
 
-def _show(comparison: Comparison) -> None:
+def _show(comparison: Comparison, settings: Settings) -> None:
     labels = [sae.label for sae in comparison.saes]
     differing = differences(comparison.saes)
     if differing:
@@ -71,17 +73,18 @@ def _show(comparison: Comparison) -> None:
     else:
         say("all settings are the same" if len(labels) > 1 else "there is nothing to compare this run with")
     say()
-    show_table(["RESULT", *labels], [_words(line) for line in results(comparison.saes)])
+    show_table(["RESULT", *labels], [_words(line) for line in results(comparison.saes, settings)])
 
 
 def _words(line: Line) -> list[str]:
     return [line.title, *line.words(UNKNOWN)]
 
 
-def _as_json(saes: Sequence[Sae]) -> dict[str, Any]:
+def _as_json(saes: Sequence[Sae], settings: Settings) -> dict[str, Any]:
     members = [
         {"id": sae.job.id, "name": sae.job.name, "state": sae.job.state, "sae": sae.member}
         | {result.name: value_of(sae, result.name) for result in all_results()}
+        | {name: getattr(energy_of(sae.job, settings), name) for name in ("energy_share", "cost", "currency", "co2_g")}
         for sae in saes
     ]
     same = {line.title: [saes[place].label for place in sorted(line.same)] for line in results(saes) if line.same}

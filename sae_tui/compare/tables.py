@@ -11,7 +11,9 @@ from typing import Any, Literal
 import msgspec
 
 from sae_tui.compare.run import Sae
+from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
 from sae_tui.jobs.states import was_resumed
+from sae_tui.settings import Settings
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import (
@@ -33,7 +35,7 @@ SAME = "same"
 # A lead of no more than so many standard errors, those of both values combined, is none.
 LEAD = 2.0
 # What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
-LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05}
+LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
 _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
@@ -86,6 +88,7 @@ _OF_RUN = (
     Result("tokens_per_s", "tokens/s", "higher", count),
     Result("duration_s", "duration", "lower", duration),
     Result("peak_memory_bytes", "peak memory", "lower", gibibytes),
+    Result("energy_wh", "energy", "lower", watt_hours),
 )
 
 
@@ -131,14 +134,25 @@ def _is_imported(sae: Sae) -> bool:
     return sae.job.state is JobState.FINISHED and sae.job.started is None and not sae.job.step
 
 
-def results(saes: Sequence[Sae]) -> list[Line]:
-    """Return a row for each result of the runs, final or so far."""
+def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]:
+    """Return a row for each result of the runs, final or so far; by settings also the price and CO₂ of the energy."""
     lines = []
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
             lines.append(_judged(Line(result.title, values, word=result.word), result, saes))
-    return lines
+    return lines + (_priced(saes, settings) if settings else [])
+
+
+def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
+    """Return the price and CO₂ of the energy; neither says more of which run is better than the energy does."""
+    energies = [energy_of(sae.job, settings) for sae in saes]
+    whole = [energy if is_whole(energy) else Energy() for energy in energies]
+    lines = [
+        Line("price", tuple(energy.cost for energy in whole), word=lambda cost: f"{money(cost)} {settings.currency}"),
+        Line("CO₂", tuple(energy.co2_g for energy in whole), word=grams),
+    ]
+    return [line for line in lines if any(value is not None for value in line.values)]
 
 
 def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
@@ -222,6 +236,10 @@ def value_of(sae: Sae, name: str) -> float | None:
     """Return a result by its name; for an SAE of a sweep its own value where there is one."""
     if name == "duration_s":
         return _duration_s(sae)
+    if name == "energy_wh":
+        # A part of the energy would look like less of it.
+        energy = energy_of(sae.job, Settings())
+        return energy.energy_wh if is_whole(energy) else None
     if name in sae.latest:
         return sae.latest[name]
     is_of_sae = name == "loss" or name in result_metrics()

@@ -38,6 +38,11 @@ def energy_of(job: Job, settings: Settings) -> Energy:
     )
 
 
+def is_whole(energy: Energy) -> bool:
+    """Tell whether next to all of the job's time was measured."""
+    return (energy.energy_share or 0.0) >= WHOLE
+
+
 def energy_words(job: Job, settings: Settings) -> str:
     """Return like `at least 1.2 kWh, 0.36 EUR, 480 g CO₂ (samples for 83 % of its time)`; "" where it is unknown."""
     energy = energy_of(job, settings)
@@ -46,10 +51,9 @@ def energy_words(job: Job, settings: Settings) -> str:
     parts = [watt_hours(energy.energy_wh)]
     parts += [] if energy.cost is None else [f"{money(energy.cost)} {energy.currency}"]
     parts += [] if energy.co2_g is None else [grams(energy.co2_g)]
-    is_whole = energy.energy_share >= WHOLE
-    notes = [] if is_whole else [f"samples for {100 * energy.energy_share:.0f} % of its time"]
+    notes = [] if is_whole(energy) else [f"samples for {100 * energy.energy_share:.0f} % of its time"]
     notes += [f"from {energy.energy_from}"] if energy.energy_from == _SAMPLES else []
-    return f"{'' if is_whole else 'at least '}{', '.join(parts)}" + (f" ({'; '.join(notes)})" if notes else "")
+    return f"{'' if is_whole(energy) else 'at least '}{', '.join(parts)}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def watt_hours(energy_wh: float) -> str:

@@ -11,6 +11,7 @@ from textual.binding import Binding
 from sae_tui.compare.run import Sae
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import Line, differences, results
+from sae_tui.settings import Settings
 from sae_tui.widgets.chart import glyph
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
@@ -100,8 +101,12 @@ class ResultsPanel(SaeTable):
 
     heading = "RESULT"
 
+    def __init__(self, settings: Settings, *, empty: str, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(empty=empty, id=id)
+        self._settings = settings
+
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
-        return results(saes)
+        return results(saes, self._settings)
 
 
 def _elsewhere(before: int, after: int) -> str:

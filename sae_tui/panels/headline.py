@@ -67,6 +67,9 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
         ("".join(_metrics(detail, member)), "text"),
         (left, "text"),
     )
+    energy = f"  {detail.energy.partition(',')[0].partition(' (')[0]}" if detail.energy else ""
+    if sum(cell_len(text) for text, _ in first) + cell_len(energy) <= width:
+        first = (*first, (energy, "text"))
     return [first, *_ending(detail, width)]
 
 

@@ -27,7 +27,7 @@ class SettingsPanel(DetailPanel, can_focus=True):
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
         settings, n_others = summary(detail.view.config)
-        more = [*_hooks(detail.view), *_more(detail.view)]
+        more = [*_hooks(detail.view), *_more(detail.view), *([("energy", detail.energy)] if detail.energy else [])]
         name_width = min(_LONGEST_NAME, max(len(name) for name, _ in (*settings, *more, ("", ""))))
         lines: list[Line] = []
         for name, value in settings:

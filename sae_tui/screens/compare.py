@@ -86,7 +86,7 @@ class CompareScreen(FramedScreen):
             yield Overlay(id="curves", classes="panel")
             yield ParetoPanel(id="pareto", classes="panel")
             yield DifferencesPanel(empty="All settings are the same.", id="settings").add_class("panel")
-            yield ResultsPanel(empty="No results yet.", id="results").add_class("panel")
+            yield ResultsPanel(self.session.settings, empty="No results yet.", id="results").add_class("panel")
         yield Footer()
 
     def on_mount(self) -> None:

@@ -10,6 +10,7 @@ from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
+from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.output import extracts
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
@@ -134,7 +135,9 @@ class JobScreen(FramedScreen):
         if self.member not in members and (self.member or members):
             self.member = detail.view.best_sae if detail.view.best_sae in members else next(iter(members), "")
             self.refresh_bindings()
-        shown = msgspec.structs.replace(detail, member=self.member)
+        shown = msgspec.structs.replace(
+            detail, member=self.member, energy=energy_words(detail.view, self.session.settings)
+        )
         for panel in self._panels.values():
             panel.show_detail(shown)
 

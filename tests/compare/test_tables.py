@@ -4,6 +4,7 @@ import pytest
 
 from sae_tui.compare.run import Sae
 from sae_tui.compare.tables import Line, best, differences, results, same_as_best
+from sae_tui.settings import Settings
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -151,3 +152,17 @@ def test_a_lead_within_twice_the_combined_error_is_none():
     assert same_as_best(values, errors, None) == frozenset()
     line = Line("held-out FVU", (0.1, 0.11, 0.2), frozenset(), str, frozenset({0, 1}))
     assert line.words() == ["0.1 same", "0.11 same", "0.2"]
+
+
+def test_energy_is_compared_where_it_is_known_whole_with_its_price_by_the_settings() -> None:
+    known = {"energy_s": 100.0, "energy_counted_s": 100.0}
+    saes = [
+        sae(1, energy_wh=900.0, energy_known_s=99.0, **known),
+        sae(2, energy_wh=1500.0, energy_known_s=100.0, **known),
+        sae(3, energy_wh=5.0, energy_known_s=60.0, **known),
+        sae(4),
+    ]
+    lines = {line.title: line.words() for line in results(saes, Settings(price_per_kwh=0.2, currency="CHF"))}
+    assert lines["energy"] == ["900 Wh ★", "1.5 kWh", "–", "–"]
+    assert lines["price"] == ["0.18 CHF", "0.30 CHF", "–", "–"]
+    assert "CO₂" not in lines

@@ -33,6 +33,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
+    energy: str = ""  # what its GPUs took, in words
     member: str = ""  # the SAE of a sweep that is shown, by its label; "" for a run of one
 
 
