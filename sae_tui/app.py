@@ -12,11 +12,12 @@ from textual.driver import Driver
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
+from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.app_parts.colours import Colours
 from sae_tui.app_parts.front import AppFront
-from sae_tui.app_parts.job_ends import tell_end, tell_news
+from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
 from sae_tui.app_parts.navigator import Navigator
-from sae_tui.app_parts.redraw import JobsChanged, Redraw
+from sae_tui.app_parts.redraw import AlertsChanged, JobsChanged, Redraw
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.notices import Notices
@@ -68,6 +69,14 @@ class SaeApp(KeysInOrder, Notices):
         self._filters.append(Printable())
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke), readonly=readonly)
+        self.session.alerts = AlertWatcher(
+            data,
+            settings,
+            monitor.latest,
+            lambda: watcher.holders,
+            lambda: self.post_message(AlertsChanged()),
+            readonly=readonly,
+        )
         self.session.go = self.navigator = Navigator(self, self.session)
         self.redraw = Redraw(self, self.session)
         # Before any style is read: a change of colours has all of them read once more.
@@ -75,7 +84,7 @@ class SaeApp(KeysInOrder, Notices):
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._first_words = first_words
-        self._n_told = 0
+        self._n_told = self._n_alerts = self._n_alert_problems = 0
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
@@ -84,6 +93,7 @@ class SaeApp(KeysInOrder, Notices):
     def on_mount(self) -> None:
         self.session.monitor.start()
         self.session.watcher.start()
+        self.session.alerts.start()
         self.navigator.start()
         self.redraw.start()
         if self._first_words:
@@ -92,6 +102,7 @@ class SaeApp(KeysInOrder, Notices):
             self.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def on_unmount(self) -> None:
+        self.session.alerts.stop()
         self.session.watcher.stop()
         self.session.monitor.stop()
 
@@ -104,6 +115,17 @@ class SaeApp(KeysInOrder, Notices):
             tell_news(self, one, self.session.settings.notify)
         self._n_told = len(news)
         self.redraw.show_jobs()
+
+    @on(AlertsChanged)
+    def _alerts_changed(self) -> None:
+        alerts = self.session.alerts
+        changed, problems = alerts.changed, alerts.problems
+        for alert in changed[self._n_alerts :]:
+            tell_alert(self, alert, self.session.settings.notify)
+        for problem in problems[self._n_alert_problems :]:
+            self.notify(problem, severity="warning", markup=False)
+        self._n_alerts, self._n_alert_problems = len(changed), len(problems)
+        self.redraw.show_gpus()
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
         super()._display(screen, self._painter.lighten(screen, renderable))

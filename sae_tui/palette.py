@@ -99,6 +99,7 @@ def commands(
     for name in THEMES:
         yield SystemCommand(f"Theme: {name}", "Colours, kept in settings.toml", partial(choose_theme, name))
     yield SystemCommand("Settings", "What they are, and where to change them", go.show_settings)
+    yield SystemCommand("Alerts", "Those that last, and those of the last day", go.show_alerts)
     yield SystemCommand("Own cost", "What this app costs: CPU, memory, bytes to the terminal", go.show_own_cost)
     yield SystemCommand("Help", "What the keys do", go.show_help)
     yield SystemCommand("Quit", "Leave; jobs keep running", app.action_quit)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from textual.screen import Screen
 
+from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.host import Host
@@ -37,6 +38,7 @@ class Navigation(Protocol):
     def show_doctor(self) -> None: ...
     def show_help(self) -> None: ...
     def show_settings(self) -> None: ...
+    def show_alerts(self) -> None: ...
     def show_own_cost(self) -> None: ...
 
 
@@ -44,6 +46,7 @@ class Session:
     """Answers what a screen asks for; the monitor's and the watcher's threads keep it up to date."""
 
     go: Navigation  # set by the app, once it has the screens, which need the session themselves
+    alerts: AlertWatcher  # set by the app, which it wakes
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Session:
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
         words = f"only showing · {words}" if self.readonly else words
         problem = self.watcher.problem or self.monitor.problem or self._warning
-        return Status(socket.gethostname(), words, problem, self.host.load())
+        return Status(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)

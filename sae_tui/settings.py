@@ -40,6 +40,39 @@ class Settings(msgspec.Struct, frozen=True):
             wanted='a list of words like ["notify-send", "done"]',
         ),
     ] = []
+    alert_heat_c: Annotated[
+        float, about("Alert where a GPU is so near to where it slows down; 0 for none.", unit="°C", ge=0, le=60)
+    ] = 4.0
+    alert_throttling_s: Annotated[
+        float,
+        about("Alert where heat or lack of power slow a GPU down for so long; 0 for none.", unit="s", ge=0, le=86400),
+    ] = 60.0
+    alert_lost_s: Annotated[
+        float, about("Alert where a GPU cannot be read for so long; 0 for none.", unit="s", ge=0, le=86400)
+    ] = 15.0
+    alert_memory_percent: Annotated[
+        float, about("Alert where so much of a GPU's memory is in use; 0 for none.", unit="%", ge=0, le=100)
+    ] = 98.0
+    alert_idle_minutes: Annotated[
+        float,
+        about(
+            "Alert where a job does not use a GPU that it has for so long, 10 at least; 0 for none.",
+            unit="min",
+            ge=0,
+            le=10080,
+        ),
+    ] = 30.0
+    alert_disk_gib: Annotated[
+        float,
+        about("Alert where so little is left on the disk of the data folder; 0 for none.", unit="GiB", ge=0, le=100000),
+    ] = 5.0
+    on_alert: Annotated[
+        list[str],
+        about(
+            "A command to run when an alert begins or ends, with what it is as JSON on its standard input.",
+            wanted='a list of words like ["/home/me/bin/tell-slack"]',
+        ),
+    ] = []
     price_per_kwh: Annotated[float, about("What a kWh costs, for the price of a job; 0 shows none.", ge=0, le=1000)] = (
         0.0
     )
@@ -73,9 +106,10 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
             values[name] = knobs[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
-    if values.get("on_job_end") and (why := distrust_of_file(path)):
-        del values["on_job_end"]
-        problems.append(Problem("on_job_end", f"is not run, for {why}"))
+    for command in ("on_job_end", "on_alert"):
+        if values.get(command) and (why := distrust_of_file(path)):
+            del values[command]
+            problems.append(Problem(command, f"is not run, for {why}"))
     return Settings(**values), problems
 
 

@@ -102,6 +102,14 @@ class Navigator:
         session = self._session
         self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
 
+    def show_alerts(self) -> None:
+        """Show the alerts that last, and those of the last day, above the current screen."""
+        from sae_tui.panels.alerts import alert_lines
+        from sae_tui.widgets.reading import Reading
+
+        recent = self._session.alerts.recent()
+        self._app.push_screen(Reading("Alerts", functools.partial(alert_lines, recent)))
+
     def show_own_cost(self) -> None:
         """Show what the app itself costs, above the current screen."""
         from sae_tui.own_cost import cost_lines, own_cost

@@ -25,6 +25,10 @@ class JobsChanged(Message, bubble=False):
         return type(message) is type(self)
 
 
+class AlertsChanged(Message, bubble=False):
+    """An alert has begun or ended; the thread that looks for them tells only that."""
+
+
 class Redraw:
     """Has every visible screen draw what is new."""
 

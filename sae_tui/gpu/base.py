@@ -22,6 +22,15 @@ Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
+# What slows a card down that is in trouble: heat, or power that does not come.
+THROTTLING = (
+    "the hardware slows it (heat or power)",
+    "too hot: the driver slows it",
+    "too hot: the hardware slows it",
+    "the power supply asks for less (power brake)",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process that holds memory on a GPU."""
@@ -45,14 +54,20 @@ class Xid:
 class Condition:
     """How fast a card runs and what keeps it from running faster, in words; read as often as its processes.
 
-    `xid` is the last error that was reported since the program began to listen.
+    At `slowdown_c` it slows itself down. `xid` is the last error that was reported since the program began to listen.
     """
 
     sm_clock_mhz: int | None = None
     performance_state: int | None = None
     fan_percent: int | None = None
     slowed_by: tuple[str, ...] | None = None
+    slowdown_c: int | None = None
     xid: Xid | None = None
+
+    @property
+    def throttled_by(self) -> tuple[str, ...] | None:
+        """What slows the card down against everybody's will, as against a limit that was set; None if unknown."""
+        return None if self.slowed_by is None else tuple(words for words in self.slowed_by if words in THROTTLING)
 
 
 @dataclass(frozen=True, slots=True)

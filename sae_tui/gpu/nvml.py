@@ -27,7 +27,7 @@ COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeR
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-ENERGY_EVERY = 5
+ENERGY_EVERY = 10
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)

@@ -8,7 +8,7 @@ import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sae_tui.gpu.base import Condition
+from sae_tui.gpu.base import THROTTLING, Condition
 from sae_tui.gpu.nvml_errors import XidListener
 from trainer.contract.printable import printable
 
@@ -27,11 +27,11 @@ _MOST_NVLINKS = 18
 SLOWED_BY = {
     0x002: "clocks were set (nvidia-smi -ac)",
     0x004: "power limit reached",
-    0x008: "the hardware slows it (heat or power)",
+    0x008: THROTTLING[0],
     0x010: "kept in step with other GPUs (sync boost)",
-    0x020: "too hot: the driver slows it",
-    0x040: "too hot: the hardware slows it",
-    0x080: "the power supply asks for less (power brake)",
+    0x020: THROTTLING[1],
+    0x040: THROTTLING[2],
+    0x080: THROTTLING[3],
     0x100: "clocks follow the display",
 }
 COMPUTE_MODES = {0: "shared", 2: "no computing", 3: "one process"}
@@ -44,14 +44,18 @@ class NvmlDetails:
         self._nvml = nvml
         self._activity: ActivityReader | None = None
         self._errors = XidListener(nvml)
+        self._slowdown_c: int | None = None
 
     def condition(self, handle: Any) -> Condition:
-        """Return how fast the card runs, by five calls."""
+        """Return how fast the card runs, by five calls, and once at which temperature it slows itself down."""
+        if self._slowdown_c is None:
+            self._slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", handle, _SLOWDOWN)
         return Condition(
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             performance_state=self._ask("nvmlDeviceGetPerformanceState", handle),
             fan_percent=self._ask("nvmlDeviceGetFanSpeed", handle),
             slowed_by=self._slowed_by(handle),
+            slowdown_c=self._slowdown_c,
             xid=self._errors.poll(handle),
         )
 
@@ -81,7 +85,7 @@ class NvmlDetails:
             most_memory_clock_mhz=ask("nvmlDeviceGetMaxClockInfo", handle, _MEMORY_CLOCK),
             performance_state=condition.performance_state,
             slowed_by=condition.slowed_by,
-            slowdown_c=ask("nvmlDeviceGetTemperatureThreshold", handle, _SLOWDOWN),
+            slowdown_c=condition.slowdown_c,
             fan_percent=condition.fan_percent,
             energy_j=None if energy_mj is None else energy_mj / 1000,
             pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),

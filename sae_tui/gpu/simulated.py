@@ -30,6 +30,7 @@ IDLE_MEMORY_BYTES = 922 * MIB
 IDLE_POWER_W = 24.0
 IDLE_TEMPERATURE_C = 33.0
 BUSY_TEMPERATURE_C = 74.0
+SLOWDOWN_C = 93
 _AT_POWER_LIMIT = 0.98
 WARM_UP_S = 45.0  # time constant of heating and cooling
 
@@ -175,7 +176,7 @@ class _Card:
             most_memory_clock_mhz=9751,
             performance_state=condition.performance_state,
             slowed_by=condition.slowed_by,
-            slowdown_c=93,
+            slowdown_c=SLOWDOWN_C,
             fan_percent=condition.fan_percent,
             energy_j=3.6e6 * (self._index + 1),
             pcie_generation=4 if busy else 1,
@@ -233,6 +234,7 @@ def _condition(busy: float) -> Condition:
         performance_state=2 if busy else 8,
         fan_percent=round(30 + 50 * busy),
         slowed_by=("power limit reached",) if busy >= _AT_POWER_LIMIT else (),
+        slowdown_c=SLOWDOWN_C,
     )
 
 

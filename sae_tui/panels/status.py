@@ -15,18 +15,20 @@ from sae_tui.host import NOT_READ, HostLoad
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.widgets.lines import LineView, Span
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import plural
 
 ASKING = "asking the driver…"
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`problem` is empty while all is well; `load` is what the machine does."""
+    """`problem` is empty while all is well; `load` is what the machine does, `alerts` how many last."""
 
     host: str
     summary: str
     problem: str = ""
     load: HostLoad = NOT_READ
+    alerts: int = 0
 
 
 class StatusLine(LineView):
@@ -49,13 +51,14 @@ class StatusLine(LineView):
         if not width:
             return
         head = f" sae-tui · {self._status.host} "
+        alerts = f"⚠ {plural(self._status.alerts, 'alert')}  " if self._status.alerts else ""
         problem = self._status.problem
         text, style = (f"⚠ {problem}", "warn") if problem else (self._status.summary, "dim")
-        room = max(0, width - len(head) - 1)
+        room = max(0, width - len(head) - len(alerts) - 1)
         spans = load_spans(self._status.load, room - cell_len(text) - 2)
         taken = sum(cell_len(words) for words, _ in spans)
         first = (fit(head, min(width, len(head))), "title")
-        self.show([(first, *spans, (fit(text, room - taken, right=True), style))])
+        self.show([(first, (alerts, "warn"), *spans, (fit(text, room - taken, right=True), style))])
 
 
 def load_spans(load: HostLoad, room: int) -> list[Span]:

@@ -88,6 +88,7 @@ class DataDir:
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
         self.box_file = root / "box.json"
+        self.alerts_file = root / "alerts.json"
         self.trash = root / "trash"
 
     def run(self, job_id: int) -> RunPaths:

@@ -1,0 +1,136 @@
+"""The kinds of alerts, one declaration each: what is measured, from where on it is bad, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from sae_tui.alerts.hysteresis import Rule
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.cards.idle import IDLE_AFTER_S
+from sae_tui.settings import Settings
+from trainer.contract.wording import gibibytes
+
+# Where a card does not tell at what temperature it slows down.
+USUAL_SLOWDOWN_C = 90
+GIB = 1 << 30
+
+
+class Look(NamedTuple):
+    """What is known at a time: the newest sample of every card, who holds them, and the room in the data folder."""
+
+    samples: Sequence[GpuSample] = ()
+    held: Holders = Holders()
+    free_bytes: int | None = None
+
+
+class Measured(NamedTuple):
+    """A value at a place, by a name that stays (`GPU-uuid`, `disk`) and as people call it, and what to say if bad.
+
+    `value` is None where it is not known, which is no reason for an alert. `about` has more for the hook.
+    """
+
+    place: str
+    place_words: str
+    value: float | None
+    words: str
+    about: Mapping[str, str | int | None] = {}
+
+
+class Kind(NamedTuple):
+    """A kind of alert. Its setting is the bound from which on it is bad; of a flag, how long that must last.
+
+    It is over once the value is `slack` better than the bound, for `clear_s`.
+    """
+
+    name: str
+    title: str
+    setting: str
+    measure: Callable[[Look], Iterable[Measured]]
+    bad: Literal["above", "below", "flag"]
+    clear_s: float
+    raise_s: float = 0.0
+    slack: float = 0.0
+    # Seconds in a unit of a flag's setting, and those that have passed before the flag is set.
+    unit_s: float = 1.0
+    passed_s: float = 0.0
+
+    def rule(self, settings: Settings) -> Rule | None:
+        """Return from when to when there is an alert; None where the setting, 0, turns it off."""
+        bound: float = getattr(settings, self.setting)
+        if bound <= 0:
+            return None
+        if self.bad == "flag":
+            return Rule(1.0, 1.0, max(0.0, bound * self.unit_s - self.passed_s), self.clear_s)
+        if self.bad == "below":
+            return Rule(-bound, -(bound + self.slack), self.raise_s, self.clear_s)
+        return Rule(bound, bound - self.slack, self.raise_s, self.clear_s)
+
+    def badness(self, value: float | None) -> float | None:
+        """Return a value by which more is worse, as the rule has its bounds."""
+        return -value if value is not None and self.bad == "below" else value
+
+
+def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) -> Measured:
+    place = f"GPU {sample.index}"
+    job = held.jobs.get(sample.uuid)
+    about: dict[str, str | int | None] = {
+        "gpu_index": sample.index,
+        "gpu_uuid": sample.uuid,
+        "job_id": job.id if job else None,
+    }
+    return Measured(sample.uuid, place, value, f"{place} {words}", about)
+
+
+def _heat(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        slows_c = (sample.condition and sample.condition.slowdown_c) or USUAL_SLOWDOWN_C
+        now_c = sample.temperature_c
+        left_c = None if now_c is None else float(slows_c - now_c)
+        yield _on_card(sample, left_c, f"is at {now_c} °C; it slows down at {slows_c} °C", look.held)
+
+
+def _throttling(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        reasons = sample.condition.throttled_by if sample.condition else None
+        words = f"is slowed down: {', '.join(reasons or ())}"
+        yield _on_card(sample, None if reasons is None else float(bool(reasons)), words, look.held)
+
+
+def _lost(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        is_lost = not sample.healthy and sample.reason != faults.NO_ANSWER_YET
+        yield _on_card(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
+
+
+def _memory(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        used, total = sample.memory_used_bytes, sample.memory_total_bytes
+        percent = None if used is None or not total else 100 * used / total
+        free = gibibytes(sample.memory_free_bytes or 0)
+        yield _on_card(sample, percent, f"has {free} of {gibibytes(total or 0)} memory left", look.held)
+
+
+def _idle(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        job, words = look.held.jobs.get(sample.uuid), look.held.idle.get(sample.uuid, "")
+        name = f"job {job.id} ({job.name})" if job else "a job"
+        yield _on_card(sample, float(bool(words)), f"is not used by {name}: {words}", look.held)
+
+
+def _disk(look: Look) -> Iterator[Measured]:
+    free = look.free_bytes
+    words = f"the disk of the data folder has {gibibytes(free or 0)} left"
+    yield Measured("disk", "the disk of the data folder", None if free is None else free / GIB, words)
+
+
+KINDS = (
+    Kind("heat", "heat", "alert_heat_c", _heat, "below", raise_s=10, clear_s=60, slack=5),
+    Kind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
+    Kind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
+    Kind("memory", "memory full", "alert_memory_percent", _memory, "above", raise_s=30, clear_s=30, slack=3),
+    Kind("idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=0, unit_s=60, passed_s=IDLE_AFTER_S),
+    Kind("disk", "disk full", "alert_disk_gib", _disk, "below", raise_s=30, clear_s=30, slack=1),
+)

@@ -1,0 +1,40 @@
+"""The user's own command at an alert: run by itself, with the alert as JSON on its standard input."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from trainer.contract.errors import UserError
+
+LIMIT_S = 30
+KILL_AFTER_S = 5
+
+
+def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
+    """Run a command, without a shell and in a session of its own; raise `UserError` where it fails or takes too long.
+
+    `timeout` ends it also where this process has gone, and the file is read by it whenever it comes to that.
+    """
+    bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
+    with tempfile.TemporaryFile() as file:
+        file.write(msgspec.json.encode(message) + b"\n")
+        file.seek(0)
+        try:
+            process = subprocess.Popen(
+                bounded, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            raise UserError(f"on_alert: {error}") from None
+    if code := process.wait():
+        raise UserError(f"on_alert: {_FAILURES.get(code, f'{command[0]} ended with exit code {code}')}")
+
+
+_FAILURES = {
+    124: f"it took longer than {LIMIT_S} s and was ended",
+    126: "its first word is no program that may be run",
+    127: "its first word names no program; give its path",
+}

@@ -1,0 +1,51 @@
+"""The alerts of the last day, in a file of the data folder, by the one app that has the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from trainer.contract.json_file import read_json, write_json
+from trainer.contract.paths import DataDir
+from trainer.contract.store.rows import Time
+
+DAY_S = 86_400.0
+# What a broken sensor could raise in a day, at one change a minute.
+MOST = 1000
+Words = Annotated[str, Meta(max_length=1000)]
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that went wrong; times are seconds since the epoch, `cleared` is None while it lasts."""
+
+    kind: Words
+    place: Words
+    place_words: Words
+    words: Words
+    host: Words
+    value: float | None
+    raised: Time
+    cleared: Time | None = None
+    about: Mapping[str, str | int | None] = {}
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.kind, self.place
+
+
+def read_alerts(data: DataDir) -> list[Alert]:
+    """Return the stored alerts of all hosts, oldest first; none where there is no file that can be read."""
+    return read_json(data.alerts_file, list[Alert]) or []
+
+
+def write_alerts(data: DataDir, alerts: Iterable[Alert]) -> None:
+    """Replace the stored alerts; raise `OSError` where the disk does not take it."""
+    write_json(data.alerts_file, list(alerts))
+
+
+def of_last_day(alerts: Iterable[Alert], now: float) -> list[Alert]:
+    """Return those that last, or have ended in the last 24 hours."""
+    return [alert for alert in alerts if alert.cleared is None or now - alert.cleared < DAY_S][-MOST:]

@@ -1,0 +1,196 @@
+"""One thread that looks for alerts while the app is open, writes them down and runs the user's command."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from sae_tui.alerts.catalog import KINDS, Kind, Look, Measured
+from sae_tui.alerts.hook import run_hook
+from sae_tui.alerts.hysteresis import Hysteresis
+from sae_tui.alerts.record import Alert, of_last_day, read_alerts, write_alerts
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.settings import Settings
+from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir
+
+DISK_EVERY_S = 15.0
+
+
+class Alerts:
+    """The alerts of this machine: `turn` takes what is known now. Clocks are given, so that a test can turn them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        stored: Sequence[Alert] = (),
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._wall, self._host = clock, wall, socket.gethostname()
+        self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
+        self._others = [alert for alert in stored if alert.host != self._host]
+        known = {kind.name: rule for kind, rule in self._rules}
+        mine = [alert for alert in stored if alert.host == self._host]
+        # One that has been turned off since is over; any other goes on from before the app was closed, until it is.
+        self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
+        lasting = {alert.key for alert in self._mine if alert.cleared is None}
+        self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
+
+    @property
+    def active(self) -> tuple[Alert, ...]:
+        """Those that last, oldest first."""
+        return tuple(alert for alert in self._mine if alert.cleared is None)
+
+    @property
+    def recent(self) -> list[Alert]:
+        """All that are to be kept, those of other hosts of the same data folder too, oldest first."""
+        all_of_them = sorted([*self._others, *self._mine], key=lambda alert: alert.raised)
+        return of_last_day(all_of_them, self._wall())
+
+    def turn(self, look: Look) -> list[Alert]:
+        """Take what is known now; return the alerts that have begun or ended."""
+        seen: set[tuple[str, str]] = set()
+        changed = []
+        for kind, rule in self._rules:
+            for measured in kind.measure(look):
+                key = kind.name, measured.place
+                seen.add(key)
+                state = self._states.setdefault(key, Hysteresis(rule))
+                if state.changes(kind.badness(measured.value), self._clock()):
+                    changed.append(self._begin(kind, measured) if state.is_raised else self._end(key))
+        for key in self._states.keys() - seen:
+            # A card that is not there any more.
+            if self._states[key].changes(None, self._clock()):
+                changed.append(self._end(key))
+        return changed
+
+    def _begin(self, kind: Kind, measured: Measured) -> Alert:
+        alert = Alert(
+            kind=kind.name,
+            place=measured.place,
+            place_words=measured.place_words,
+            words=measured.words[:500],
+            host=self._host,
+            value=measured.value,
+            raised=self._wall(),
+            about=measured.about,
+        )
+        self._mine = [*of_last_day(self._mine, self._wall()), alert]
+        return alert
+
+    def _end(self, key: tuple[str, str]) -> Alert:
+        place = next(i for i in reversed(range(len(self._mine))) if self._mine[i].key == key)
+        ended = _ended(self._mine[place], self._wall())
+        self._mine = [*self._mine[:place], ended, *self._mine[place + 1 :]]
+        return ended
+
+
+def _ended(alert: Alert, now: float) -> Alert:
+    """Return the alert as over, at its beginning at the earliest: clocks are set back."""
+    return msgspec.structs.replace(alert, cleared=max(now, alert.raised)) if alert.cleared is None else alert
+
+
+class AlertWatcher:
+    """Looks every interval, on a thread of its own: asking a disk how full it is may take for ever.
+
+    `changed` holds what has begun or ended since the start, oldest first; `on_change` is called after each addition.
+    Of several apps on a host only the one that has the lock writes the file and runs the user's command.
+    """
+
+    def __init__(
+        self,
+        data: DataDir,
+        settings: Settings,
+        samples: Callable[[], Sequence[GpuSample]],
+        held: Callable[[], Holders],
+        on_change: Callable[[], object],
+        *,
+        readonly: bool = False,
+    ) -> None:
+        self.changed: tuple[Alert, ...] = ()
+        self.active: tuple[Alert, ...] = ()
+        self.interval_s = max(1.0, settings.sampling_interval_s)
+        # What went wrong with the file or the command, in sentences.
+        self.problems: tuple[str, ...] = ()
+        self._data, self._settings, self._on_change, self._readonly = data, settings, on_change, readonly
+        self._samples, self._held = samples, held
+        self._lock = FileLock(data.locks / f"alerts-{socket.gethostname()}.lock")
+        self._free: int | None = None
+        self._disk_at = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the thread to end; nothing has to be waited for."""
+        self._stop.set()
+
+    def recent(self) -> list[Alert]:
+        """Return the alerts of the last day, newest first, as the file has them."""
+        return of_last_day(read_alerts(self._data), time.time())[::-1]
+
+    def _run(self) -> None:
+        alerts = Alerts(self._settings, read_alerts(self._data))
+        self.active = alerts.active
+        while not self._stop.wait(self.interval_s):
+            changed = alerts.turn(Look(self._samples(), self._held(), self._free_bytes()))
+            self.active = alerts.active
+            if changed and not self._stop.is_set():
+                self._tell(changed, alerts)
+
+    def _tell(self, changed: list[Alert], alerts: Alerts) -> None:
+        self.changed += tuple(changed)
+        self._on_change()
+        try:
+            if self._readonly or not self._lock.acquire():
+                return
+            write_alerts(self._data, alerts.recent)
+        except (UserError, OSError) as error:
+            self._note(f"alerts are not written down: {error}")
+        for alert in changed if self._settings.on_alert else ():
+            threading.Thread(target=self._run_hook, args=(alert,), name="on-alert", daemon=True).start()
+
+    def _run_hook(self, alert: Alert) -> None:
+        try:
+            run_hook(self._settings.on_alert, as_message(alert))
+        except UserError as error:
+            self._note(str(error))
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.problems:
+            self.problems += (sentence,)
+            self._on_change()
+
+    def _free_bytes(self) -> int | None:
+        if time.monotonic() >= self._disk_at:
+            self._disk_at = time.monotonic() + DISK_EVERY_S
+            try:
+                self._free = shutil.disk_usage(self._data.root).free
+            except OSError:
+                self._free = None
+        return self._free
+
+
+def as_message(alert: Alert) -> Mapping[str, object]:
+    """Return an alert as the user's command gets it."""
+    fields = msgspec.structs.asdict(alert)
+    about = fields.pop("about")
+    return {"state": "raised" if alert.cleared is None else "cleared", **fields, **about, "words": sentence_of(alert)}
+
+
+def sentence_of(alert: Alert) -> str:
+    """Return what to say of an alert when it begins, or when it is over."""
+    titles = {kind.name: kind.title for kind in KINDS}
+    title = titles.get(alert.kind, alert.kind)
+    return alert.words if alert.cleared is None else f"{alert.place_words}: {title} no more"

@@ -1,0 +1,58 @@
+"""The user's command at an alert, as a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import psutil
+import pytest
+
+from sae_tui.alerts.hook import run_hook
+from trainer.contract.errors import UserError
+
+KEEP = "import json, os, sys; json.dump([json.load(sys.stdin), os.getsid(0), sys.argv[1:]], open(sys.argv[1], 'w'))"
+
+
+def test_the_command_gets_the_alert_as_json_and_no_shell_sees_its_words(tmp_path):
+    file = tmp_path / "seen"
+    run_hook([sys.executable, "-c", KEEP, str(file), "$HOME; `x`"], {"words": 'GPU 3 "is" hot', "state": "raised"})
+    message, session, words = json.loads(file.read_text())
+    assert message == {"words": 'GPU 3 "is" hot', "state": "raised"}
+    assert words == [str(file), "$HOME; `x`"]
+    assert session != os.getsid(0)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_command_that_does_not_end_is_ended_with_what_it_started(tmp_path):
+    file = tmp_path / "pid"
+    child = ["sh", "-c", f"sleep 600 & echo $! > {file}; wait"]
+    with pytest.raises(UserError, match="took longer"):
+        run_hook(child, {}, limit_s=0.5)
+    pid = int(file.read_text())
+    deadline = time.monotonic() + 20
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["/no/such/program"], "names no program"),
+        (["/etc/passwd"], "no program that may be run"),
+        (["sh", "-c", "exit 3"], "sh ended with exit code 3"),
+        (["a\0b"], "null byte"),
+    ],
+)
+def test_what_goes_wrong_with_the_command_is_one_sentence(command, says):
+    with pytest.raises(UserError, match=says):
+        run_hook(command, {})

@@ -1,0 +1,41 @@
+"""When an alert begins and when it is over, by values over time."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.alerts.hysteresis import Hysteresis, Rule
+
+RULE = Rule(raise_at=90, clear_at=80, raise_s=10, clear_s=30)
+BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
+
+
+def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[tuple[int, bool]]:
+    """Return the times, in s, at which an alert begins (True) or ends, for values that come at times."""
+    state = Hysteresis(RULE, is_raised=is_raised)
+    return [(now, state.is_raised) for now, value in values if state.changes(value, now)]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (((0, BAD), (9, BAD), (10, BAD), (20, BAD)), [(10, True)]),
+        (((0, BAD), (9, BETWEEN), (10, BAD), (19, BAD), (20, BAD)), [(20, True)]),
+        (((0, BAD), (9, UNKNOWN), (12, BAD), (21, BAD)), []),
+        (((0, BAD), (10, BAD), (20, GOOD), (49, GOOD), (50, GOOD)), [(10, True), (50, False)]),
+        (((0, BAD), (10, BAD), (20, GOOD), (49, BETWEEN), (50, GOOD), (79, GOOD)), [(10, True)]),
+        (((0, BAD), (10, BAD), (20, UNKNOWN), (50, UNKNOWN)), [(10, True), (50, False)]),
+        (((0, 90), (10, 90)), [(10, True)]),
+    ],
+)
+def test_an_alert_begins_and_ends_only_after_its_time_on_the_other_side(values, expected):
+    assert changes(*values) == expected
+
+
+def test_one_that_was_raised_before_goes_on_until_it_is_over():
+    assert changes((0, BETWEEN), (100, BAD), (101, GOOD), (131, GOOD), is_raised=True) == [(131, False)]
+
+
+def test_without_a_time_it_changes_at_once():
+    state = Hysteresis(Rule(1, 1, 0, 0))
+    assert [state.changes(value, 0.0) for value in (0, 1, 1, 0)] == [False, True, False, True]

@@ -1,0 +1,250 @@
+"""Alerts of cards and of the disk, by injected samples over time, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from sae_tui.alerts.catalog import GIB, KINDS, Look
+from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
+from sae_tui.alerts.watch import Alerts, AlertWatcher, as_message, sentence_of
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import THROTTLING, Condition, GpuSample
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.settings import Settings
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir
+from trainer.contract.store.rows import Job
+
+BEGIN = 1_700_000_000.0
+COLD = Condition(slowed_by=(), slowdown_c=90)
+FINE = GpuSample(3, "GPU-a", "H100", BEGIN, 50, 40 << 30, 80 << 30, temperature_c=60, condition=COLD)
+JOB = Job(id=12, name="base", config="", user="me", host="here", device="cuda", gpu_source="nvml")
+HELD = Holders(jobs={"GPU-a": JOB})
+
+
+@pytest.fixture
+def data(tmp_path):
+    data = DataDir(tmp_path / "data")
+    data.create()
+    return data
+
+
+class Days:
+    """Alerts whose clock the test turns."""
+
+    def __init__(self, settings: Settings = Settings(), stored: tuple[Alert, ...] = ()) -> None:  # noqa: B008
+        self.now = 0.0
+        self.alerts = Alerts(settings, stored, clock=lambda: self.now, wall=lambda: BEGIN + self.now)
+
+    def last(self, seconds: int, look: Look) -> list[str]:
+        """Let things be so for so many seconds, and return what was said meanwhile."""
+        said = []
+        for _ in range(seconds):
+            said += [sentence_of(alert) for alert in self.alerts.turn(look)]
+            self.now += 1
+        return said
+
+
+def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 100 * GIB) -> Look:
+    return Look(samples, held, free_bytes)
+
+
+@pytest.mark.parametrize(
+    ("bad", "after_s", "words", "good", "over_s"),
+    [
+        (
+            cards(replace(FINE, temperature_c=87)),
+            10,
+            "GPU 3 is at 87 °C; it slows down at 90 °C",
+            cards(FINE),
+            60,
+        ),
+        (
+            cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", THROTTLING[1])))),
+            60,
+            "GPU 3 is slowed down: too hot: the driver slows it",
+            cards(replace(FINE, condition=Condition(slowed_by=("power limit reached",)))),
+            60,
+        ),
+        (
+            cards(replace(FINE, healthy=False, reason=faults.LOST)),
+            15,
+            f"GPU 3 cannot be read: {faults.LOST}",
+            cards(FINE),
+            10,
+        ),
+        (
+            cards(replace(FINE, memory_used_bytes=79 << 30, memory_free_bytes=1 << 30)),
+            30,
+            "GPU 3 has 1.0 GiB of 80.0 GiB memory left",
+            cards(FINE),
+            30,
+        ),
+        (
+            cards(FINE, held=Holders(jobs={"GPU-a": JOB}, idle={"GPU-a": "held 3 h, idle for 10 min"})),
+            20 * 60,
+            "GPU 3 is not used by job 12 (base): held 3 h, idle for 10 min",
+            cards(FINE),
+            0,
+        ),
+        (
+            cards(FINE, free_bytes=2 * GIB),
+            30,
+            "the disk of the data folder has 2.0 GiB left",
+            cards(FINE),
+            30,
+        ),
+    ],
+    ids=[kind.name for kind in KINDS],
+)
+def test_each_alert_begins_after_its_time_and_is_over_after_the_other(bad, after_s, words, good, over_s):
+    days = Days()
+    assert days.last(after_s, bad) == []
+    assert days.last(2, bad) == [words]
+    assert len(days.alerts.active) == 1
+    assert days.last(over_s, good) == []
+    (over,) = days.last(1, good)
+    assert over.endswith(" no more")
+    assert days.alerts.active == ()
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", "clocks follow the display")))),
+        cards(replace(FINE, healthy=False, reason=faults.NO_ANSWER_YET)),
+        cards(replace(FINE, temperature_c=None, memory_used_bytes=None, condition=None), free_bytes=None),
+        Look(),
+    ],
+)
+def test_what_is_no_trouble_or_unknown_is_no_alert(look):
+    assert Days().last(3700, look) == []
+
+
+def test_a_value_that_swings_about_the_bound_is_one_alert():
+    days = Days()
+    hot, warm = cards(replace(FINE, temperature_c=87)), cards(replace(FINE, temperature_c=84))
+    said = days.last(12, hot)
+    for _ in range(50):
+        said += days.last(3, warm) + days.last(3, hot)
+    assert said == ["GPU 3 is at 87 °C; it slows down at 90 °C"]
+
+
+def test_an_alert_of_a_card_that_is_taken_away_is_over():
+    days = Days()
+    days.last(20, cards(replace(FINE, healthy=False, reason=faults.LOST)))
+    assert days.last(12, cards()) == ["GPU 3: unreadable no more"]
+
+
+def test_thresholds_are_settings_and_0_turns_an_alert_off():
+    hot = cards(replace(FINE, temperature_c=80))
+    assert Days().last(60, hot) == []
+    assert len(Days(Settings(alert_heat_c=12)).last(60, hot)) == 1
+    off = Settings(**{kind.setting: 0 for kind in KINDS})
+    lost = cards(replace(FINE, healthy=False, reason=faults.LOST), free_bytes=0)
+    assert Days(off).last(100, lost) == []
+
+
+def alert(kind: str = "heat", host: str | None = None, **fields) -> Alert:
+    own = Days().alerts._host
+    usual = {"place": "GPU-a", "place_words": "GPU 3", "words": "w", "value": 1.0, "raised": BEGIN - 100}
+    return Alert(kind=kind, host=host or own, **(usual | fields))
+
+
+def test_an_alert_outlives_the_app_and_is_not_told_twice():
+    days = Days(stored=(alert(), alert(host="elsewhere")))
+    assert days.last(30, cards(replace(FINE, temperature_c=88))) == []
+    assert len(days.alerts.active) == 1
+    assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
+    assert [one.cleared is None for one in days.alerts.recent] == [True, False]
+
+
+def test_alerts_are_kept_for_a_day_after_they_are_over(data):
+    kept = [alert(cleared=BEGIN - DAY_S + 5), alert(kind="unknown-kind", cleared=BEGIN - 1)]
+    days = Days(stored=(alert(cleared=BEGIN - DAY_S - 5), *kept))
+    write_alerts(data, days.alerts.recent)
+    assert read_alerts(data) == kept
+    assert stat.S_IMODE(data.alerts_file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '[{"kind": "heat"}]', "null"])
+def test_a_damaged_file_holds_no_alerts(data, content):
+    data.alerts_file.write_text(content)
+    assert read_alerts(data) == []
+
+
+def test_a_script_learns_which_card_and_job_and_whether_it_begins():
+    days = Days()
+    days.last(10, cards(replace(FINE, temperature_c=88)))
+    (begun,) = days.alerts.turn(cards(replace(FINE, temperature_c=88)))
+    message = json.loads(json.dumps(as_message(begun)))
+    assert {name: message[name] for name in ("state", "kind", "gpu_index", "gpu_uuid", "job_id", "value")} == {
+        "state": "raised", "kind": "heat", "gpu_index": 3, "gpu_uuid": "GPU-a", "job_id": 12, "value": 2.0
+    }  # fmt: skip
+
+
+@pytest.fixture
+def watch(data) -> Callable[..., AlertWatcher]:
+    """Return a function that starts a watcher of a lost card, and waits until it has told what it has to."""
+    started = []
+
+    def begin(**options) -> AlertWatcher:
+        told = threading.Event()
+        lost = (replace(FINE, healthy=False, reason=faults.LOST),)
+        settings = Settings(alert_lost_s=0.001, alert_disk_gib=0)
+        watcher = AlertWatcher(data, settings, lambda: lost, lambda: HELD, told.set, **options)
+        watcher.interval_s = 0.01
+        started.append(watcher)
+        watcher.start()
+        assert told.wait(20)
+        return watcher
+
+    yield begin
+    for watcher in started:
+        watcher.stop()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    wait = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        wait.wait(0.01)
+    raise AssertionError("waited for nothing")
+
+
+def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
+    first = watch()
+    wait_until(lambda: read_alerts(data))
+    (written,) = read_alerts(data)
+    assert (written.kind, written.place) == ("lost", "GPU-a")
+    assert first.active == (written,)
+
+
+def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
+    def tell(**options) -> None:
+        watcher = watch(**options)
+        watcher.stop()
+        watcher._thread.join(20)
+        assert len(watcher.changed) == 1
+
+    lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
+    assert lock.acquire()
+    tell()
+    lock.release()
+    tell(readonly=True)
+    assert not data.alerts_file.exists()
+
+
+def test_a_file_that_cannot_be_written_is_told_once_and_alerts_go_on(watch, data):
+    data.alerts_file.mkdir()
+    watcher = watch()
+    wait_until(lambda: watcher.problems)
+    assert watcher.problems[0].startswith("alerts are not written down: ")
+    assert len(watcher.active) == 1

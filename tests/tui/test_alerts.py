@@ -1,0 +1,58 @@
+"""Alerts on the screen: the line that is said, how many last, and all of the last day to read."""
+
+from __future__ import annotations
+
+from support.tui import NOW
+
+from sae_tui.alerts.record import Alert, write_alerts
+from sae_tui.app_parts.redraw import AlertsChanged
+from sae_tui.panels.alerts import alert_lines
+from sae_tui.panels.status import StatusLine
+
+HOT = Alert(
+    kind="heat",
+    place="GPU-a",
+    place_words="GPU 3",
+    words="GPU 3 is at 88 °C; it slows down at 90 °C",
+    host="gpu-box",
+    value=2.0,
+    raised=NOW,
+)
+OVER = Alert(
+    kind="disk", place="disk", place_words="the disk", words="[b]little[/b] left", host="x", value=0.0, raised=NOW - 60,
+    cleared=NOW,
+)  # fmt: skip
+
+
+def lines(alerts, width: int = 80) -> list[str]:
+    return ["".join(text for text, _ in line) for line in alert_lines(alerts, width)]
+
+
+def test_alerts_that_last_come_first_and_of_others_how_long_they_lasted():
+    shown = [line[14:] if line[:1].isdigit() else line for line in lines([OVER, HOT])]
+    assert shown == ["Now", f"⚠ {HOT.words}", "", "Over", "[b]little[/b] left (for 60 s)"]
+
+
+def test_a_long_alert_is_wrapped_beside_its_time():
+    first, second = lines([HOT], 40)[1:3]
+    assert (len(first) <= 40, second[:14].strip()) == (True, "")
+
+
+def test_without_alerts_it_says_so():
+    assert lines([]) == ["No alert in the last 24 hours."]
+
+
+async def test_an_alert_is_said_counted_in_the_head_and_read_again(make_app, data):
+    write_alerts(data, [HOT])
+    app = make_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        app.session.alerts.active = app.session.alerts.changed = (HOT,)
+        app.post_message(AlertsChanged())
+        await pilot.pause()
+        await pilot.pause()
+        assert [note.message for note in app.notices] == [f"! {HOT.words}"]
+        assert "⚠ 1 alert " in app.screen.query_one(StatusLine).plain
+        app.session.go.show_alerts()
+        await pilot.pause()
+        assert HOT.words in app.screen.query_one("Page").plain
