@@ -10,7 +10,7 @@ from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.values import positive, price, rank, seconds, share, size, step
+from sae_tui.cli_commands.values import port, positive, price, rank, seconds, share, size, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
@@ -58,6 +58,10 @@ COMMAND_EXAMPLES = {
         "select --json                  with their names, and why not the others",
     ],
     "metrics": ["metrics --view per_gpu --since 10m", "metrics --view per_gpu --since 24h --every 5m --json"],
+    "export-metrics": [
+        "export-metrics      and in prometheus.yml: targets: ['127.0.0.1:9405']",
+        "export-metrics --once",
+    ],
     "recommend": ["recommend job.toml --count 2"],
     "validate": ["validate job.toml --gpus 0,1", "validate job.toml --set sae.d_sae=24576"],
     "launch": [
@@ -184,6 +188,10 @@ def _add_gpu_commands(add: Add) -> None:
         " sample in JSON per GPU, else about 60 steps; of times whose samples are gone one-minute means are left"
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
+    export = add("export-metrics", "exporting.export_metrics", "Serve figures of GPUs and jobs to Prometheus")
+    free = "of 127.0.0.1; 0 for any that is free; default: %(default)s"
+    export.add_argument("--port", type=port, default=9405, metavar="N", help=free)
+    export.add_argument("--once", action="store_true", help="print them and exit, as for a textfile collector")
 
 
 def _add_job_file_commands(add: Add) -> None:

@@ -20,6 +20,12 @@ def rank(text: str) -> int:
     return _integer(text, least=0)
 
 
+def port(text: str) -> int:
+    if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f'takes a port from 0 to 65535, not "{cut(text)}"')
+    return int(text)
+
+
 def _integer(text: str, least: int) -> int:
     if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
         raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{cut(text)}"')

@@ -293,6 +293,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
 # By command: the arguments to try; `{...}` is the name of a file of the world.
 WORDS = {
     "gpus": [[], ["0"]],
+    "export-metrics": [["--once"]],
     "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
     "recommend": [["{foreign}"]],
     "select": [[], ["--json"]],

@@ -1,0 +1,121 @@
+"""`sae-tui export-metrics`: figures of GPUs and jobs for Prometheus, on this machine alone."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, warn
+from sae_tui.cli_commands.prometheus import CONTENT_TYPE, Family, gpu_families, job_families, text_of
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.visible import visible
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.view.reader import JobsReader
+from trainer.contract.errors import UserError
+from trainer.contract.output import show_text
+from trainer.contract.paths import DataDir
+
+LOOPBACK = "127.0.0.1"
+HOSTS = ("127.0.0.1", "localhost")
+# A client that sends nothing is given up after so long.
+PATIENCE_S = 10.0
+
+
+def export_metrics(context: Context, flags: argparse.Namespace) -> int:
+    """Print the figures once, or serve them until it is interrupted."""
+    if flags.once:
+        show_text(Figures(context.data, lambda: context.gpus.samples).text())
+        return 0
+    source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
+    # A thread per card, so that one that hangs keeps nobody waiting.
+    sampler = Sampler(source, context.settings.sampling_interval_s)
+    figures = Figures(context.data, lambda: visible(sampler.latest(), source.name), lambda: sampler.problem)
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, flags.port), partial(Handler, figures.text))
+    except OSError as error:
+        reason = f"port {flags.port} of {LOOPBACK} cannot be had: {error.strerror}"
+        raise UserError(f"{reason}; choose another with --port") from None
+    sampler.start()
+    try:
+        with server:
+            server.daemon_threads = True
+            say(f"http://{LOOPBACK}:{server.server_port}/metrics for every user of this machine; Ctrl-C ends it")
+            server.serve_forever()
+    finally:
+        if not sampler.stop():
+            # A thread inside the driver cannot be ended, and the interpreter would wait for it.
+            os._exit(1)
+    return 0
+
+
+class Figures:
+    """What is known of GPUs and jobs at a time, as text; for several threads, one at a time."""
+
+    def __init__(
+        self,
+        data: DataDir,
+        samples: Callable[[], Sequence[GpuSample]],
+        gpu_problem: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._samples, self._gpu_problem = samples, gpu_problem
+        self._occupancy = Occupancy(data)
+        self._jobs = JobsReader(data)
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+
+    def text(self) -> str:
+        """Return the figures of now: without those of GPUs where the driver cannot be used, and so with jobs."""
+        with self._lock:
+            self._jobs.poll()
+            self._tell(self._jobs.problem, self._gpu_problem())
+            readable = Family("sae_tui_jobs_readable", "Whether the list of jobs can be read.", [({}, self._is_read)])
+            held = self._occupancy.jobs_by_uuid()
+            return text_of([*gpu_families(self._samples(), held), *job_families(self._jobs.jobs), readable])
+
+    @property
+    def _is_read(self) -> bool:
+        return not self._jobs.problem
+
+    def _tell(self, *problems: object) -> None:
+        """Say what is wrong, each sentence once."""
+        for problem in {str(problem) for problem in problems if problem} - self._told:
+            self._told.add(problem)
+            warn(problem)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request: `GET /metrics`, for this machine by its own name, and nothing else."""
+
+    server_version, sys_version = "sae-tui", ""
+    timeout = PATIENCE_S
+
+    def __init__(self, text: Callable[[], str], *arguments: object) -> None:
+        self._text = text
+        super().__init__(*arguments)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        # A page in a browser reaches this port by a name of its own that leads here; the browser then says that name.
+        if self.headers.get("Host", "").rpartition(":")[0] not in HOSTS and self.headers.get("Host") not in HOSTS:
+            self._answer(403, "only by the name 127.0.0.1 or localhost\n")
+        elif self.path != "/metrics":
+            self._answer(404, "only /metrics is here\n")
+        else:
+            self._answer(200, self._text(), CONTENT_TYPE)
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        content = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *_: object) -> None:  # noqa: A002
+        """Write no log of requests."""

@@ -1,0 +1,79 @@
+"""`sae-tui export-metrics` over a real socket."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sae_tui.gpu.simulated import uuid_of
+
+LAST = "sae_tui_jobs_readable"
+
+
+@pytest.fixture
+def server(shell) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    process = shell.start("export-metrics", "--port", "0")
+    address = process.stdout.readline()
+    match = re.match(r"http://127\.0\.0\.1:(\d+)/metrics ", address)
+    assert match, address
+    yield process, int(match[1])
+    process.kill()
+
+
+def ask(port: int, path: str = "/metrics", method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, headers={name.capitalize(): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text, answer.headers["Content-Type"]
+
+
+def listening(port: int) -> list[str]:
+    """Return the addresses, as the kernel lists them, at which somebody listens on a port."""
+    tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
+    sockets = [line.split() for table in tables for line in table]
+    return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+
+
+def test_figures_are_served_to_this_machine_by_its_own_name_only(server, shell):
+    process, port = server
+    for host in ("127.0.0.1", "localhost", f"localhost:{port}", f"127.0.0.1:{port}"):
+        status, text, kind = ask(port, host=host)
+        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert f"\n{LAST} 1.0\n" in text
+    assert [ask(port, host=host)[0] for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil:80", "")] == [
+        403, 403, 403, 403
+    ]  # fmt: skip
+    assert [ask(port, path)[0] for path in ("/", "/metrics/", "/metrics?a=1", "/../metrics")] == [404] * 4
+    assert ask(port, method="POST")[0] == 501
+    with socket.socket() as mute:
+        # One that says nothing keeps nobody else waiting.
+        mute.connect(("127.0.0.1", port))
+        assert ask(port)[0] == 200
+    assert listening(port) == [f"0100007F:{port:04X}"]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_once_prints_them(shell):
+    text = shell.run("export-metrics", "--once").stdout
+    assert f'uuid="{uuid_of(0)}"' in text
+    assert text.endswith(f"{LAST} 1.0\n")
+
+
+def test_a_port_in_use_is_told_in_a_sentence(shell):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = shell.run("export-metrics", "--port", port, code=1).stderr
+    assert f"port {port} of 127.0.0.1 cannot be had: Address already in use; choose another with --port" in said

@@ -1,0 +1,113 @@
+"""The text that Prometheus reads, checked by a reader of the format, and by Prometheus's own where it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+
+import pytest
+
+from sae_tui.cli_commands.prometheus import ENDED_S, Family, gpu_families, job_families, text_of
+from sae_tui.gpu.base import THROTTLING, Condition, GpuSample
+from sae_tui.jobs.view.reader import JobView
+from trainer.contract.store.states import JobState
+
+NOW = 1_700_000_000.0
+VALUE = re.compile(r'([a-zA-Z_]\w*)(?:\{((?:\w+="(?:[^"\\\n]|\\["\\n])*",?)*)\})? (\S+)')
+LABEL = re.compile(r'(\w+)="((?:[^"\\\n]|\\["\\n])*)"')
+Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def read(text: str) -> Values:
+    """Read the format strictly: every line is help, type or a value, and no value comes twice."""
+    values: Values = {}
+    assert text.endswith("\n")
+    for line in text.split("\n")[:-1]:
+        if line.startswith(("# HELP ", "# TYPE ")):
+            continue
+        match = VALUE.fullmatch(line)
+        assert match, line
+        labels = tuple((name, _unescape(value)) for name, value in LABEL.findall(match[2] or ""))
+        assert (match[1], labels) not in values
+        values[match[1], labels] = float(match[3])
+    return values
+
+
+def _unescape(text: str) -> str:
+    return re.sub(r"\\(.)", lambda match: "\n" if match[1] == "n" else match[1], text)
+
+
+def job(**fields) -> JobView:
+    usual = {"id": 7, "name": "base", "config": "", "user": "me", "host": "h", "device": "cuda", "gpu_source": "nvml"}
+    return JobView(**usual | {"state": JobState.RUNNING} | fields)
+
+
+def test_a_label_may_hold_anything():
+    name = 'a "quoted" \\n back\\slash, {braces} = 1'
+    text = text_of([Family("x", "Help.", [({"name": name, "id": 3}, 1.5)])])
+    assert read(text) == {("x", (("name", name), ("id", "3"))): 1.5}
+
+
+def test_what_could_steer_a_terminal_or_begin_a_line_is_marked():
+    text = text_of([Family("x", "Help.", [({"name": "a\nb 1\x1b[31m\u202e"}, 1)])])
+    ((_, ((_, label),)),) = read(text)
+    assert label == "a�b 1�[31m�"
+
+
+def test_a_figure_of_which_nothing_is_known_is_left_out():
+    assert text_of([Family("x", "Help.", [({}, None)]), Family("y", "Help.", [])]) == ""
+    assert text_of([Family("x", "Help.", [({}, math.inf), ({"a": 1}, math.nan)])]).endswith(' inf\nx{a="1"} nan\n')
+
+
+def test_cards_have_index_uuid_and_name_in_base_units():
+    condition = Condition(slowed_by=(THROTTLING[0],))
+    sample = GpuSample(3, "GPU-a", "H100", NOW, 98, 40 << 30, 80 << 30, 74, 612.5, condition=condition)
+    lost = GpuSample(4, "GPU-b", "H100", NOW, healthy=False)
+    values = read(text_of(gpu_families([sample, lost], {"GPU-a": 12})))
+    of_first = {name: value for (name, labels), value in values.items() if ("gpu", "3") in labels}
+    assert of_first == {
+        "sae_tui_gpu_healthy": 1,
+        "sae_tui_gpu_utilization_ratio": 0.98,
+        "sae_tui_gpu_memory_used_bytes": 40 << 30,
+        "sae_tui_gpu_memory_total_bytes": 80 << 30,
+        "sae_tui_gpu_temperature_celsius": 74,
+        "sae_tui_gpu_power_watts": 612.5,
+        "sae_tui_gpu_throttled": 1,
+        "sae_tui_gpu_held_by_job": 1,
+    }
+    labels = (("gpu", "4"), ("uuid", "GPU-b"), ("name", "H100"))
+    assert [key for key in values if ("gpu", "4") in key[1]] == [("sae_tui_gpu_healthy", labels)]
+
+
+def test_jobs_have_state_and_newest_values():
+    running = job(step=40, total_steps=100, tokens=4096, tokens_per_s=182.0, loss=0.09, fvu=0.142, energy_wh=2.0)
+    values = read(text_of(job_families([running], NOW)))
+    labels = (("id", "7"), ("name", "base"))
+    assert values["sae_tui_job_fvu", labels] == 0.142
+    assert values["sae_tui_job_energy_joules", labels] == 7200
+    assert values["sae_tui_job_tokens_per_second", labels] == 182
+    states = {key[1][2][1]: value for key, value in values.items() if key[0] == "sae_tui_job_state"}
+    assert states.keys() == {str(state) for state in JobState}
+    assert [state for state, value in states.items() if value] == ["running"]
+
+
+def test_a_job_is_shown_for_an_hour_after_its_end():
+    ended = [job(id=i, state=JobState.FINISHED, ended=NOW - ENDED_S + i) for i in (-1, 1)]
+    ids = {labels[0][1] for _, labels in read(text_of(job_families(ended, NOW)))}
+    assert ids == {"1"}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("prometheus_client"), reason="prometheus_client is not installed")
+def test_prometheus_reads_what_we_read():
+    from prometheus_client.parser import text_string_to_metric_families
+
+    odd = 'a "b" \\ c'
+    sample = GpuSample(3, "GPU-a", odd, NOW, 98, 40 << 30, 80 << 30, 74, 612.5)
+    text = text_of([*gpu_families([sample], {}), *job_families([job(name=odd, loss=0.5)], NOW)])
+    theirs = {
+        (one.name, tuple(one.labels.items())): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+    assert theirs == read(text)
