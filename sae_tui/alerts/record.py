@@ -46,6 +46,15 @@ def write_alerts(data: DataDir, alerts: Iterable[Alert]) -> None:
     write_json(data.alerts_file, list(alerts))
 
 
-def of_last_day(alerts: Iterable[Alert], now: float) -> list[Alert]:
-    """Return those that last, or have ended in the last 24 hours."""
-    return [alert for alert in alerts if alert.cleared is None or now - alert.cleared < DAY_S][-MOST:]
+def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
+    """Return those that last on this host, or have ended in the last 24 hours; on others, began in them too.
+
+    An app on another host may have been closed since: whether its alerts last is not known for ever.
+    """
+    return [alert for alert in alerts if _is_recent(alert, now, host)][-MOST:]
+
+
+def _is_recent(alert: Alert, now: float, host: str) -> bool:
+    if alert.cleared is None:
+        return alert.host == host or now - alert.raised < DAY_S
+    return now - alert.cleared < DAY_S

@@ -54,7 +54,7 @@ class Alerts:
     def recent(self) -> list[Alert]:
         """All that are to be kept, those of other hosts of the same data folder too, oldest first."""
         all_of_them = sorted([*self._others, *self._mine], key=lambda alert: alert.raised)
-        return of_last_day(all_of_them, self._wall())
+        return of_last_day(all_of_them, self._wall(), self._host)
 
     def turn(self, look: Look) -> list[Alert]:
         """Take what is known now; return the alerts that have begun or ended."""
@@ -84,7 +84,7 @@ class Alerts:
             raised=self._wall(),
             about=measured.about,
         )
-        self._mine = [*of_last_day(self._mine, self._wall()), alert]
+        self._mine = [*of_last_day(self._mine, self._wall(), self._host), alert]
         return alert
 
     def _end(self, key: tuple[str, str]) -> Alert:
@@ -138,7 +138,7 @@ class AlertWatcher:
 
     def recent(self) -> list[Alert]:
         """Return the alerts of the last day, newest first, as the file has them."""
-        return of_last_day(read_alerts(self._data), time.time())[::-1]
+        return of_last_day(read_alerts(self._data), time.time(), socket.gethostname())[::-1]
 
     def _run(self) -> None:
         alerts = Alerts(self._settings, read_alerts(self._data))

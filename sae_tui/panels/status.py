@@ -58,7 +58,8 @@ class StatusLine(LineView):
         spans = load_spans(self._status.load, room - cell_len(text) - 2)
         taken = sum(cell_len(words) for words, _ in spans)
         first = (fit(head, min(width, len(head))), "title")
-        self.show([(first, (alerts, "warn"), *spans, (fit(text, room - taken, right=True), style))])
+        warned: list[Span] = [(alerts, "warn")] if alerts else []
+        self.show([(first, *warned, *spans, (fit(text, room - taken, right=True), style))])
 
 
 def load_spans(load: HostLoad, room: int) -> list[Span]:

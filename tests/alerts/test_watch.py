@@ -167,7 +167,8 @@ def test_an_alert_outlives_the_app_and_is_not_told_twice():
 
 def test_alerts_are_kept_for_a_day_after_they_are_over(data):
     kept = [alert(cleared=BEGIN - DAY_S + 5), alert(kind="unknown-kind", cleared=BEGIN - 1)]
-    days = Days(stored=(alert(cleared=BEGIN - DAY_S - 5), *kept))
+    old = alert(cleared=BEGIN - DAY_S - 5), alert(host="elsewhere", raised=BEGIN - DAY_S - 5)
+    days = Days(stored=(*old, *kept))
     write_alerts(data, days.alerts.recent)
     assert read_alerts(data) == kept
     assert stat.S_IMODE(data.alerts_file.stat().st_mode) == 0o600

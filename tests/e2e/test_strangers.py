@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -97,6 +98,8 @@ class World:
         settings = {text("setting"): 1, "theme": text("theme"), "on_job_end": [text("hook")]}
         settings |= {"monitor_view_default": "per_gpu", "notify": "off"}
         self.box.data.settings_file.write_text(tomli_w.dumps(settings))
+        alert = {"kind": "x", "place": "x", "place_words": "x", "words": text("alert"), "host": "x", "value": 1}
+        self.box.data.alerts_file.write_text(json.dumps([alert | {"raised": time.time()}]))
 
     def _write_programs(self) -> Path:
         """Write programs in place of SLURM's that answer whatever they like."""
@@ -269,6 +272,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(ESC, ESC, "d", to=core("partition"))
     goes(ESC, "!", to="Messages")
     goes(ESC, "\x10", *"settings", ENTER, to=core("hook"))
+    goes(ESC, "\x10", *"alerts", ENTER, to=core("alert"))
     goes(ESC, "?", to="GPUs above")
     assert sorted(world.texts.labels - visit.seen) == NOT_ON_SCREENS
     assert unseen_screens(visit.screens) == []
@@ -350,7 +354,7 @@ TRAINER_WORDS = {
 }
 # Texts that no command prints.
 NOT_BY_COMMANDS = [
-    "card", "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
+    "alert", "card", "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
     "log of the supervisor", "requests.kind", "stored data path", "token of a card",
 ]  # fmt: skip
 ALL = """
