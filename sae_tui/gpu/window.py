@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import BLANK, Past, Slot
-from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.ring import reading_of
 from sae_tui.gpu.stored import MINUTE_S, stored_samples
 
 FIELDS = ("utilization", "memory_used_bytes", "power_w", "temperature_c")
@@ -73,7 +73,7 @@ def stored_past(path: Path, host: str, samples: Sequence[GpuSample], span_s: flo
     for row in stored_samples(path, host, first * step, step_s=step) if path.exists() else ():
         place = int(row.timestamp // step) - first
         if row.gpu_uuid in slots and 0 <= place < length:
-            slots[row.gpu_uuid][place] = Reading(*(getattr(row, name) for name in Reading._fields))
+            slots[row.gpu_uuid][place] = reading_of(row)
     return Past(
         slots={sample.index: slots[sample.uuid] for sample in samples},
         power_limits_w={sample.index: sample.power_limit_w for sample in samples},

@@ -47,7 +47,7 @@ VALUES = st.one_of(
     st.integers(-5, 50),
 )
 COLUMNS = {
-    "keys": 2, "metrics": 5, "rollups": 8, "heartbeat": 7, "events": 5, "gpu_metrics": 10, "gpu_minutes": 12,
+    "keys": 2, "metrics": 5, "rollups": 8, "heartbeat": 7, "events": 5, "gpu_metrics": 11, "gpu_minutes": 12,
 }  # fmt: skip
 
 
@@ -163,7 +163,10 @@ def gpu_db(box, monkeypatch) -> Path:
     database.open_writer(box.data.gpu_db, "gpu").close()
     put(
         box.data.gpu_db,
-        [("gpu_metrics", [HOST, 0, NOW - ago, "GPU-a", 50, 2**30, 2**34, 40, 100.0, None]) for ago in range(30, 90)],
+        [
+            ("gpu_metrics", [HOST, 0, NOW - ago, "GPU-a", 50, 2**30, 2**34, 40, 100.0, None, None])
+            for ago in range(30, 90)
+        ],
     )
     return box.data.gpu_db
 
