@@ -12,7 +12,7 @@ import msgspec
 
 from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
-from sae_tui.cli_commands.past import array_lines, object_lines, past_of
+from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuSample
@@ -72,6 +72,9 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     """Print the whole machine or every GPU, with its stored past on request; return 1 where the driver is broken."""
     if context.gpus.is_broken:
         return 1
+    if flags.csv:
+        _show_table_of_past(context, flags)
+        return 0
     if flags.view == "aggregated":
         totals = _totals(context.gpus.samples)
         past = past_of(context, flags)
@@ -95,6 +98,18 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     else:
         show_json(rows)
     return 0
+
+
+def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
+    """Print the stored past as CSV: of all cards together, or of one after the other."""
+    past = past_of(context, flags)
+    assert past is not None
+    if flags.view == "aggregated":
+        say_all(csv_lines(past.total_objects()))
+        return
+    cards = [(sample.index, sample.uuid) for sample in context.gpus.samples]
+    rows = ({"gpu_index": i, "gpu_uuid": uuid} | row for i, uuid in cards for row in past.card_objects(uuid))
+    say_all(csv_lines(rows))
 
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:

@@ -57,7 +57,11 @@ COMMAND_EXAMPLES = {
         "select -n 2 --free-memory 20GiB",
         "select --json                  with their names, and why not the others",
     ],
-    "metrics": ["metrics --view per_gpu --since 10m", "metrics --view per_gpu --since 24h --every 5m --json"],
+    "metrics": [
+        "metrics --view per_gpu --since 10m",
+        "metrics --view per_gpu --since 24h --every 5m --json",
+        "metrics --view per_gpu --since 2d --csv > gpus.csv",
+    ],
     "export-metrics": [
         "export-metrics      and in prometheus.yml: targets: ['127.0.0.1:9405']",
         "export-metrics --once",
@@ -188,6 +192,7 @@ def _add_gpu_commands(add: Add) -> None:
         " sample in JSON per GPU, else about 60 steps; of times whose samples are gone one-minute means are left"
     )
     metrics.add_argument("--every", type=step, metavar="1m", help=every)
+    metrics.add_argument("--csv", action="store_true", help="print what was stored since then as CSV")
     export = add("export-metrics", "exporting.export_metrics", "Serve figures of GPUs and jobs to Prometheus")
     free = "of 127.0.0.1; 0 for any that is free; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)

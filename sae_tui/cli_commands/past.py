@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +18,7 @@ from sae_tui.cli_commands.output import UNKNOWN, clock_time
 from sae_tui.gpu.simulated import is_simulated
 from sae_tui.gpu.stored import StoredSample, Totals, stored_samples, totals
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.printable import printable
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
 
@@ -31,7 +34,7 @@ class Past:
 
     def __init__(self, context: Context, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
-        samples = context.as_json and flags.view == "per_gpu"
+        samples = (context.as_json or flags.csv) and flags.view == "per_gpu"
         asked_s: int | None = flags.every
         self.every_s = asked_s or (None if samples else _step(flags.since, context.settings.sampling_interval_s))
         self._path = context.data.gpu_db
@@ -136,7 +139,25 @@ def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
     if flags.every is not None:
         message = "is the step of what was stored; say since when, such as --since 24h"
         raise JobFileError([Problem("--every", message)])
+    if flags.csv:
+        raise JobFileError([Problem("--csv", "has what was stored; say since when, such as --since 24h")])
     return None
+
+
+def csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a CSV table, its header first, made as they are read; none where there are no rows."""
+    for number, row in enumerate(rows):
+        if number == 0:
+            yield _csv_line(row)
+        yield _csv_line(row.values())
+
+
+def _csv_line(values: Iterable[object]) -> str:
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow(
+        printable(value) if isinstance(value, str) else value for value in values
+    )
+    return line.getvalue()
 
 
 def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:

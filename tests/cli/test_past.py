@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import socket
 import subprocess
@@ -163,3 +165,17 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(shell):
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(30) == 141
+
+
+def test_the_past_is_a_csv_table_of_each_card_or_of_all(shell, minute):
+    store(shell, 0, minute, 2)
+    store(shell, 2, minute, 1, percent=20)
+    per_gpu = shell.run("metrics", "--view", "per_gpu", "--since", "1h", "--csv").stdout
+    rows = list(csv.DictReader(io.StringIO(per_gpu)))
+    assert [(row["gpu_index"], row["gpu_uuid"], float(row["timestamp"]) - minute) for row in rows] == [
+        ("0", uuid_of(0), 0), ("0", uuid_of(0), 1), ("2", uuid_of(2), 0),
+    ]  # fmt: skip
+    assert [row["job_id"] for row in rows] == [""] * 3
+    (row,) = csv.DictReader(io.StringIO(shell.run("metrics", "--since", "1h", "--every", "1m", "--csv").stdout))
+    assert (row["gpus_counted"], row["average_utilization"]) == ("2", "40.0")
+    assert "--csv: has what was stored; say since when" in shell.run("metrics", "--csv", code=2).stderr
