@@ -46,7 +46,7 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
         warn(reader.passed_over)
     matches = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
     if context.as_json:
-        show_json([_fields(job) for job in matches])
+        show_json([_fields(job) | energy_of(job, context.settings)._asdict() for job in matches])
     elif not reader.jobs:
         say("no jobs yet; `sae-tui launch JOB.toml` starts one")
     elif not matches:

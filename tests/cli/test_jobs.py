@@ -232,6 +232,17 @@ def test_a_lost_job_is_told_with_its_reason(shell):
     assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} was lost already"}
 
 
+def test_the_energy_of_a_job_is_told_with_its_price_and_null_where_it_is_unknown(shell):
+    names = ("energy_wh", "energy_share", "energy_from", "cost", "currency", "co2_g")
+    measured = record(shell, energy_wh=1500.0, energy_s=10.0, energy_known_s=10.0, energy_counted_s=0.0)
+    unknown = record(shell)
+    shell.data.settings_file.write_text('price_per_kwh = 0.2\ncurrency = "CHF"\n')
+    job = shell.json("job", measured)
+    assert [job[name] for name in names] == [1500, 1, "power samples", pytest.approx(0.3), "CHF", None]
+    assert [shell.json("job", unknown)[name] for name in names] == [None] * 6
+    assert "1.5 kWh, 0.30 CHF (from power samples)" in shell.run("job", measured).stdout
+
+
 def test_names_cannot_move_the_cursor(shell):
     record(shell, name="evil\x1b[2J\nname\tof")
     assert "evil�[2J�name of" in shell.run("jobs").stdout

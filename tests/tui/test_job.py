@@ -64,6 +64,17 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "step 200" in screen.query_one(LogPanel).plain
 
 
+async def test_a_job_shows_its_energy_and_its_price_by_the_settings(make_app, data) -> None:
+    measured = {"energy_wh": 1234.0, "energy_s": 100.0, "energy_known_s": 83.0, "energy_counted_s": 83.0}
+    job_id = record_job(data, "minilm", JobState.FINISHED, total_steps=400, **measured)
+    app = make_app(4, price_per_kwh=0.3, currency="CHF")
+    async with app.run_test(size=(140, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        assert "  at least 1.234 kWh" in screen.query_one(Headline).plain
+        settings = " ".join(screen.query_one(SettingsPanel).plain.split())
+        assert "energy at least 1.234 kWh, 0.37 CHF (samples for 83 % of its time)" in settings
+
+
 async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(make_app, data, tmp_path) -> None:
     config = dump_job(extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows"))
     job_id = record_job(data, "rows", JobState.RUNNING, total_steps=400, config=config)
