@@ -72,7 +72,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session.alerts = AlertWatcher(
             data,
             settings,
-            monitor.latest,
+            lambda: None if monitor.opening else monitor.latest(),
             lambda: watcher.holders,
             lambda: self.post_message(AlertsChanged()),
             readonly=readonly,

@@ -88,10 +88,8 @@ class Alerts:
         return alert
 
     def _end(self, key: tuple[str, str]) -> Alert:
-        place = next(i for i in reversed(range(len(self._mine))) if self._mine[i].key == key)
-        ended = _ended(self._mine[place], self._wall())
-        self._mine = [*self._mine[:place], ended, *self._mine[place + 1 :]]
-        return ended
+        self._mine = [_ended(alert, self._wall()) if alert.key == key else alert for alert in self._mine]
+        return next(alert for alert in reversed(self._mine) if alert.key == key)
 
 
 def _ended(alert: Alert, now: float) -> Alert:
@@ -102,7 +100,8 @@ def _ended(alert: Alert, now: float) -> Alert:
 class AlertWatcher:
     """Looks every interval, on a thread of its own: asking a disk how full it is may take for ever.
 
-    `changed` holds what has begun or ended since the start, oldest first; `on_change` is called after each addition.
+    `samples` returns None until it is known which cards there are. `changed` holds what has begun or ended since the
+    start, oldest first; `on_change` is called after each addition.
     Of several apps on a host only the one that has the lock writes the file and runs the user's command.
     """
 
@@ -110,7 +109,7 @@ class AlertWatcher:
         self,
         data: DataDir,
         settings: Settings,
-        samples: Callable[[], Sequence[GpuSample]],
+        samples: Callable[[], Sequence[GpuSample] | None],
         held: Callable[[], Holders],
         on_change: Callable[[], object],
         *,
@@ -144,10 +143,21 @@ class AlertWatcher:
         alerts = Alerts(self._settings, read_alerts(self._data))
         self.active = alerts.active
         while not self._stop.wait(self.interval_s):
-            changed = alerts.turn(Look(self._samples(), self._held(), self._free_bytes()))
-            self.active = alerts.active
-            if changed and not self._stop.is_set():
-                self._tell(changed, alerts)
+            try:
+                self._look(alerts)
+            except Exception as error:
+                # This thread must outlive whatever a card or the disk does.
+                self._note(f"alerts cannot be looked for: {error!r}")
+
+    def _look(self, alerts: Alerts) -> None:
+        samples = self._samples()
+        # Cards that are not known yet are not cards that have gone.
+        if samples is None:
+            return
+        changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
+        self.active = alerts.active
+        if changed and not self._stop.is_set():
+            self._tell(changed, alerts)
 
     def _tell(self, changed: list[Alert], alerts: Alerts) -> None:
         self.changed += tuple(changed)

@@ -103,6 +103,20 @@ def test_every_sample_is_stored_once_with_the_job_on_its_card(
         assert all(row["memory_total"] == 24 << 30 and row["power_draw"] > 0 for row in mine)
 
 
+def test_the_energy_counter_is_stored_with_the_samples_that_have_it(data_dir: DataDir, until: Until) -> None:
+    class Counting(Simulated):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            return replace(super().sample(index, processes=processes), energy_j=4.5e6 if index else None)
+
+    sampler = Sampler(Counting(2), 0.01)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
+    recorder.start()
+    until(lambda: len(rows(data_dir)) > 5)
+    assert recorder.stop(5)
+    sampler.stop()
+    assert {(row["gpu_index"], row["energy"]) for row in rows(data_dir)} == {(0, None), (1, 4.5e6)}
+
+
 def test_minutes_are_the_means_of_their_samples(
     data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
 ) -> None:

@@ -303,6 +303,18 @@ print(json.dumps([name for name in ("pynvml", "psutil", "torch", "numpy", "textu
     assert on_nvml(script) == []
 
 
+def test_the_energy_counter_is_read_now_and_then_in_joules(on_nvml: Run) -> None:
+    script = """
+import json
+from sae_tui.gpu.nvml import ENERGY_EVERY, Nvml
+nvml = Nvml()
+nvml.open()
+samples = [nvml.sample(0, processes=place % 2 == 0) for place in range(2 * ENERGY_EVERY + 1)]
+print(json.dumps([place for place, one in enumerate(samples) if one.energy_j is not None]))
+"""
+    assert on_nvml(script) == [0, 20]
+
+
 def test_eight_busy_cards_cost_at_most_sixty_calls_a_second(on_nvml: Run, tmp_path: Path) -> None:
     script = """
 from sae_tui.gpu.nvml import Nvml
