@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from sae_tui.alerts.catalog import KINDS, Kind, Look, Measured
-from sae_tui.alerts.hook import run_hook
 from sae_tui.alerts.hysteresis import Hysteresis
 from sae_tui.alerts.record import Alert, of_last_day, read_alerts, write_alerts
 from sae_tui.gpu.base import GpuSample
@@ -172,6 +171,9 @@ class AlertWatcher:
             threading.Thread(target=self._run_hook, args=(alert,), name="on-alert", daemon=True).start()
 
     def _run_hook(self, alert: Alert) -> None:
+        # Loaded with the first alert: most apps see none.
+        from sae_tui.alerts.hook import run_hook
+
         try:
             run_hook(self._settings.on_alert, as_message(alert))
         except UserError as error:
