@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest numerics model install lock clean
+.PHONY: demo test check pytest pictures numerics model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -19,6 +19,10 @@ test: $(VENV)/.dev
 pytest: $(VENV)/.dev
 # Three on two cores, since many tests wait for other processes.
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# Every screen in every size and theme, on a page to look at: pictures/index.html.
+pictures: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev
@@ -72,4 +76,4 @@ lock: $(VENV)/.app
 	$(COMPILE) -c requirements/dev.txt -o requirements/app.txt
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) pictures build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

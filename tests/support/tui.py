@@ -18,6 +18,7 @@ from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.host import Host, HostLoad
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job_file import dump_job, job_of
@@ -80,6 +81,13 @@ class StillMonitor:
 
     def past(self, n: int) -> Past:
         return past(dict(enumerate(self._rings)), n, interval_s=1.0, now=self.now)
+
+
+class StillHost(Host):
+    """A machine on which nothing moves."""
+
+    def load(self) -> HostLoad:
+        return HostLoad(37.0, 2.1, 8 << 30, 24 << 30, 0, 12e6, 3e6)
 
 
 def record_job(

@@ -1,0 +1,124 @@
+"""Draws every screen in every size and every theme: single SVGs, and a page that shows them beside each other.
+
+python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
+
+PNGs beside them where `rsvg-convert` or cairosvg is installed. The README's picture is the one of
+"dashboard, one job" in 120x40 and the dark theme.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import html
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from support.scenes import SCENES, Scene, same_everywhere
+from support.tui import NOW
+
+from sae_tui.theme import THEMES, ThemeName, shown_theme
+from trainer.contract.paths import DataDir
+
+SIZES = ("80x24", "120x40", "200x60")
+# Cells of a picture on the page, in pixels: readable, and three sizes in a row.
+_CELL = 4
+_STYLE = "body{background:#888;font:14px sans-serif} figure{display:inline-block;margin:6px;vertical-align:top}"
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="support.pictures", description="Draw every screen.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", default="", help="scenes whose name has this word")
+    parser.add_argument("--theme", action="append", choices=THEMES, help="only this one; again for more")
+    parser.add_argument("--size", action="append", choices=SIZES, help="only this one; again for more")
+    flags = parser.parse_args(words)
+    begin = time.monotonic()
+    flags.folder.mkdir(parents=True, exist_ok=True)
+    scenes = [scene for scene in SCENES if flags.only in scene.name]
+    sizes, themes = flags.size or SIZES, flags.theme or list(THEMES)
+    # Each by a process of its own, since an app leaves threads behind.
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        asked = [pool.submit(draw, SCENES.index(scene), flags.folder, sizes, themes) for scene in scenes]
+        for one in asked:
+            one.result()
+    as_png(flags.folder)
+    (flags.folder / "index.html").write_text(page(scenes, sizes, themes))
+    n_pictures = len(scenes) * len(sizes) * len(themes)
+    print(f"{n_pictures} pictures in {time.monotonic() - begin:.0f} s: {flags.folder / 'index.html'}")
+    return 0
+
+
+def draw(number: int, folder: Path, sizes: Sequence[str], themes: Sequence[ThemeName]) -> None:
+    """Draw a scene in every size and theme, an SVG each."""
+    with pytest.MonkeyPatch.context() as patch:
+        same_everywhere(patch)
+        # What ran, when, and what is late are the same on every day.
+        patch.setattr(time, "time", lambda: NOW + 100)
+        asyncio.run(_draw(SCENES[number], folder, sizes, themes))
+
+
+async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequence[ThemeName]) -> None:
+    for size in sizes:
+        columns, rows = map(int, size.split("x"))
+        with tempfile.TemporaryDirectory() as place:
+            data = DataDir(Path(place))
+            data.create()
+            app = scene.app(data)
+            async with app.run_test(size=(columns, rows)) as pilot:
+                await scene.show(pilot)
+                for theme in themes:
+                    app.theme = shown_theme(theme, "truecolor")
+                    await pilot.pause()
+                    svg = app.export_screenshot(title=f"{scene.name} · {size} · {theme}")
+                    (folder / file_of(scene, size, theme)).write_text(svg)
+
+
+def file_of(scene: Scene, size: str, theme: str) -> str:
+    """Name the picture of a scene."""
+    words = scene.name.replace(",", "").replace(" ", "-").lower()
+    return f"{words}-{size}-{theme}.svg"
+
+
+def page(scenes: Sequence[Scene], sizes: Sequence[str], themes: Sequence[str]) -> str:
+    """Return the page: a row of pictures for each scene and theme, from the smallest to the largest."""
+    parts = [f"<!doctype html><meta charset=utf-8><title>sae-tui</title><style>{_STYLE}</style>"]
+    for scene in scenes:
+        parts.append(f"<h2>{html.escape(scene.name)}</h2>")
+        for theme in themes:
+            parts += [_figure(file_of(scene, size, theme), size, theme) for size in sizes]
+            parts.append("<br>")
+    return "\n".join(parts)
+
+
+def _figure(file: str, size: str, theme: str) -> str:
+    width = int(size.split("x")[0]) * _CELL
+    picture = f'<a href="{file}"><img src="{file}" width="{width}" loading="lazy" alt="{file}"></a>'
+    return f"<figure>{picture}<figcaption>{size}, {theme}</figcaption></figure>"
+
+
+def as_png(folder: Path) -> None:
+    """Write a PNG beside each SVG, where something is installed that can."""
+    files = sorted(folder.glob("*.svg"))
+    if program := shutil.which("rsvg-convert"):
+        for file in files:
+            subprocess.run([program, "--output", str(file.with_suffix(".png")), str(file)], check=True)
+    elif find_spec("cairosvg"):
+        cairosvg = import_module("cairosvg")
+        for file in files:
+            cairosvg.svg2png(url=str(file), write_to=str(file.with_suffix(".png")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

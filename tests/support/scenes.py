@@ -1,0 +1,237 @@
+"""Every screen of the app over fixed data: what snapshots, pictures and tests of a look open.
+
+A scene records its jobs, has its GPUs, and goes to its screen by the keys that a user types.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+from support.features import features_file
+from support.report_cards import put_card
+from support.tui import NOW, StillHost, StillMonitor, record_job, record_metrics, wait_until
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from sae_tui.app import SaeApp
+from sae_tui.doctor.base import Finding
+from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
+from sae_tui.panels.latents import LatentDetail
+from sae_tui.panels.preview import PreviewPanel, PreviewText
+from sae_tui.panels.processes import ProcessTable
+from sae_tui.panels.report_card import CardPanel
+from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.doctor import DoctorScreen
+from sae_tui.settings import Settings
+from trainer.contract.paths import DataDir
+from trainer.contract.planning import first_look
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.settings.job_file import dump_job, job_of
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+FAULTS = {5: "lost", 6: "no_power"}
+FINDINGS = (
+    Finding("ok", "driver", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs"),
+    Finding("error", "GPU 3", "H100: the GPU has fallen off the bus; a reboot is needed", "leave it out of jobs"),
+    Finding("note", "NVLink", "GPUs 0-1 and 2-3 are linked by NVLink, the others between CPU sockets (SYS)",
+            "give a job linked GPUs, such as --gpus 0,1"),
+    Finding("warning", "shared memory", "/dev/shm has 64 MiB free of 64 MiB; jobs on several GPUs may fail below 1 GiB",
+            "start the container with --shm-size=1g or --ipc=host"),
+    *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
+)  # fmt: skip
+_PID = 4_190_000  # of no process here
+FAILURE = "rank 1 was killed (SIGKILL)"
+
+
+def lively_monitor(
+    gpus: int = 4, faults: Mapping[int, str] | None = None, *, busy: bool = True, pid: int = 1
+) -> StillMonitor:
+    """Return a monitor with 90 seconds behind it; where `busy`, processes of ours from `pid` on are on the first two."""
+    clock = [NOW]
+    ours = {uuid_of(rank): (pid + rank, 3 * GIB) for rank in range(2)} if busy else {}
+    source = Simulated(gpus, clock=lambda: clock[0], occupied=lambda: ours, faults=faults or {})
+    still = StillMonitor(source=source, samples=0)
+    for _ in range(90):
+        clock[0] += 1
+        still.step()
+    return still
+
+
+def record_running(data: DataDir) -> int:
+    """Record a job that is half done on the first two cards."""
+    running = record_job(data, "minilm-l3-wide", JobState.RUNNING, world_size=2, mode="ddp", total_steps=400,
+                         gpu_ids=(0, 1), gpu_uuids=(uuid_of(0), uuid_of(1)), distributed=True,
+                         estimated_memory_bytes=310 << 20)  # fmt: skip
+    record_metrics(data, running)
+    return running
+
+
+def record_box(data: DataDir) -> int:
+    """Record two jobs of the past and one that runs, whose number is returned."""
+    record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0,), gpu_uuids=("a",))
+    record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, loss=21.5, fvu=0.142, l0=32.0,
+               tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
+    return record_running(data)
+
+
+def record_sweep(data: DataDir) -> list[int]:
+    """Record three finished jobs that differ in k."""
+    ids = [record_job(data, f"minilm-k{k}", JobState.FINISHED, l0=float(k), config=_config(k=k)) for k in (32, 64, 16)]
+    for job_id, steps in zip(ids, (200, 300, 160), strict=True):
+        record_metrics(data, job_id, steps=steps)
+    return ids
+
+
+def _config(**sae: object) -> str:
+    return dump_job(job_of({"name": "x", "data": {"path": "data/sample"}, "sae": sae}))
+
+
+def same_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Remove what differs between machines: no blinking cursor, one host name, one kind of CPU, colours on."""
+    patch.setattr(first_look, "multiplies_bf16", lambda: False)
+    patch.setattr(Input, "cursor_blink", False, raising=False)
+    patch.setattr(socket, "gethostname", lambda: "gpu-box")
+    patch.delenv("NO_COLOR", raising=False)
+    patch.setenv("COLORTERM", "truecolor")
+    patch.setenv("TZ", "UTC")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What stands on the disk and on the cards, and the way to a screen."""
+
+    name: str
+    record: Callable[[DataDir], object]
+    show: Callable[[Pilot[Any]], Awaitable[object]]
+    gpus: int = 4
+    view: str = "aggregated"
+
+    def app(self, data: DataDir, **settings: Any) -> SaeApp:
+        """Record what the scene needs in an empty folder, and return an app in which nothing moves by itself."""
+        self.record(data)
+        faults = FAULTS if self.gpus > max(FAULTS) else {}
+        monitor = lively_monitor(self.gpus, faults, busy=self.record is not nothing, pid=_PID)
+        return still_app(data, monitor, monitor_view_default=self.view, **settings)
+
+
+def still_app(data: DataDir, monitor: StillMonitor, problems: tuple[Any, ...] = (), *, readonly: bool = False,
+              **settings: Any) -> SaeApp:  # fmt: skip
+    """Return an app over GPUs and a machine that stand still."""
+    app = SaeApp(data, cast(Any, monitor), Settings(sampling_interval_s=60.0, **settings), problems, readonly=readonly)
+    app.session.host = StillHost()
+    return app
+
+
+def nothing(data: DataDir) -> None:
+    """Record no job at all."""
+
+
+def _record_evaluated(data: DataDir) -> None:
+    """Record a finished job with its report card and its features."""
+    job_id = record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, fvu=0.142, l0=32.0)
+    record_metrics(data, job_id)
+    put_card(data.sae(job_id))
+    (data.sae(job_id) / FEATURES).write_bytes(features_file())
+
+
+def _record_failed(data: DataDir) -> None:
+    job_id = record_job(data, "gpt2-l6-k64", JobState.FAILED, error=FAILURE, gpu_ids=(0, 1), world_size=2,
+                        gpu_uuids=(uuid_of(0), uuid_of(1)), total_steps=400)  # fmt: skip
+    record_metrics(data, job_id)
+    with closing(Control(data.control_db)) as control:
+        control.add_event(job_id, "failed", FAILURE, level="error")
+
+
+async def show_dashboard(pilot: Pilot[Any]) -> None:
+    """Wait until the dashboard shows the cards, the jobs and, where there is room, the one under the cursor."""
+    app: Any = pilot.app
+    recorded = _n_jobs(app)
+    await wait_until(pilot, lambda: len(app.session.jobs) == recorded)
+    running = [job for job in app.session.jobs if job.state is JobState.RUNNING]
+    await wait_until(pilot, lambda: all(job.step == 200 for job in app.session.jobs[: len(running)]))
+    app.screen.show_gpus()
+    app.screen.show_jobs()
+    preview = app.screen.query_one(PreviewText)
+    await wait_until(pilot, lambda: not app.screen.query_one(PreviewPanel).display or preview.plain)
+    await pilot.pause()
+
+
+def _n_jobs(app: Any) -> int:
+    if not app.session.data.control_db.exists():
+        return 0
+    with closing(Control(app.session.data.control_db, readonly=True)) as control:
+        return len(control.jobs())
+
+
+def _at(*keys: str, ready: Callable[[Any], object] = bool) -> Callable[[Pilot[Any]], Awaitable[None]]:
+    """Return the way to a screen by keys from the dashboard; each is typed when the screen before stands."""
+
+    async def show(pilot: Pilot[Any]) -> None:
+        await show_dashboard(pilot)
+        for key in keys:
+            await _open(pilot, key)
+        await wait_until(pilot, lambda: ready(pilot.app))
+        await pilot.pause()
+
+    return show
+
+
+async def _open(pilot: Pilot[Any], key: str) -> None:
+    """Type a key that opens a screen; of a job, until it is read."""
+    app: Any = pilot.app
+    before = app.screen
+    await pilot.press(key)
+    await wait_until(pilot, lambda: app.screen is not before and (key != "enter" or app.session.detail is not None))
+
+
+def _says(panel: type[Any], words: str = "") -> Callable[[Any], bool]:
+    """Tell of an app whether a panel of its screen has something to say."""
+    return lambda app: any(each.plain and words in each.plain for each in app.screen.query(panel))
+
+
+def _is_reviewed(app: Any) -> bool:
+    return app.screen.name == "launch" and "GPU" in app.screen.form.review.text
+
+
+async def _compare(pilot: Pilot[Any]) -> None:
+    app: Any = pilot.app
+    await wait_until(pilot, lambda: len(app.session.jobs) == 3)
+    screen = CompareScreen(app.session, sorted(job.id for job in app.session.jobs))
+    app.session.go.switch_to(screen)
+    await wait_until(pilot, lambda: len(screen.comparison.curves) == 3)
+    await pilot.pause()
+
+
+async def _doctor(pilot: Pilot[Any]) -> None:
+    app: Any = pilot.app
+    screen = DoctorScreen(lambda: FINDINGS)
+    app.session.go.switch_to(screen)
+    await wait_until(pilot, lambda: screen.done)
+    await pilot.press("down", "down", "down")
+    await pilot.pause()
+
+
+SCENES = (
+    Scene("dashboard, no job", nothing, show_dashboard),
+    Scene("dashboard, one job", record_running, show_dashboard),
+    Scene("dashboard, eight GPUs", record_box, show_dashboard, gpus=8),
+    Scene("dashboard, cards", record_box, show_dashboard, gpus=8, view="per_gpu"),
+    Scene("GPU", record_running, _at("3", ready=_says(ProcessTable, "mallory"))),
+    Scene("processes", record_running, _at("t", ready=_says(ProcessTable, "mallory"))),
+    Scene("job, running", record_running, _at("enter")),
+    Scene("job, failed", _record_failed, _at("enter")),
+    Scene("metrics", record_running, _at("enter", "a")),
+    Scene("log", record_running, _at("enter", "l")),
+    Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
+    Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
+    Scene("launch", nothing, _at("n", ready=_is_reviewed)),
+    Scene("compare", record_sweep, _compare),
+    Scene("doctor", nothing, _doctor),
+    Scene("help", record_box, _at("question_mark")),
+)
