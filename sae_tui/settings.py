@@ -80,9 +80,10 @@ class Settings(msgspec.Struct, frozen=True):
     co2_g_per_kwh: Annotated[
         float, about("CO₂ of a kWh, as your grid has it; 0 shows none.", unit="g", ge=0, le=5000)
     ] = 0.0
-    theme: Annotated[Literal["dark", "light", "terminal"], about("Colours; terminal uses the 16 of your terminal.")] = (
-        "dark"
-    )
+    theme: Annotated[
+        Literal["dark", "light", "high-contrast", "colour-blind", "terminal"],
+        about("Colours; terminal uses the 16 of your terminal."),
+    ] = "dark"
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:

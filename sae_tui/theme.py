@@ -1,14 +1,18 @@
-"""The colours: two themes of our own and the terminal's.
+"""The colours: four themes of our own and the terminal's.
 
 Page, surface and panel are apart in 256 colours too, which is what ssh leaves of a terminal: a grey is taken as a grey
 there only while its saturation is below 0.15, and any more blue would make all three of them black.
+
+What each colour means is the same in all: primary is utilisation, loss and FVU, secondary memory, success power and
+progress, warning heat. A variable `style-NAME` replaces a style of `widgets/lines` of that name.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 DARK = Theme(
     name="sae-dark",
@@ -23,25 +27,122 @@ DARK = Theme(
     warning="#ffaf5f",
     error="#ff6b6b",
     dark=True,
+    variables={"style-cursor": "on $primary 33%"},
 )
 LIGHT = Theme(
     name="sae-light",
-    primary="#1f6feb",
+    primary="#1a62d2",
     secondary="#8250df",
-    accent="#0a7f83",
+    accent="#0a6f75",
     foreground="#1f2328",
     background="#fbfbf8",
     surface="#f2f2ee",
     panel="#e6e6e0",
     success="#1a7f37",
-    warning="#9a6700",
+    warning="#8f5f00",
     error="#cf222e",
     dark=False,
+    variables={"text-muted": "auto 68%", "style-cursor": "on $primary 25%", "button-color-foreground": "#ffffff"},
 )
-ThemeName = Literal["dark", "light", "terminal"]
-THEMES: dict[ThemeName, str] = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
+# Every text is at least seven times as bright as what it stands on, the line under the cursor included.
+HIGH_CONTRAST = Theme(
+    name="sae-high-contrast",
+    primary="#5fd7ff",
+    secondary="#ffafff",
+    accent="#5fffff",
+    foreground="#ffffff",
+    background="#000000",
+    surface="#1c1c1c",
+    panel="#262626",
+    success="#5fff87",
+    warning="#ffd75f",
+    error="#ffafaf",
+    dark=True,
+    variables={
+        "text": "#ffffff",
+        "text-muted": "#d0d0d0",
+        "text-disabled": "#c6c6c6",
+        "text-success": "#5fff87",
+        "text-warning": "#ffd75f",
+        "text-error": "#ffafaf",
+        "text-accent": "#5fffff",
+        "block-cursor-foreground": "#000000",
+        "button-color-foreground": "#000000",
+        "style-cursor": "on #0000af",
+        "style-rail": "#878787",
+        "style-faint": "underline on #262626",
+        "style-weak": "underline on #3a3a3a",
+        "style-strong": "underline on #4e4e4e",
+        "style-full": "bold underline #000000 on #ffd75f",
+    },
+)
+# After the palette of Okabe and Ito (2008), lighter where text is written in it. Good is told from bad by blue in it,
+# which an eye without red or green cones sees, and by brightness.
+COLOUR_BLIND = Theme(
+    name="sae-colour-blind",
+    primary="#56b4e9",
+    secondary="#b8689a",
+    accent="#8fc7ff",
+    foreground="#d0d4dc",
+    background="#14161a",
+    surface="#22252a",
+    panel="#2c3036",
+    success="#2fc9a5",
+    warning="#f0e442",
+    error="#e8702a",
+    dark=True,
+    variables={
+        "text-muted": "#b4b8c0",
+        "text-disabled": "#8f949c",
+        "text-success": "#4fd7c4",
+        "text-warning": "#f0e442",
+        "text-error": "#ff875f",
+        "text-accent": "#8fc7ff",
+        "button-color-foreground": "#14161a",
+        "style-cursor": "on #1c2b5a",
+        "style-faint": "underline on #2e2c1d",
+        "style-weak": "underline on #48441f",
+        "style-strong": "underline on #5a551f",
+        "style-full": "bold underline #14161a on #f0e442",
+    },
+)
+_OF_16 = BUILTIN_THEMES["ansi-dark"]
+HIGH_CONTRAST_16 = replace(
+    _OF_16,
+    name="sae-high-contrast-16",
+    primary="ansi_bright_cyan",
+    secondary="ansi_bright_magenta",
+    accent="ansi_bright_cyan",
+    success="ansi_bright_green",
+    warning="ansi_bright_yellow",
+    error="ansi_bright_red",
+    foreground="ansi_bright_white",
+    background="ansi_black",
+    variables=_OF_16.variables | {"text-muted": "ansi_white", "style-cursor": "on ansi_blue"},
+)
+COLOUR_BLIND_16 = replace(
+    _OF_16,
+    name="sae-colour-blind-16",
+    primary="ansi_bright_blue",
+    secondary="ansi_magenta",
+    accent="ansi_bright_cyan",
+    success="ansi_cyan",
+    warning="ansi_bright_yellow",
+    error="ansi_red",
+)
+ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
+_TERMINAL = _OF_16.name
+# For each setting the theme, and the one of a terminal with only 16 colours, which lack our surfaces.
+THEMES: dict[ThemeName, tuple[str, str]] = {
+    "dark": (DARK.name, _TERMINAL),
+    "light": (LIGHT.name, _TERMINAL),
+    "high-contrast": (HIGH_CONTRAST.name, HIGH_CONTRAST_16.name),
+    "colour-blind": (COLOUR_BLIND.name, COLOUR_BLIND_16.name),
+    "terminal": (_TERMINAL, _TERMINAL),
+}
+OWN_THEMES = (DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND, HIGH_CONTRAST_16, COLOUR_BLIND_16)
 
 
 def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
-    """Return the theme's name for a setting; with only 16 colours, which lack our surfaces, the terminal's own."""
-    return THEMES["terminal" if color_system == "standard" else chosen]
+    """Return the theme's name for a setting, in a terminal of so many colours."""
+    return THEMES[chosen][color_system == "standard"]

@@ -7,7 +7,7 @@ from textual.app import App
 
 from sae_tui.session import Session
 from sae_tui.settings import change_setting
-from sae_tui.theme import DARK, LIGHT, ThemeName, shown_theme
+from sae_tui.theme import OWN_THEMES, ThemeName, shown_theme
 from trainer.contract.errors import UserError, sentence
 
 
@@ -17,7 +17,7 @@ class Colours:
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
         self._session = session
-        for theme in (DARK, LIGHT):
+        for theme in OWN_THEMES:
             app.register_theme(theme)
         self._show()
 
@@ -32,4 +32,6 @@ class Colours:
             self._app.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
 
     def _show(self) -> None:
-        self._app.theme = shown_theme(self._session.settings.theme, self._app.console.color_system)
+        chosen = self._session.settings.theme
+        self._app.set_class(chosen == "high-contrast", "-strong")
+        self._app.theme = shown_theme(chosen, self._app.console.color_system)

@@ -116,10 +116,10 @@ class LatentDetail(LineView, can_focus=True):
     """How often and how strongly a latent fires, its nearest others, and the texts in which it fires most."""
 
     palette = PALETTE | {
-        "faint": "underline on $warning 15%",
-        "weak": "underline on $warning 30%",
-        "strong": "underline on $warning 45%",
-        "full": "bold underline on $warning 60%",
+        "faint": "underline on $warning 12%",
+        "weak": "underline on $warning 22%",
+        "strong": "underline on $warning 32%",
+        "full": "bold underline on $warning 40%",
     }
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002

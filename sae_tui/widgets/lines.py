@@ -89,6 +89,7 @@ class LineView(ScrollView, can_focus=False):
         self._lines: Sequence[Line] = ()
         # What the frame says.
         self._framed: Line = ()
+        self._hint = ""
         self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
@@ -110,17 +111,20 @@ class LineView(ScrollView, can_focus=False):
 
     def show_titled(self, title: Line, lines: Sequence[Line], hint: str = "") -> None:
         """Draw lines with a title in the frame, or where there is none in a line that stays above the others."""
-        heading: Line = (*title, (f"  {hint}" if hint else "", "dim"))
         if self.has_title:
-            # The title proper has the colour that the frame gives to it, which tells the focus.
-            plain = Style(bold=False)
-            parts = [text if style == "title" else (text, plain + self._look(style)) for text, style in title]
-            entitle(self, Content.assemble(*parts), hint)
-            self._framed, self.fixed_lines = heading, 0
+            self._framed, self._hint, self.fixed_lines = title, hint, 0
+            self._write_title()
             self.show(lines)
         else:
             self._framed, self.fixed_lines = (), 1
-            self.show([cut((BEFORE_TITLE, *heading), self.width), *lines])
+            self.show([cut((BEFORE_TITLE, *title, _behind(hint)), self.width), *lines])
+
+    def _write_title(self) -> None:
+        """Write the title into the frame, in the colours of now."""
+        # The title proper has the colour that the frame gives to it, which tells the focus.
+        plain = Style(bold=False)
+        parts = [text if style == "title" else (text, plain + self._look(style)) for text, style in self._framed]
+        entitle(self, Content.assemble(*parts), self._hint)
 
     @property
     def width(self) -> int:
@@ -130,7 +134,7 @@ class LineView(ScrollView, can_focus=False):
     @property
     def plain(self) -> str:
         """The text of all lines and of the frame, for tests and for copying."""
-        lines = [self._framed, *self._lines] if self._framed else self._lines
+        lines = [(*self._framed, _behind(self._hint)), *self._lines] if self._framed else self._lines
         return "\n".join("".join(text for text, _ in line) for line in lines)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
@@ -155,6 +159,8 @@ class LineView(ScrollView, can_focus=False):
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._styles.clear()
+        if self._framed:
+            self._write_title()
 
     def _style(self, names: str) -> RichStyle:
         """Return the style of a name, or of several over each other: `"good cursor"`."""
@@ -170,8 +176,14 @@ class LineView(ScrollView, can_focus=False):
     def _look(self, name: str) -> Style:
         if name in _OF_16 and self.app.native_ansi_color:
             return Style.parse(_OF_16[name])
+        variables = self.app.theme_variables
+        style = variables.get(f"style-{name}", self.palette[name])
         # Of a variable with several words, Textual 8.2 takes the first.
-        return Style.parse(self.palette[name].replace("$text-muted", self.app.theme_variables["text-muted"]))
+        return Style.parse(style.replace("$text-muted", variables["text-muted"]))
+
+
+def _behind(hint: str) -> Span:
+    return (f"  {hint}" if hint else "", "dim")
 
 
 def _apart(text: str, style: str) -> tuple[Span, ...]:

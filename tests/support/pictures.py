@@ -28,7 +28,7 @@ import pytest
 from support.scenes import SCENES, Scene, same_everywhere
 from support.tui import NOW
 
-from sae_tui.theme import THEMES, ThemeName, shown_theme
+from sae_tui.theme import THEMES, ThemeName
 from trainer.contract.paths import DataDir
 
 SIZES = ("80x24", "120x40", "200x60")
@@ -79,7 +79,7 @@ async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequen
             async with app.run_test(size=(columns, rows)) as pilot:
                 await scene.show(pilot)
                 for theme in themes:
-                    app.theme = shown_theme(theme, "truecolor")
+                    app._colours.choose(theme)
                     await pilot.pause()
                     svg = app.export_screenshot(title=f"{scene.name} · {size} · {theme}")
                     (folder / file_of(scene, size, theme)).write_text(svg)

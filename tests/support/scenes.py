@@ -52,7 +52,7 @@ FAILURE = "rank 1 was killed (SIGKILL)"
 def lively_monitor(
     gpus: int = 4, faults: Mapping[int, str] | None = None, *, busy: bool = True, pid: int = 1
 ) -> StillMonitor:
-    """Return a monitor with 90 seconds behind it; where `busy`, processes of ours from `pid` on are on the first two."""
+    """Return a monitor 90 seconds old; where `busy`, the first two cards have processes from `pid` on."""
     clock = [NOW]
     ours = {uuid_of(rank): (pid + rank, 3 * GIB) for rank in range(2)} if busy else {}
     source = Simulated(gpus, clock=lambda: clock[0], occupied=lambda: ours, faults=faults or {})

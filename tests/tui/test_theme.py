@@ -1,0 +1,111 @@
+"""Themes: what is written in them can be read, by eyes of every kind, in terminals of 16 colours and more."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+from rich.color import Color, ColorSystem
+from rich.style import Style
+from support.colours import BLIND, contrast, difference, linear, seen_by
+from textual.color import Color as Paint
+from textual.theme import Theme
+
+from sae_tui.app import SaeApp
+from sae_tui.panels.gpus import GpuPanel
+from sae_tui.panels.latents import LatentDetail
+from sae_tui.settings import load_settings
+from sae_tui.theme import COLOUR_BLIND, DARK, HIGH_CONTRAST, LIGHT, THEMES, shown_theme
+from sae_tui.widgets.chart import Chart
+
+MakeApp = Callable[..., SaeApp]
+TEXT = ("text", "dim", "label", "good", "warn", "bad", "accent", "title")
+GRAPHS = ("spark", "bar", "memory", "heat")
+SHADED = ("faint", "weak", "strong", "full")
+# The least contrast of text, in 24 bits and in 256 colours. The line under the cursor, which is blue, is a bright teal
+# in 256, on which dim words of the dark theme are less than they should be.
+LEAST = {"dark": (4.5, 3.4), "light": (4.5, 4.4), "high-contrast": (7.0, 7.0), "colour-blind": (4.5, 4.5)}
+
+
+@pytest.mark.parametrize("theme", [DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND], ids=lambda theme: theme.name)
+def test_page_surface_and_panel_are_three_colours_in_256_too(theme: Theme) -> None:
+    surfaces = [Paint.parse(text or "") for text in (theme.background, theme.surface, theme.panel)]
+    # A field that has the focus is tinted.
+    tinted = [surfaces[1].tint(Paint.parse(theme.foreground or "").with_alpha(0.05))]
+    numbers = [Color.parse(one.hex).downgrade(ColorSystem.EIGHT_BIT).number for one in (*surfaces, *tinted)]
+    assert len({*numbers[:3]}) == 3
+    assert numbers[3] != numbers[0]
+
+
+def test_a_terminal_of_16_colours_gets_a_theme_of_its_colours_whatever_was_chosen() -> None:
+    assert shown_theme("dark", "standard") == shown_theme("light", "standard") == "ansi-dark"
+    assert shown_theme("colour-blind", "standard") == "sae-colour-blind-16"
+    assert shown_theme("dark", "256") == "sae-dark"
+    assert shown_theme("light", "truecolor") == "sae-light"
+
+
+async def test_what_is_written_has_contrast_with_what_it_stands_on_in_every_theme(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        for theme, least in LEAST.items():
+            app._colours.choose(theme)  # type: ignore[arg-type]
+            await pilot.pause()
+            for of_256, enough in zip((False, True), least, strict=True):
+                low = {name: found for name, style in written(app) if (found := contrast(style, of_256)) < enough}
+                assert low == {}, (theme, of_256)
+                graphs = [
+                    contrast(styled(app, f"{name}{cursor}"), of_256) for name in GRAPHS for cursor in ("", " cursor")
+                ]
+                assert (min(graphs[::2]) >= 3, min(graphs) >= 2) == (True, True), (theme, of_256)
+
+
+def written(app: SaeApp) -> Iterator[tuple[str, Style]]:
+    """Yield each style of text with what it stands on: page, line under the cursor, field, head and foot."""
+    for name in TEXT:
+        style = styled(app, name)
+        yield name, style
+        yield f"{name} cursor", styled(app, f"{name} cursor")
+        for surface in ("surface", "panel"):
+            yield f"{name} on {surface}", style + Style(bgcolor=app.theme_variables[surface].lower())
+    for name in SHADED:
+        yield name, styled(app, name)
+
+
+def styled(app: SaeApp, names: str) -> Style:
+    panel = app.screen.query_one(GpuPanel)
+    panel.palette = GpuPanel.palette | LatentDetail.palette | Chart.palette  # type: ignore[misc]
+    return panel._style(names)
+
+
+@pytest.mark.parametrize("eye", BLIND)
+@pytest.mark.parametrize("of_256", [False, True], ids=["24 bits", "256"])
+async def test_good_bad_and_warning_differ_for_an_eye_without_a_cone(make_app: MakeApp, eye: str, of_256: bool) -> None:
+    app = make_app(theme="colour-blind")
+    async with app.run_test(size=(80, 24)):
+        colours = {name: styled(app, name).color for name in ("good", "bad", "warn", *GRAPHS)}
+    seen = {name: seen_by(color, eye, of_256) for name, color in colours.items() if color}
+    for names, least in ((("good", "bad", "warn"), 20), (GRAPHS, 15)):
+        for one, other in itertools.combinations(names, 2):
+            assert difference(seen[one], seen[other]) >= least, (one, other)
+
+
+def test_the_measure_knows_black_from_white_and_that_some_take_red_for_green() -> None:
+    black, white, red, green = (Color.parse(text) for text in ("#000000", "#ffffff", "#d04040", "#8a7a30"))
+    assert contrast(Style(color="#ffffff", bgcolor="#000000")) == pytest.approx(21, abs=0.05)
+    assert difference(linear(black), linear(white)) == pytest.approx(100, abs=0.1)
+    assert difference(linear(red), linear(green)) > 2 * difference(
+        *(seen_by(one, "deuteranopia") for one in (red, green))
+    )
+
+
+async def test_a_theme_is_chosen_in_the_palette_and_kept_and_titles_follow_it(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        for name in THEMES:
+            (act,) = [each.callback for each in app.get_system_commands(app.screen) if each.title == f"Theme: {name}"]
+            act()
+            await pilot.pause()
+            assert app.session.settings.theme == name
+            assert load_settings(app.session.data.settings_file)[0].theme == name
+            assert app.theme == THEMES[name][0]
