@@ -27,6 +27,7 @@ from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
+from sae_tui.terminal.plain import Plain
 from trainer.contract.errors import Problem
 from trainer.contract.paths import DataDir
 
@@ -62,11 +63,12 @@ class SaeApp(KeysInOrder, Notices):
         first_words: str = "",
         *,
         readonly: bool = False,
+        plain: Plain | None = None,
     ) -> None:
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
-        self._filters.append(Printable())
+        self._filters += [Printable(), *([plain] if plain else [])]
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke), readonly=readonly)
         self.session.alerts = AlertWatcher(

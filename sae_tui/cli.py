@@ -36,8 +36,9 @@ def _main(argv: Sequence[str] | None) -> int:
     parser = make_parser(_open_app)
     completion.complete(parser)
     flags = parser.parse_args(argv)
-    if flags.readonly and flags.command is not _open_app:
-        parser.error("--readonly is for the app, and no command may follow it")
+    for name in ("readonly", "plain"):
+        if getattr(flags, name) and flags.command is not _open_app:
+            parser.error(f"--{name} is for the app, and no command may follow it")
     try:
         return _run(flags)
     except KeyboardInterrupt:
@@ -62,10 +63,10 @@ def _run(flags: argparse.Namespace) -> int:
 def _open_app(context: Context, flags: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
-    if not can_show("█▁⣿…", sys.stdout):
+    if not flags.plain and not can_show("█▁⣿…", sys.stdout):
         raise UserError(
             f"the app draws with characters that this locale ({sys.stdout.encoding}) does not have; "
-            "start it with LC_ALL=C.UTF-8, or use the commands, see sae-tui --help"
+            "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands, see sae-tui --help"
         )
     # Next to nothing of what is made until the first frame is garbage, and looking for it takes a tenth of that time.
     gc.disable()
@@ -79,6 +80,7 @@ def _open_app(context: Context, flags: argparse.Namespace) -> int:
         gpu_count=context.gpu_count,
         command=command,
         readonly=flags.readonly,
+        plain=flags.plain,
     )
 
 

@@ -84,6 +84,10 @@ class Settings(msgspec.Struct, frozen=True):
         Literal["dark", "light", "high-contrast", "colour-blind", "terminal"],
         about("Colours; terminal uses the 16 of your terminal."),
     ] = "dark"
+    look: Annotated[
+        Literal["auto", "full", "plain"],
+        about("What is drawn with; plain is ASCII only, auto means plain on a vt100 or the Linux console."),
+    ] = "auto"
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:

@@ -11,12 +11,15 @@ import sys
 import threading
 
 from sae_tui.app import SaeApp
+from sae_tui.format import BLOCKS
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
 from sae_tui.settings import load_settings, save_settings
+from sae_tui.terminal.plain import Look, Plain, is_plain
 from trainer.contract.errors import UserError
+from trainer.contract.output import can_show
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_lines
 from trainer.contract.store.job_store import Control
@@ -32,6 +35,7 @@ def run_app(
     gpu_count: int | None = None,
     command: str = "sae-tui",
     readonly: bool = False,
+    plain: bool = False,
 ) -> int:
     """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again."""
     data.create()
@@ -54,7 +58,8 @@ def run_app(
         with contextlib.suppress(UserError, OSError):
             # What an app that was killed left in the trash, some of it half deleted.
             trash.empty(data)
-    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly)
+    look = _plain_look("plain" if plain else settings.look)
+    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly, plain=look)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
     # default took an eighth of the time that a key costs.
@@ -70,6 +75,13 @@ def run_app(
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
+
+
+def _plain_look(look: Look) -> Plain | None:
+    """Return what draws in ASCII only, where that is asked for or the terminal has nothing else."""
+    if not is_plain(look, os.environ.get("TERM", ""), has_blocks=can_show(BLOCKS, sys.stdout)):
+        return None
+    return Plain(letters=can_show("é", sys.stdout))
 
 
 def _staying(data: DataDir, command: str) -> str:

@@ -140,6 +140,7 @@ def make_parser(open_app: Command) -> Parser:
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
     only = "in the app, show jobs and processes and change none"
     parser.add_argument("--readonly", action="store_true", help=only)
+    parser.add_argument("--plain", action="store_true", help="draw the app in ASCII, without blocks and braille")
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 

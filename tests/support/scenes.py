@@ -28,6 +28,7 @@ from sae_tui.panels.report_card import CardPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.settings import Settings
+from sae_tui.terminal.plain import Plain
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
 from trainer.contract.runs.features import FEATURES
@@ -112,18 +113,26 @@ class Scene:
     gpus: int = 4
     view: str = "aggregated"
 
-    def app(self, data: DataDir, **settings: Any) -> SaeApp:
+    def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
         """Record what the scene needs in an empty folder, and return an app in which nothing moves by itself."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
         monitor = lively_monitor(self.gpus, faults, busy=self.record is not nothing, pid=_PID)
-        return still_app(data, monitor, monitor_view_default=self.view, **settings)
+        return still_app(data, monitor, plain=plain, monitor_view_default=self.view, **settings)
 
 
-def still_app(data: DataDir, monitor: StillMonitor, problems: tuple[Any, ...] = (), *, readonly: bool = False,
-              **settings: Any) -> SaeApp:  # fmt: skip
+def still_app(
+    data: DataDir,
+    monitor: StillMonitor,
+    problems: tuple[Any, ...] = (),
+    *,
+    readonly: bool = False,
+    plain: Plain | None = None,
+    **settings: Any,
+) -> SaeApp:
     """Return an app over GPUs and a machine that stand still."""
-    app = SaeApp(data, cast(Any, monitor), Settings(sampling_interval_s=60.0, **settings), problems, readonly=readonly)
+    chosen = Settings(sampling_interval_s=60.0, **settings)
+    app = SaeApp(data, cast(Any, monitor), chosen, problems, readonly=readonly, plain=plain)
     app.session.host = StillHost()
     return app
 

@@ -1,0 +1,83 @@
+"""The plain look: every sign as an ASCII character of the same width, for terminals that have no others.
+
+Bars are of `#`, histories of digits (tenths) with `#` for full, frames of `+-|`, curves of `*`. All stays as it is laid
+out, so that nothing else needs to know of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+Look = Literal["auto", "full", "plain"]
+# Beginnings of the TERMs of terminals that have ASCII, or like the Linux console a few blocks more, but no braille.
+_PLAIN_TERMS = ("vt", "linux", "ansi", "cons", "sun", "wy", "dumb")
+
+_SIGNS = {
+    # Bars and their rails, frames, axes.
+    "━": "#", "╸": "=", "╺": "=", "─": "-", "═": "-", "│": "|", "┃": "|", "║": "|", "▏": "|", "▎": "|", "▍": "|",
+    "▌": "|", "▐": "|", "▕": "|", "▋": "#", "▊": "#", "▉": "#", "▔": "-", "▀": "#", "░": ".", "▒": ":", "▓": "%",
+    "◼": "#", "⟨": "<", "⟩": ">",
+    # Histories, in tenths; full is filled.
+    "▁": "0", "▂": "1", "▃": "3", "▄": "4", "▅": "5", "▆": "6", "▇": "8", "█": "#",
+    # States.
+    "▶": ">", "✓": "+", "✗": "x", "◌": "o", "‖": "|", "⚠": "!", "◔": "c", "★": "*", "•": "*", "�": "?",
+    # Curves, eight that differ.
+    "●": "@", "▲": "^", "■": "#", "◆": "%", "○": "O", "△": "A", "□": "D", "◇": "&",
+    "▾": "v", "▼": "v", "▸": ">", "◂": "<", "▴": "^", "→": ">", "←": "<", "↑": "^", "↓": "v", "⏎": "<", "↵": "<",
+    # Words and numbers.
+    "…": "~", "·": "-", "–": "-", "—": "-", "−": "-", "×": "x", "±": "~", "≈": "~", "≥": ">", "≤": "<", "°": " ",
+    "²": "2", "³": "3", "√": "v", "µ": "u", "μ": "u", "γ": "g", "Σ": "S", "‘": "'", "’": "'", "“": '"', "”": '"',
+    "🔎": "/ ", "\N{COMBINING CIRCUMFLEX ACCENT}": "",
+}  # fmt: skip
+
+
+def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
+    """Tell whether to draw with ASCII only: as the user says, else by the terminal and its character set."""
+    return look == "plain" if look != "auto" else not has_blocks or term.lower().startswith(_PLAIN_TERMS)
+
+
+class Plain(LineFilter):
+    """Draws everything in ASCII; letters of names stay where the terminal has them (`letters`)."""
+
+    def __init__(self, *, letters: bool = True) -> None:
+        super().__init__()
+        self._translate = functools.lru_cache(maxsize=4096)(functools.partial(to_ascii, letters=letters))
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        if all(segment.control or segment.text.isascii() for segment in segments):
+            return segments
+        return [
+            segment
+            if segment.control or segment.text.isascii()
+            else Segment(
+                " " * segment.cell_length if _of_scrollbar(segment) else self._translate(segment.text), segment.style
+            )
+            for segment in segments
+        ]
+
+
+def _of_scrollbar(segment: Segment) -> bool:
+    """Tell whether it is an end of a scroll bar, whose blocks mean no height of a history."""
+    return bool(segment.style and "@mouse.down" in segment.style.meta)
+
+
+def to_ascii(text: str, *, letters: bool = True) -> str:
+    """Return the text in ASCII and as wide as it was; letters of other alphabets stay where `letters`."""
+    return "".join(char if char.isascii() else _sign(char, letters) for char in text)
+
+
+def _sign(char: str, letters: bool) -> str:
+    known = _SIGNS.get(char)
+    if known is not None:
+        return known
+    if "\N{BRAILLE PATTERN BLANK}" <= char <= "\N{BRAILLE PATTERN DOTS-12345678}":
+        return " " if char == "\N{BRAILLE PATTERN BLANK}" else "*"
+    if "\N{BOX DRAWINGS LIGHT HORIZONTAL}" <= char <= "\N{BOX DRAWINGS LIGHT UP AND HEAVY DOWN}":
+        return "+"
+    return char if letters and char.isalnum() else "?" * cell_len(char)

@@ -1,0 +1,63 @@
+"""The plain look: ASCII only, and nothing moves."""
+
+from __future__ import annotations
+
+import pytest
+from rich.cells import cell_len
+from support.scenes import SCENES, Scene, same_everywhere
+from textual.strip import Strip
+
+from sae_tui.app import SaeApp
+from sae_tui.format import bar, sparkline
+from sae_tui.jobs.states import _SHOWN, HELD
+from sae_tui.terminal.plain import Plain, is_plain, to_ascii
+from sae_tui.widgets.chart import GLYPHS
+from trainer.contract.paths import DataDir
+
+
+def rows(app: SaeApp) -> list[Strip]:
+    return app.screen._compositor.render_strips()
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+async def test_every_screen_is_ascii_and_stands_where_it_stood(
+    scene: Scene, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same_everywhere(monkeypatch)
+    data = DataDir(tmp_path)
+    data.create()
+    plain = Plain(letters=False)
+    app = scene.app(data, plain)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await scene.show(pilot)
+        drawn = rows(app)
+        app._filters.remove(plain)
+        full = rows(app)
+    assert [row.text for row in drawn if not row.text.isascii()] == []
+    assert [[cell_len(part.text) for part in row] for row in drawn] == [
+        [cell_len(part.text) for part in row] for row in full
+    ]
+    assert any(not row.text.isascii() for row in full)
+    # Whatever is drawn has a sign of its own.
+    marks = [(row.text.replace("L?mb", ""), was.text) for row, was in zip(drawn, full, strict=True)]
+    assert [row for row, was in marks if row.count("?") != was.count("?")] == []
+
+
+def test_bars_histories_and_states_are_told_apart() -> None:
+    assert to_ascii(bar(0.55, 10)) == "#####=----"
+    assert to_ascii(sparkline([0, 12.5, 30, 50, 100, None, 75], 8, 100)) == " 0034# 6"
+    signs = {shown.sign for shown in (*_SHOWN.values(), HELD)}
+    assert len({to_ascii(sign) for sign in signs}) == len(signs)
+    assert len({to_ascii(one) for one in GLYPHS[:8]}) == 8
+
+
+def test_letters_of_names_stay_where_the_terminal_has_them() -> None:
+    assert to_ascii("Lämb 天气 ✓") == "Lämb 天气 +"
+    assert to_ascii("Lämb 天气 ✓", letters=False) == "L?mb ???? +"
+
+
+def test_a_terminal_without_blocks_is_known_and_the_user_is_followed() -> None:
+    terms = ("vt100", "vt220", "linux", "xterm-256color", "tmux-256color", "screen")
+    assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
+    assert is_plain("auto", "xterm", has_blocks=False)
+    assert (is_plain("plain", "xterm"), is_plain("full", "vt100")) == (True, False)
