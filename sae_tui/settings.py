@@ -20,9 +20,9 @@ from trainer.contract.trust import distrust_of_file
 class Settings(msgspec.Struct, frozen=True):
     """Everything that can be set; a job's own settings are in its job file."""
 
-    monitor_view_default: Annotated[Literal["aggregated", "per_gpu"], about("What the dashboard shows first.")] = (
-        "aggregated"
-    )
+    monitor_view_default: Annotated[
+        Literal["aggregated", "per_gpu", "map"], about("What the dashboard shows first.")
+    ] = "aggregated"
     default_gpu_selection: Annotated[
         Literal["available", "all", "manual"], about("Which GPUs the launch screen ticks: all free ones, all, or none.")
     ] = "available"

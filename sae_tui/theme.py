@@ -14,6 +14,12 @@ from typing import Literal
 
 from textual.theme import BUILTIN_THEMES, Theme
 
+
+def _loads(*colours: str) -> dict[str, str]:
+    """Return how strongly the tiles of GPUs are shaded, the least load first."""
+    return {f"style-load{number}": f"on {colour}" for number, colour in enumerate(colours, 1)}
+
+
 DARK = Theme(
     name="sae-dark",
     primary="#5fafff",
@@ -42,7 +48,12 @@ LIGHT = Theme(
     warning="#8f5f00",
     error="#cf222e",
     dark=False,
-    variables={"text-muted": "auto 68%", "style-cursor": "on $primary 25%", "button-color-foreground": "#ffffff"},
+    variables={
+        "text-muted": "auto 68%",
+        "style-cursor": "on $primary 25%",
+        "button-color-foreground": "#ffffff",
+        **_loads(*(f"$primary {share}%" for share in (7, 13, 19, 25))),
+    },
 )
 # Every text is at least seven times as bright as what it stands on, the line under the cursor included.
 HIGH_CONTRAST = Theme(
@@ -70,6 +81,7 @@ HIGH_CONTRAST = Theme(
         "button-color-foreground": "#000000",
         "style-cursor": "on #0000af",
         "style-rail": "#878787",
+        **_loads("#00005f", "#000087", "#0000af", "#0000d7"),
         "style-faint": "underline on #262626",
         "style-weak": "underline on #3a3a3a",
         "style-strong": "underline on #4e4e4e",
@@ -100,9 +112,10 @@ COLOUR_BLIND = Theme(
         "text-accent": "#8fc7ff",
         "button-color-foreground": "#14161a",
         "style-cursor": "on #1c2b5a",
-        "style-faint": "underline on #2e2c1d",
-        "style-weak": "underline on #48441f",
-        "style-strong": "underline on #5a551f",
+        **_loads("#191f38", "#1b2656", "#1b2a72", "#1a2d90"),
+        "style-faint": "underline on #2c2c2c",
+        "style-weak": "underline on #3a3a3a",
+        "style-strong": "underline on #4e4e4e",
         "style-full": "bold underline #14161a on #f0e442",
     },
 )

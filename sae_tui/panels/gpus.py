@@ -1,10 +1,11 @@
-"""Every GPU: a line or two each, or a card each, in as many columns as fit."""
+"""Every GPU: a line or two each, or a card or a tile each, in as many columns as fit."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from textual.binding import Binding
 from textual.events import Click, Resize
@@ -13,12 +14,15 @@ from textual.message import Message
 from sae_tui.format import fit
 from sae_tui.panels.gpu_cards import Grid, card_grid, card_lines
 from sae_tui.panels.gpu_lines import gpu_lines
+from sae_tui.panels.gpu_map import map_grid, map_lines
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.widgets.lines import Line, LineView
 
+Shape = Literal["lines", "cards", "map"]
+
 
 class GpuPanel(LineView, can_focus=True):
-    """Cards or lines; everything is one widget, so that a tick of 8 GPUs costs one repaint.
+    """Lines, cards or a map; everything is one widget, so that a tick of 8 GPUs costs one repaint.
 
     Where not all fit, the last line says how many there are above and below. While it has the focus, one GPU has the
     cursor.
@@ -42,17 +46,17 @@ class GpuPanel(LineView, can_focus=True):
     def on_mount(self) -> None:
         self._cursor = 0  # place in the rows
         self._rows: tuple[GpuRow, ...] = ()
-        self._cards = False
+        self._shape: Shape = "lines"
         self._room = 0
         self._lines_each = 1
         self._first = 0
 
-    def show_gpus(self, rows: Sequence[GpuRow], *, cards: bool, room: int, lines_each: int = 1) -> None:
+    def show_gpus(self, rows: Sequence[GpuRow], *, shape: Shape, room: int, lines_each: int = 1) -> None:
         """Draw the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to.
 
-        Those that are not cards have one or two lines each.
+        As lines they have one or two each.
         """
-        self._rows, self._cards, self._room, self._lines_each = tuple(rows), cards, room, lines_each
+        self._rows, self._shape, self._room, self._lines_each = tuple(rows), shape, room, lines_each
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
@@ -86,7 +90,7 @@ class GpuPanel(LineView, can_focus=True):
         grid, at = self._grid(), event.get_content_offset(self)
         if at is None:
             return
-        column = min(grid.columns - 1, at.x * grid.columns // max(1, self.width))
+        column = min(grid.columns - 1, at.x // max(1, self.width // grid.columns))
         place = self._first + at.y // grid.height * grid.columns + column
         if place < len(self._rows):
             again, self._cursor = place == self._cursor, place
@@ -116,8 +120,9 @@ class GpuPanel(LineView, can_focus=True):
             self._draw()
 
     def _grid(self) -> Grid:
-        if self._cards:
-            return card_grid(len(self._rows), self.width, self._room)
+        if self._shape != "lines":
+            grid_of = card_grid if self._shape == "cards" else map_grid
+            return grid_of(len(self._rows), self.width, self._room)
         return Grid(1, self._lines_each, len(self._rows))
 
     def _draw(self) -> None:
@@ -131,7 +136,10 @@ class GpuPanel(LineView, can_focus=True):
         at = self._cursor if self.has_focus else None
         marked = [replace(row, has_cursor=True) if place == at else row for place, row in enumerate(self._rows)]
         rows = marked[self._first : (top + shown) * grid.columns]
-        lines = card_lines(rows, width, grid) if self._cards else gpu_lines(rows, self._rows, width, grid.height)
+        if self._shape == "lines":
+            lines = gpu_lines(rows, self._rows, width, grid.height)
+        else:
+            lines = (card_lines if self._shape == "cards" else map_lines)(rows, width, grid)
         if shown < grid.bands:
             lines.append(_more(self._first, len(self._rows) - self._first - len(rows), width))
         self.show(lines)

@@ -20,8 +20,9 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
 from sae_tui.gpu.window import stored_past
 from sae_tui.panels.aggregate import AggregatePanel, totals
+from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow
-from sae_tui.panels.gpus import GpuPanel
+from sae_tui.panels.gpus import GpuPanel, Shape
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
@@ -31,7 +32,7 @@ from sae_tui.screens.look_back import LookBack, span_keys
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
-from sae_tui.widgets.frame import FramedScreen, entitle
+from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
 from sae_tui.widgets.table import KeyedTable
 
 NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
@@ -43,6 +44,7 @@ _OF_JOBS = frozenset(
     | {*_IDS.values(), "jobs.filter"}
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
+_SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
 # A job is read for its preview once the cursor has rested on it.
 _RESTED_S = 0.2
 
@@ -52,7 +54,7 @@ class Dashboard(FramedScreen):
 
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
-                tooltip="Aggregated view or a card per GPU"),
+                tooltip="GPUs as lines, as cards or as a map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
                   key_display="0…9", tooltip="The GPU of this number over the whole window" if index == 0 else "")
           for index in range(10)),
@@ -92,7 +94,9 @@ class Dashboard(FramedScreen):
         super().__init__(id="dashboard")
         self.session = session
         self.view = view
+        self._chosen = False  # the view, with a key
         self._rows: Rows | None = None
+        self._arranged: tuple[Rows, str] | None = None
         self._rested: Timer | None = None
         self._back = LookBack(self, self._read_store)
 
@@ -127,7 +131,6 @@ class Dashboard(FramedScreen):
         monitor = self.session.monitor
         samples = monitor.latest()
         past = self._past(samples)
-        cards = self.view == "per_gpu"
         laid = self._arrange(len(samples))
         if laid.totals:
             self.query_one(AggregatePanel).show_totals(totals(samples, past), plot=laid.plot)
@@ -137,7 +140,7 @@ class Dashboard(FramedScreen):
         ]
         panel = self.query_one(GpuPanel)
         if rows:
-            panel.show_gpus(rows, cards=cards, room=laid.gpus, lines_each=laid.per_gpu)
+            panel.show_gpus(rows, shape=_SHAPES[self._view(len(rows))], room=laid.gpus, lines_each=laid.per_gpu)
         elif monitor.opening:
             panel.show_words(ASKING, "dim")
         else:
@@ -165,18 +168,27 @@ class Dashboard(FramedScreen):
         self._title()
         self.show_gpus()
 
+    def _view(self, n_gpus: int) -> str:
+        """Return the view that is shown: until one is chosen, a map of more GPUs than two windows have lines for."""
+        if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=len(self.session.jobs)).gpus:
+            return self.view
+        return "map"
+
     def _arrange(self, n_gpus: int) -> Rows:
         """Give the panels their rows, where these are not as they were."""
+        view, (width, height) = self._view(n_gpus), self.size
+        inside = width - 2 * (frame_of(width, height) == "framed")
         rows = arrange(
-            self.size.width,
-            self.size.height,
-            n_gpus=n_gpus,
+            width,
+            height,
+            n_gpus=map_grid(n_gpus, inside, height).bands if view == "map" else n_gpus,
             n_jobs=len(self.session.jobs),
-            cards=self.view == "per_gpu",
+            cards=view == "per_gpu",
+            tiles=view == "map",
             previews=self.query_one(JobsPanel).selected is not None,
         )
-        if rows != self._rows:
-            self._rows = rows
+        if (rows, view) != self._arranged:
+            self._rows, self._arranged = rows, (rows, view)
             self.set_class(rows.beside, "-beside")
             self._title()
             for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
@@ -189,7 +201,8 @@ class Dashboard(FramedScreen):
         """Write the titles, and beside those of the histories which span of the past they show."""
         span = f" · last {duration(self._back.span_s)}" if self._back.span_s else ""
         for name, title in _TITLES.items():
-            entitle(self.query_one(f"#{name}"), title if name == "finder" else title + span)
+            legend = LEGEND if name == "gpus" and self._arranged and self._arranged[1] == "map" else ""
+            entitle(self.query_one(f"#{name}"), title if name == "finder" else title + span, legend)
 
     def show_jobs(self) -> None:
         """Draw the jobs as last read, and what is known of the one under the cursor."""
@@ -236,7 +249,9 @@ class Dashboard(FramedScreen):
             self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
 
     def action_toggle_view(self) -> None:
-        self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
+        views = list(_SHAPES)
+        shown = views.index(self._view(len(self.session.monitor.latest())))
+        self.view, self._chosen = views[(shown + 1) % len(views)], True
         self.show_gpus()
 
     def action_open_gpu(self, index: int) -> None:

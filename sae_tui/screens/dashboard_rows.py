@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
 # Columns from which the totals are four plots, and the preview stands beside the jobs.
@@ -47,14 +48,25 @@ class Rows:
         return sum(rows + self.chrome for rows in stacked if rows)
 
 
-def arrange(width: int, height: int, *, n_gpus: int, n_jobs: int, cards: bool = False, previews: bool = False) -> Rows:
+def arrange(
+    width: int,
+    height: int,
+    *,
+    n_gpus: int,
+    n_jobs: int,
+    cards: bool = False,
+    tiles: bool = False,
+    previews: bool = False,
+) -> Rows:
     """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
 
-    `cards`: each GPU is a card. `previews`: there is a job to preview. Without jobs their panel says what can be done.
+    `cards`: each GPU is a card. `tiles`: `n_gpus` are rows of tiles. `previews`: there is a job to preview. Without
+    jobs their panel says what can be done.
     """
     room = max(2, height - 2)
     rows = _least(Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
-    return _grown(rows, room, width, n_gpus, n_jobs, cards=cards, previews=previews)
+    tallest = 5 if cards else TALLEST if tiles else 0
+    return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 
 def _least(rows: Rows, room: int, width: int, n_gpus: int, *, cards: bool) -> Rows:
@@ -70,14 +82,14 @@ def _least(rows: Rows, room: int, width: int, n_gpus: int, *, cards: bool) -> Ro
     return replace(rows, totals=totals, gpus=gpus, jobs=min(_LEAST_JOBS, left - gpus))
 
 
-def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, cards: bool, previews: bool) -> Rows:
-    """Give out the rows that are left, what tells most first."""
+def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool) -> Rows:
+    """Give out the rows that are left, what tells most first; what is no line is up to `tallest` lines tall."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     wishes = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     wishes += [_plots(_LEAST_PLOT)] if several else []
     wishes += [{"preview": _LEAST_PREVIEW}] if previews and not rows.beside else []
-    wishes += [{"gpus": n_gpus * lines} for lines in (2, 3, 4, 5)] if cards else []
-    wishes += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not cards else []
+    wishes += [{"gpus": n_gpus * lines} for lines in range(2, tallest + 1)]
+    wishes += [{"gpus": 2 * n_gpus, "per_gpu": 2}] if n_gpus and width >= PLOTS_FROM and not tallest else []
     wishes += [_plots(plot) for plot in range(_LEAST_PLOT + 1, _GOOD_PLOT + 1)] if several else []
     if previews and not rows.beside:
         wishes += [{"preview": preview} for preview in range(_LEAST_PREVIEW + 1, _GOOD_PREVIEW + 1)]

@@ -42,10 +42,16 @@ PALETTE = {
     "trough": "on $panel",
     "rail": "$foreground 30%",
     "swapped": "bold",
+    # How much of its time a card works.
+    "load0": "on $surface",
+    "load1": "on $primary 10%",
+    "load2": "on $primary 20%",
+    "load3": "on $primary 30%",
+    "load4": "on $primary 40%",
 }
 BEFORE_TITLE: Span = (" ", "text")  # where there is no frame
 # The terminal's own colours have no surfaces, and no shades.
-_OF_16 = {"trough": "on ansi_bright_black", "rail": "ansi_bright_black"}
+_OF_16 = {"trough": "on ansi_bright_black", "rail": "ansi_bright_black", "load0": "", "load1": "", "load2": ""}
 
 
 class LazyLines(Sequence[Line]):

@@ -231,6 +231,7 @@ SCENES = (
     Scene("dashboard, one job", record_running, show_dashboard),
     Scene("dashboard, eight GPUs", record_box, show_dashboard, gpus=8),
     Scene("dashboard, cards", record_box, show_dashboard, gpus=8, view="per_gpu"),
+    Scene("dashboard, 64 GPUs", record_box, show_dashboard, gpus=64),
     Scene("GPU", record_running, _at("3", ready=_says(ProcessTable, "mallory"))),
     Scene("processes", record_running, _at("t", ready=_says(ProcessTable, "mallory"))),
     Scene("job, running", record_running, _at("enter")),

@@ -41,7 +41,7 @@ def cards(app) -> list[str]:
     return [f"{one.rstrip()} {other.strip()}" for one, other in zip(lines[::2], lines[1::2], strict=True)]
 
 
-async def test_one_key_toggles_between_all_gpus_as_one_and_a_card_each(make_app) -> None:
+async def test_one_key_goes_from_lines_to_cards_to_a_map_and_back_to_lines(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
@@ -50,6 +50,8 @@ async def test_one_key_toggles_between_all_gpus_as_one_and_a_card_each(make_app)
         await pilot.press("v")
         assert "GPU 0 RTX 3090" in text(app, GpuPanel)
         assert len(text(app, GpuPanel).splitlines()) > 8
+        await pilot.press("v")
+        assert text(app, GpuPanel).split()[:3] == ["0", "0%", "1"]
         await pilot.press("v")
         assert len(cards(app)) == 4
 
@@ -372,7 +374,7 @@ async def test_help_lists_every_key_of_the_screen(make_app) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
         shown = app.screen.query_one("Page").plain
-        assert "Aggregated view or a card per GPU" in shown
+        assert "GPUs as lines, as cards or as a map" in shown
         assert "Choose GPUs and launch a training" in shown
         await pilot.press("escape")
         assert app.screen.id == "dashboard"

@@ -10,10 +10,11 @@ from sae_tui.screens.dashboard_rows import arrange
 windows = st.tuples(st.integers(1, 300), st.integers(4, 120))
 
 
-@given(windows, st.integers(0, 64), st.integers(0, 500), st.booleans(), st.booleans())
-def test_the_panels_fill_any_window_and_no_more(window, n_gpus, n_jobs, cards, previews) -> None:
+@given(windows, st.integers(0, 64), st.integers(0, 500), st.sampled_from(["", "cards", "tiles"]), st.booleans())
+def test_the_panels_fill_any_window_and_no_more(window, n_gpus, n_jobs, shape, previews) -> None:
     width, height = window
-    rows = arrange(width, height, n_gpus=n_gpus, n_jobs=n_jobs, cards=cards, previews=previews)
+    shapes = {shape: True} if shape else {}
+    rows = arrange(width, height, n_gpus=n_gpus, n_jobs=n_jobs, previews=previews, **shapes)
     assert rows.height == height - 2
     assert min(rows.gpus, rows.jobs) >= 1
     assert min(rows.totals, rows.preview, rows.plot) >= 0

@@ -70,6 +70,8 @@ def written(app: SaeApp) -> Iterator[tuple[str, Style]]:
             yield f"{name} on {surface}", style + Style(bgcolor=app.theme_variables[surface].lower())
     for name in SHADED:
         yield name, styled(app, name)
+    for name, shade in itertools.product(("title", "text", "good", "warn"), range(5)):
+        yield f"{name} load{shade}", styled(app, f"{name} load{shade}")
 
 
 def styled(app: SaeApp, names: str) -> Style:

@@ -1,0 +1,100 @@
+"""GPUs as a map of tiles, for more of them than lines fit: a shade and a number each, and signs where needed."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+
+from sae_tui.format import celsius, fit, percent, watts
+from sae_tui.gpu.base import GpuSample
+from sae_tui.panels.gpu_cards import Grid
+from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_short
+from sae_tui.widgets.lines import Line, Span
+
+LEGEND = "▶ ours  ● taken  ▲ hot  ✗ lost"
+TALLEST = 4  # lines: utilisation; memory; heat and power; who has it
+_LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
+_OF_A_NODE = 8  # GPUs: rows of as many are read like the machines they are in
+# Up to which share of its time a card has worked for its shade.
+_SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
+
+
+def map_grid(count: int, width: int, room: int) -> Grid:
+    """Return the grid of so many tiles, each as tall as `room` lines allow; whole machines to a row where they fit."""
+    fitting = max(1, width // _LEAST_WIDTH)
+    columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
+    if -(-count // columns) > room:
+        columns = fitting
+    columns = max(1, min(columns, count))
+    bands = -(-count // columns)
+    return Grid(columns, max(1, min(TALLEST, room // max(1, bands))), bands)
+
+
+def map_lines(rows: Sequence[GpuRow], width: int, grid: Grid) -> list[Line]:
+    """Return the tiles side by side and below each other."""
+    each = max(1, width // grid.columns)
+    gap = " " if grid.columns > 1 else ""
+    lines: list[Line] = []
+    for start in range(0, len(rows), grid.columns):
+        tiles = [_tile(row, each - len(gap), grid.height) for row in rows[start : start + grid.columns]]
+        lines += [tuple(span for tile in tiles for span in (*tile[y], (gap, "text"))) for y in range(grid.height)]
+    return lines
+
+
+def _tile(row: GpuRow, width: int, height: int) -> list[Line]:
+    """Return a GPU in 1 to 4 lines; a card that is not healthy says why in those below the first."""
+    below = _figures(row, width) if row.sample.healthy else _reason(row.sample, width, height - 1)
+    return [_first(row, width), *below[: height - 1], *[blank(width)] * (height - 1 - len(below))]
+
+
+def _figures(row: GpuRow, width: int) -> list[Line]:
+    """Return memory, heat and power, and who has the card."""
+    sample = row.sample
+    full, used = memory_short(sample), memory_share(sample)
+    memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
+    warm = fit(celsius(sample.temperature_c), 5, right=True)
+    return [
+        ((fit(memory, width, right=True), "dim"),),
+        ((fit(warm, width), heat(sample)),)
+        if width <= len(warm)
+        else ((warm, heat(sample)), (fit(watts(sample.power_w), width - len(warm), right=True), "dim")),
+        ((fit(row.holder, width), row.holder_style),),
+    ]
+
+
+def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:
+    lines = textwrap.wrap(sample.reason, max(1, width), max_lines=height, placeholder="…") if height and width else []
+    return [((fit(line, width), "bad"),) for line in lines]
+
+
+def _first(row: GpuRow, width: int) -> Line:
+    """Return index, signs and utilisation over their shade; of the tile with the cursor, all of it swapped."""
+    sample = row.sample
+    shade = " swapped" if row.has_cursor else _shade(sample)
+    index = f"{sample.index:>3}"
+    if width < len(index) + 2:
+        return ((fit(f"{sample.index}", width), f"title{shade}"),)
+    sign, style = _sign(row)
+    is_hot = sample.healthy and heat(sample) == "bad"
+    value = percent(sample.utilization) if sample.healthy else "–"
+    return (
+        (index, f"title{shade}"),
+        (sign, f"{style}{shade}"),
+        ("▲" if is_hot else " ", f"bad{shade}"),
+        (fit(value, width - len(index) - 2, right=True), f"text{shade}"),
+    )
+
+
+def _sign(row: GpuRow) -> Span:
+    """Return whose a card is: a job's, somebody else's, nobody's, or that it is out of order."""
+    if not row.sample.healthy:
+        return "✗", "bad"
+    return {"good": ("▶", "good"), "warn": ("●", "warn")}.get(row.holder_style, (" ", "text"))
+
+
+def _shade(sample: GpuSample) -> str:
+    used = sample.utilization
+    if used is None or not sample.healthy:
+        return ""
+    return next(style for top, style in _SHADES if used < top)
