@@ -6,7 +6,7 @@ import math
 import textwrap
 from collections.abc import Sequence
 
-from sae_tui.format import celsius, fit, percent, watts
+from sae_tui.format import celsius, fit, percent
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_cards import Grid
 from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_short
@@ -53,13 +53,12 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     sample = row.sample
     full, used = memory_short(sample), memory_share(sample)
     memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
-    warm = fit(celsius(sample.temperature_c), 5, right=True)
+    warm, drawn = celsius(sample.temperature_c)[:width], "" if sample.power_w is None else f"{sample.power_w:.0f}W"
     return [
         ((fit(memory, width, right=True), "dim"),),
-        ((fit(warm, width), heat(sample)),)
-        if width <= len(warm)
-        else ((warm, heat(sample)), (fit(watts(sample.power_w), width - len(warm), right=True), "dim")),
-        ((fit(row.holder, width), row.holder_style),),
+        ((warm, heat(sample)), (fit(drawn, width - len(warm), right=True), "dim")),
+        # That it is somebody else's the sign says.
+        ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
 
 
@@ -81,7 +80,7 @@ def _first(row: GpuRow, width: int) -> Line:
     return (
         (index, f"title{shade}"),
         (sign, f"{style}{shade}"),
-        ("▲" if is_hot else " ", f"bad{shade}"),
+        (("▲", f"bad{shade}") if is_hot else (" ", f"text{shade}")),
         (fit(value, width - len(index) - 2, right=True), f"text{shade}"),
     )
 

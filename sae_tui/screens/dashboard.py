@@ -54,7 +54,7 @@ class Dashboard(FramedScreen):
 
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
-                tooltip="GPUs as lines, as cards or as a map"),
+                tooltip="GPUs as lines, cards or a map"),
         *(Binding(str(index), f"open_gpu({index})", show=False, group=GPUS, id=f"dashboard.gpu_{index}",
                   key_display="0…9", tooltip="The GPU of this number over the whole window" if index == 0 else "")
           for index in range(10)),

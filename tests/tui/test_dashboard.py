@@ -374,7 +374,7 @@ async def test_help_lists_every_key_of_the_screen(make_app) -> None:
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
         shown = app.screen.query_one("Page").plain
-        assert "GPUs as lines, as cards or as a map" in shown
+        assert "GPUs as lines, cards or a map" in shown
         assert "Choose GPUs and launch a training" in shown
         await pilot.press("escape")
         assert app.screen.id == "dashboard"
