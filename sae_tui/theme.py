@@ -120,6 +120,8 @@ COLOUR_BLIND = Theme(
     },
 )
 _OF_16 = BUILTIN_THEMES["ansi-dark"]
+# The darkest of the 16 but black, in nearly every terminal.
+_ON_BLUE = {f"style-{name}": "on ansi_blue" for name in ("cursor", "load3", "load4")}
 HIGH_CONTRAST_16 = replace(
     _OF_16,
     name="sae-high-contrast-16",
@@ -131,7 +133,7 @@ HIGH_CONTRAST_16 = replace(
     error="ansi_bright_red",
     foreground="ansi_bright_white",
     background="ansi_black",
-    variables=_OF_16.variables | {"text-muted": "ansi_white", "style-cursor": "on ansi_blue"},
+    variables=_OF_16.variables | _ON_BLUE | {"text-muted": "ansi_white"},
 )
 COLOUR_BLIND_16 = replace(
     _OF_16,
@@ -139,9 +141,10 @@ COLOUR_BLIND_16 = replace(
     primary="ansi_bright_blue",
     secondary="ansi_magenta",
     accent="ansi_bright_cyan",
-    success="ansi_cyan",
+    success="ansi_bright_cyan",
     warning="ansi_bright_yellow",
-    error="ansi_red",
+    error="ansi_bright_red",
+    variables=_OF_16.variables | _ON_BLUE,
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name

@@ -3,7 +3,7 @@
 python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
 
 PNGs beside them where `rsvg-convert` or cairosvg is installed. The README's picture is the one of
-"dashboard, one job" in 120x40 and the dark theme.
+"dashboard, two jobs" in 120x40 and the dark theme.
 """
 
 from __future__ import annotations

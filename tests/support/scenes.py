@@ -6,7 +6,7 @@ A scene records its jobs, has its GPUs, and goes to its screen by the keys that 
 from __future__ import annotations
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, cast
@@ -47,16 +47,24 @@ FINDINGS = (
     *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
 )  # fmt: skip
 _PID = 4_190_000  # of no process here
+_SINCE_S = 58
 FAILURE = "rank 1 was killed (SIGKILL)"
 
 
 def lively_monitor(
-    gpus: int = 4, faults: Mapping[int, str] | None = None, *, busy: bool = True, pid: int = 1
+    gpus: int = 4,
+    faults: Mapping[int, str] | None = None,
+    *,
+    busy: Sequence[int] = (0, 1),
+    pid: int = 1,
+    since: int = 0,
 ) -> StillMonitor:
-    """Return a monitor 90 seconds old; where `busy`, the first two cards have processes from `pid` on."""
+    """Return a monitor 90 seconds old; the `busy` cards have processes from `pid` on, `since` so many seconds."""
     clock = [NOW]
-    ours = {uuid_of(rank): (pid + rank, 3 * GIB) for rank in range(2)} if busy else {}
-    source = Simulated(gpus, clock=lambda: clock[0], occupied=lambda: ours, faults=faults or {})
+    ours = {uuid_of(index): (pid + place, 3 * GIB) for place, index in enumerate(busy)}
+    source = Simulated(
+        gpus, clock=lambda: clock[0], occupied=lambda: ours if clock[0] >= NOW + since else {}, faults=faults or {}
+    )
     still = StillMonitor(source=source, samples=0)
     for _ in range(90):
         clock[0] += 1
@@ -64,10 +72,10 @@ def lively_monitor(
     return still
 
 
-def record_running(data: DataDir) -> int:
-    """Record a job that is half done on the first two cards."""
-    running = record_job(data, "minilm-l3-wide", JobState.RUNNING, world_size=2, mode="ddp", total_steps=400,
-                         gpu_ids=(0, 1), gpu_uuids=(uuid_of(0), uuid_of(1)), distributed=True,
+def record_running(data: DataDir, name: str = "minilm-l3-wide", gpus: Sequence[int] = (0, 1)) -> int:
+    """Record a job that is half done."""
+    running = record_job(data, name, JobState.RUNNING, world_size=len(gpus), mode="ddp", total_steps=400,
+                         gpu_ids=tuple(gpus), gpu_uuids=tuple(map(uuid_of, gpus)), distributed=len(gpus) > 1,
                          estimated_memory_bytes=310 << 20)  # fmt: skip
     record_metrics(data, running)
     return running
@@ -112,12 +120,13 @@ class Scene:
     show: Callable[[Pilot[Any]], Awaitable[object]]
     gpus: int = 4
     view: str = "aggregated"
+    busy: Sequence[int] = (0, 1)
 
     def app(self, data: DataDir, plain: Plain | None = None, **settings: Any) -> SaeApp:
         """Record what the scene needs in an empty folder, and return an app in which nothing moves by itself."""
         self.record(data)
         faults = FAULTS if self.gpus > max(FAULTS) else {}
-        monitor = lively_monitor(self.gpus, faults, busy=self.record is not nothing, pid=_PID)
+        monitor = lively_monitor(self.gpus, faults, busy=self.busy, pid=_PID, since=_SINCE_S)
         return still_app(data, monitor, plain=plain, monitor_view_default=self.view, **settings)
 
 
@@ -139,6 +148,11 @@ def still_app(
 
 def nothing(data: DataDir) -> None:
     """Record no job at all."""
+
+
+def _record_two(data: DataDir) -> None:
+    record_running(data, "minilm-l3", (2,))
+    record_running(data)
 
 
 def _record_evaluated(data: DataDir) -> None:
@@ -227,8 +241,9 @@ async def _doctor(pilot: Pilot[Any]) -> None:
 
 
 SCENES = (
-    Scene("dashboard, no job", nothing, show_dashboard),
+    Scene("dashboard, no job", nothing, show_dashboard, busy=()),
     Scene("dashboard, one job", record_running, show_dashboard),
+    Scene("dashboard, two jobs", _record_two, show_dashboard, busy=(0, 1, 2)),
     Scene("dashboard, eight GPUs", record_box, show_dashboard, gpus=8),
     Scene("dashboard, cards", record_box, show_dashboard, gpus=8, view="per_gpu"),
     Scene("dashboard, 64 GPUs", record_box, show_dashboard, gpus=64),
@@ -240,8 +255,8 @@ SCENES = (
     Scene("log", record_running, _at("enter", "l")),
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
-    Scene("launch", nothing, _at("n", ready=_is_reviewed)),
+    Scene("launch", nothing, _at("n", ready=_is_reviewed), busy=()),
     Scene("compare", record_sweep, _compare),
-    Scene("doctor", nothing, _doctor),
+    Scene("doctor", nothing, _doctor, busy=()),
     Scene("help", record_box, _at("question_mark")),
 )

@@ -32,7 +32,7 @@ def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 def test_launch(snap_compare, make_app, size) -> None:
-    app = make_app(monitor=lively_monitor(4, {2: "lost"}, busy=False))
+    app = make_app(monitor=lively_monitor(4, {2: "lost"}, busy=()))
 
     async def ready(pilot) -> None:
         await pilot.press("n")
@@ -43,7 +43,7 @@ def test_launch(snap_compare, make_app, size) -> None:
 
 
 def test_launch_with_a_mistake(snap_compare, make_app) -> None:
-    app = make_app(monitor=lively_monitor(busy=False))
+    app = make_app(monitor=lively_monitor(busy=()))
 
     async def ready(pilot) -> None:
         await pilot.press("n")

@@ -16,7 +16,7 @@ from sae_tui.app import SaeApp
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.settings import load_settings
-from sae_tui.theme import COLOUR_BLIND, DARK, HIGH_CONTRAST, LIGHT, THEMES, shown_theme
+from sae_tui.theme import COLOUR_BLIND, COLOUR_BLIND_16, DARK, HIGH_CONTRAST, LIGHT, THEMES, shown_theme
 from sae_tui.widgets.chart import Chart
 
 MakeApp = Callable[..., SaeApp]
@@ -81,10 +81,18 @@ def styled(app: SaeApp, names: str) -> Style:
 
 
 @pytest.mark.parametrize("eye", BLIND)
-@pytest.mark.parametrize("of_256", [False, True], ids=["24 bits", "256"])
-async def test_good_bad_and_warning_differ_for_an_eye_without_a_cone(make_app: MakeApp, eye: str, of_256: bool) -> None:
-    app = make_app(theme="colour-blind")
-    async with app.run_test(size=(80, 24)):
+@pytest.mark.parametrize(
+    ("theme", "of_256"),
+    [(COLOUR_BLIND, False), (COLOUR_BLIND, True), (COLOUR_BLIND_16, False)],
+    ids=["24", "256", "16"],
+)
+async def test_good_bad_and_warning_differ_for_an_eye_without_a_cone(
+    make_app: MakeApp, eye: str, theme: Theme, of_256: bool
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.theme = theme.name
+        await pilot.pause()
         colours = {name: styled(app, name).color for name in ("good", "bad", "warn", *GRAPHS)}
     seen = {name: seen_by(color, eye, of_256) for name, color in colours.items() if color}
     for names, least in ((("good", "bad", "warn"), 20), (GRAPHS, 15)):
