@@ -24,6 +24,7 @@ from sae_tui.panels.gpu_row import (
     short_name,
     speed,
 )
+from sae_tui.widgets.area import shaded
 from sae_tui.widgets.lines import Line, Span
 
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
@@ -56,15 +57,15 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
         return [line, *[blank(width)] * (each - 1)]
     bar_width, power_width, sparks, holder_width = _columns(width, longest)
     gap: Span = (" " if any(sparks) or not holder_width else "", "text")
-    util = history(row, "utilization", sparks[0], 100, each)
-    memory = history(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, each)
+    util = shaded(history(row, "utilization", sparks[0], 100, each), "spark")
+    memory = shaded(history(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, each), "memory")
     first: Line = (
         *head,
         *meter(percent(sample.utilization), 5, share_of(sample.utilization, 100), bar_width, "spark"),
-        (util[0], "spark"),
+        util[0],
         gap,
         *meter(memory_short(sample), 11, memory_share(sample), bar_width, "memory"),
-        (memory[0], "memory"),
+        memory[0],
         gap,
         (fit(celsius(sample.temperature_c), 5, right=True) + " ", heat(sample)),
         (fit(watts(sample.power_w), 6, right=True) + " " if power_width else "", "text"),
@@ -81,10 +82,10 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
         (
             (fit(f"   {speed(condition)}", 16), "dim"),
             (fit(fan(condition), 5 + pad, right=True) + " ", "dim"),
-            (util[1], "spark"),
+            util[1],
             (gap[0], "text"),
             (fit(free(sample), 11 + pad, right=True) + " ", "dim"),
-            (memory[1], "memory"),
+            memory[1],
             (gap[0], "text"),
             (fit(limit, 5 + power_width, right=True) + " ", "dim"),
             (fit(below, holder_width), below_style),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sae_tui.format import count, fit, tall_sparkline
-from sae_tui.widgets.lines import Line, Span
+from sae_tui.widgets.lines import SHADES, Line, Span
 
 _AXIS = 5  # cells for the numbers left of the plot
 _TALL = 5  # rows from which the axis has its middle
@@ -30,12 +30,19 @@ def area(
     body: list[Line] = [
         (
             (fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"),
-            *_marked(row, style, cursor),
+            *_marked(row, shade, cursor),
             (" ", "text"),
         )
-        for label, row in zip(_axis(ceiling, height), rows, strict=True)
+        for label, (row, shade) in zip(_axis(ceiling, height), shaded(rows, style), strict=True)
     ]
     return [heading, *body]
+
+
+def shaded(rows: Sequence[str], style: str) -> list[Span]:
+    """Return the rows of a history, uppermost first, each in its shade of a style: the lower the darker."""
+    n = len(SHADES) + 1
+    styles = [*(f"{style}-{shade}" for shade in SHADES), style]
+    return [(row, styles[n - 1 - place * n // len(rows)]) for place, row in enumerate(rows)]
 
 
 def columns_of(width: int) -> int:
@@ -49,7 +56,7 @@ def time_axis(begin: str, end: str, width: int) -> Line:
     return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, room - len(begin))), width), "dim"),)
 
 
-def _marked(row: str, style: str, cursor: int | None) -> tuple[Span, ...]:
+def _marked(row: str, style: str, cursor: int | None) -> Line:
     if cursor is None or not 0 <= cursor < len(row):
         return ((row, style),)
     mark = row[cursor] if row[cursor] != " " else "│"

@@ -49,9 +49,19 @@ PALETTE = {
     "load3": "on $primary 30%",
     "load4": "on $primary 40%",
 }
+# An area is the brighter the higher it reaches: in shares of its colour, from its lowest row up.
+GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat": "$warning"}
+SHADES = (45, 56, 67, 78, 89)
+PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}
 BEFORE_TITLE: Span = (" ", "text")  # where there is no frame
 # The terminal's own colours have no surfaces, and no shades.
-_OF_16 = {"trough": "on ansi_bright_black", "rail": "ansi_bright_black", "load0": "", "load1": "", "load2": ""}
+_OF_16 = {
+    "trough": "on ansi_bright_black",
+    "rail": "ansi_bright_black",
+    "load0": "",
+    "load1": "",
+    "load2": "",
+} | {f"{name}-{shade}": colour for name, colour in GRAPHS.items() for shade in SHADES}
 
 
 class LazyLines(Sequence[Line]):
