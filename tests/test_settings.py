@@ -14,7 +14,7 @@ def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:
     chosen = Settings(monitor_view_default="per_gpu", multi_gpu_enabled=False, sampling_interval_s=2.0)
     save_settings(path, chosen)
     assert load_settings(path) == (chosen, [])
-    assert '# What the dashboard shows first. It is "aggregated" or "per_gpu".' in path.read_text()
+    assert '# What the dashboard shows first. It is "aggregated", "per_gpu" or "map".' in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -29,7 +29,7 @@ def test_every_mistake_is_told_and_the_rest_is_kept(tmp_path) -> None:
     assert settings == Settings(multi_gpu_enabled=False)
     messages = {problem.path: problem.message for problem in problems}
     assert messages.keys() == {"monitor_view_default", "sampling_interval_s", "what"}
-    assert 'must be "aggregated" or "per_gpu", not "both"' in messages["monitor_view_default"]
+    assert 'must be "aggregated", "per_gpu" or "map", not "both"' in messages["monitor_view_default"]
     assert "at least 0.2" in messages["sampling_interval_s"]
 
 
