@@ -53,7 +53,6 @@ def main(words: Sequence[str] | None = None) -> int:
         asked = [pool.submit(draw, SCENES.index(scene), flags.folder, sizes, themes) for scene in scenes]
         for one in asked:
             one.result()
-    as_png(flags.folder)
     (flags.folder / "index.html").write_text(page(scenes, sizes, themes))
     n_pictures = len(scenes) * len(sizes) * len(themes)
     print(f"{n_pictures} pictures in {time.monotonic() - begin:.0f} s: {flags.folder / 'index.html'}")
@@ -82,7 +81,9 @@ async def _draw(scene: Scene, folder: Path, sizes: Sequence[str], themes: Sequen
                     app._colours.choose(theme)
                     await pilot.pause()
                     svg = app.export_screenshot(title=f"{scene.name} · {size} · {theme}")
-                    (folder / file_of(scene, size, theme)).write_text(svg)
+                    file = folder / file_of(scene, size, theme)
+                    file.write_text(svg)
+                    as_png(file)
 
 
 def file_of(scene: Scene, size: str, theme: str) -> str:
@@ -108,16 +109,12 @@ def _figure(file: str, size: str, theme: str) -> str:
     return f"<figure>{picture}<figcaption>{size}, {theme}</figcaption></figure>"
 
 
-def as_png(folder: Path) -> None:
-    """Write a PNG beside each SVG, where something is installed that can."""
-    files = sorted(folder.glob("*.svg"))
+def as_png(file: Path) -> None:
+    """Write a PNG beside an SVG, where something is installed that can."""
     if program := shutil.which("rsvg-convert"):
-        for file in files:
-            subprocess.run([program, "--output", str(file.with_suffix(".png")), str(file)], check=True)
+        subprocess.run([program, "--output", str(file.with_suffix(".png")), str(file)], check=True)
     elif find_spec("cairosvg"):
-        cairosvg = import_module("cairosvg")
-        for file in files:
-            cairosvg.svg2png(url=str(file), write_to=str(file.with_suffix(".png")))
+        import_module("cairosvg").svg2png(url=str(file), write_to=str(file.with_suffix(".png")))
 
 
 if __name__ == "__main__":
