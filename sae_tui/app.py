@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from textual import on
@@ -30,6 +31,9 @@ from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Plain
 from trainer.contract.errors import Problem
 from trainer.contract.paths import DataDir
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.hosts import Hosts
 
 
 class SaeApp(KeysInOrder, Notices):
@@ -64,13 +68,15 @@ class SaeApp(KeysInOrder, Notices):
         *,
         readonly: bool = False,
         plain: Plain | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
         self._filters += [Printable(), *([plain] if plain else [])]
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
-        self.session = Session(data, monitor, watcher, settings, AppFront(self, watcher.poke), readonly=readonly)
+        front = AppFront(self, watcher.poke)
+        self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts)
         self.session.alerts = AlertWatcher(
             data,
             settings,
@@ -96,6 +102,8 @@ class SaeApp(KeysInOrder, Notices):
         self.session.monitor.start()
         self.session.watcher.start()
         self.session.alerts.start()
+        if self.session.hosts:
+            self.session.hosts.start(lambda: self.post_message(JobsChanged()))
         self.navigator.start()
         self.redraw.start()
         if self._first_words:
@@ -105,6 +113,8 @@ class SaeApp(KeysInOrder, Notices):
 
     def on_unmount(self) -> None:
         self.session.alerts.stop()
+        if self.session.hosts:
+            self.session.hosts.stop()
         self.session.watcher.stop()
         self.session.monitor.stop()
 

@@ -36,7 +36,7 @@ def _main(argv: Sequence[str] | None) -> int:
     parser = make_parser(_open_app)
     completion.complete(parser)
     flags = parser.parse_args(argv)
-    for name in ("readonly", "plain"):
+    for name in ("readonly", "plain", "host"):
         if getattr(flags, name) and flags.command is not _open_app:
             parser.error(f"--{name} is for the app, and no command may follow it")
     try:
@@ -81,6 +81,7 @@ def _open_app(context: Context, flags: argparse.Namespace) -> int:
         command=command,
         readonly=flags.readonly,
         plain=flags.plain,
+        hosts=flags.host,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from textual.screen import Screen
 
@@ -24,6 +24,9 @@ from sae_tui.panels.status import Status, summary
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import AnyJob
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.hosts import Hosts
 
 
 class Navigation(Protocol):
@@ -57,9 +60,11 @@ class Session:
         front: Front,
         *,
         readonly: bool = False,
+        hosts: Hosts | None = None,
     ) -> None:
         self.data = data
         self.readonly = readonly
+        self.hosts = hosts
         self.monitor = monitor
         self.watcher = watcher
         self.settings = settings
@@ -94,23 +99,22 @@ class Session:
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
         """Return for each GPU who uses it, in a few words, and the name of the style for it."""
-        return [_use(choice) for choice in availability.choices(samples, self._holders(samples))]
+        return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> Status:
         """Return what the line at the top shows: the host, a summary, and what is wrong."""
-        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
+        views = self.hosts.views if self.hosts else ()
+        words = summary(
+            self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden, others=views
+        )
         words = f"only showing · {words}" if self.readonly else words
-        problem = self.watcher.problem or self.monitor.problem or self._warning
+        # That this machine has no GPUs, as a laptop has none, is said where they would be.
+        has_none = self.hosts and not self.monitor.latest()
+        problem = self.watcher.problem or (not has_none and self.monitor.problem) or self._warning
         return Status(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
         return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
-
-
-def _use(choice: GpuChoice) -> tuple[str, str]:
-    if choice.state == "available":
-        return choice.brief or "idle", "dim"
-    return choice.brief, "good" if choice.job_id is not None else "warn"
 
 
 class HasSession(Protocol):

@@ -40,6 +40,14 @@ class Settings(msgspec.Struct, frozen=True):
             wanted='a list of words like ["notify-send", "done"]',
         ),
     ] = []
+    hosts: Annotated[
+        list[str],
+        about("Other hosts whose GPUs and jobs are shown too, over ssh.", wanted='a list like ["gpu1", "me@gpu2"]'),
+    ] = []
+    ssh_command: Annotated[
+        list[str],
+        about("The command that reaches them; empty: ssh.", wanted='a list of words like ["ssh", "-F", "config"]'),
+    ] = []
     alert_heat_c: Annotated[
         float, about("Alert where a GPU is so near to where it slows down; 0 for none.", unit="°C", ge=0, le=60)
     ] = 4.0
@@ -111,10 +119,11 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
             values[name] = knobs[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
-    for command in ("on_job_end", "on_alert"):
-        if values.get(command) and (why := distrust_of_file(path)):
-            del values[command]
-            problems.append(Problem(command, f"is not run, for {why}"))
+    programs = [name for name in ("on_job_end", "on_alert", "ssh_command", "hosts") if values.get(name)]
+    if programs and (why := distrust_of_file(path)):
+        for name in programs:
+            del values[name]
+            problems.append(Problem(name, f"is not run, for {why}"))
     return Settings(**values), problems
 
 

@@ -9,6 +9,8 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from sae_tui.app import SaeApp
 from sae_tui.format import BLOCKS
@@ -16,9 +18,9 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
-from sae_tui.settings import load_settings, save_settings
+from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.terminal.plain import Look, Plain, is_plain
-from trainer.contract.errors import UserError
+from trainer.contract.errors import Problem, UserError
 from trainer.contract.output import can_show
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_lines
@@ -26,6 +28,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import sharing
 from trainer.contract.wording import join_words, plural
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.hosts import Hosts
 
 
 def run_app(
@@ -36,6 +41,7 @@ def run_app(
     command: str = "sae-tui",
     readonly: bool = False,
     plain: bool = False,
+    hosts: Sequence[str] = (),
 ) -> int:
     """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again."""
     data.create()
@@ -58,8 +64,9 @@ def run_app(
         with contextlib.suppress(UserError, OSError):
             # What an app that was killed left in the trash, some of it half deleted.
             trash.empty(data)
+    others = _hosts(hosts, settings, problems, demo=source_name == "simulated")
     look = _plain_look("plain" if plain else settings.look)
-    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly, plain=look)
+    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly, plain=look, hosts=others)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
     # default took an eighth of the time that a key costs.
@@ -82,6 +89,26 @@ def _plain_look(look: Look) -> Plain | None:
     if not is_plain(look, os.environ.get("TERM", ""), has_blocks=can_show(BLOCKS, sys.stdout)):
         return None
     return Plain(letters=can_show("é", sys.stdout))
+
+
+def _hosts(named: Sequence[str], settings: Settings, problems: list[Problem], *, demo: bool) -> Hosts | None:
+    """Return the other hosts to watch, with simulated GPUs where those here are; None of none.
+
+    Of those in the settings add what is wrong with their names to `problems`.
+    """
+    if not (named or settings.hosts):
+        return None
+    from sae_tui.hosts.hosts import Hosts
+    from sae_tui.ssh import checked_host
+
+    names = []
+    for name in settings.hosts:
+        try:
+            names.append(checked_host(name))
+        except UserError as error:
+            problems.append(Problem("hosts", f"leaves one out: {error}"))
+    names += named
+    return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None
 
 
 def _staying(data: DataDir, command: str) -> str:

@@ -90,6 +90,21 @@ def test_the_app_loads_no_screen_before_it_is_opened() -> None:
     }
 
 
+def test_nothing_of_other_hosts_is_loaded_before_one_is_named() -> None:
+    code = "import sys, sae_tui.cli, sae_tui.start; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "sae_tui.screens.dashboard" in loaded
+    theirs = (
+        "sae_tui.ssh",
+        "sae_tui.hosts",
+        "sae_tui.panels.far_",
+        "sae_tui.screens.far_",
+        "sae_tui.screens.dashboard_hosts",
+    )
+    assert [name for name in loaded if name.startswith(theirs)] == []
+
+
 def test_the_command_line_of_the_app_loads_no_screen() -> None:
     assert loaded_by(["sae_tui.cli"], SCREEN) == {}
 

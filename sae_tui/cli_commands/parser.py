@@ -10,7 +10,7 @@ from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.values import port, positive, price, rank, seconds, share, size, step
+from sae_tui.cli_commands.values import host, port, positive, price, rank, seconds, share, size, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
@@ -26,6 +26,7 @@ EXAMPLES = """\
 examples:
   sae-tui                                       open the app
   sae-tui --demo                                open it on simulated GPUs; the trainings are real
+  sae-tui --host gpu1 --host me@gpu2            also the GPUs and jobs of these, over ssh
   sae-tui gpus                                  what every GPU is doing, and who has it
   CUDA_VISIBLE_DEVICES=$(sae-tui select -n 2) python train.py         two free GPUs for any program
   sae-tui doctor                                what of this machine would be in the way of a training
@@ -57,6 +58,7 @@ COMMAND_EXAMPLES = {
         "select -n 2 --free-memory 20GiB",
         "select --json                  with their names, and why not the others",
     ],
+    "stream": ["stream      as `sae-tui --host` runs it over ssh; it ends with its standard input"],
     "metrics": [
         "metrics --view per_gpu --since 10m",
         "metrics --view per_gpu --since 24h --every 5m --json",
@@ -141,6 +143,8 @@ def make_parser(open_app: Command) -> Parser:
     only = "in the app, show jobs and processes and change none"
     parser.add_argument("--readonly", action="store_true", help=only)
     parser.add_argument("--plain", action="store_true", help="draw the app in ASCII, without blocks and braille")
+    other = "in the app, show the GPUs and jobs of this host as well, over ssh; may be repeated"
+    parser.add_argument("--host", type=host, action="append", default=[], metavar="HOST", help=other)
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
@@ -185,6 +189,9 @@ def _add_gpu_commands(add: Add) -> None:
     free = "only GPUs with so much free memory"
     choose.add_argument("--free-memory", type=size, default=0, metavar="20GiB", help=free)
     choose.add_argument("--index", action="store_true", help="print indices, which mean other GPUs to some programs")
+    told = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another machine")
+    told.add_argument("--log", type=positive, metavar="ID", help="the log of this job instead")
+    told.add_argument("--rank", type=rank, default=0, metavar="N", help="whose log; default: %(default)s")
     metrics = add("metrics", "gpus.show_metrics", "Show what the GPUs do now and did before")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")

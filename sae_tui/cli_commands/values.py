@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from trainer.contract.errors import UserError
 from trainer.contract.settings.knobs import cut
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -24,6 +25,15 @@ def port(text: str) -> int:
     if not re.fullmatch(r"\d{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f'takes a port from 0 to 65535, not "{cut(text)}"')
     return int(text)
+
+
+def host(text: str) -> str:
+    from sae_tui.ssh import checked_host
+
+    try:
+        return checked_host(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _integer(text: str, least: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
@@ -13,6 +15,11 @@ from sae_tui.jobs.view.find import find, orders
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.filter import Filtered
+from sae_tui.widgets.table import Row
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.view import HostView
+    from sae_tui.panels.far_jobs import FarRows
 
 _FIND = Binding.Group("Find")
 
@@ -37,6 +44,8 @@ class JobsFinder(Filtered):
         self.order = next(iter(orders()))
         self._jobs: Sequence[JobView] = ()
         self._problem = ""
+        self._far: Sequence[HostView] = ()
+        self._far_rows: FarRows | None = None
 
     def compose(self) -> ComposeResult:
         yield self.filter_line()
@@ -53,9 +62,22 @@ class JobsFinder(Filtered):
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
         """Show the jobs; `problem` says why no jobs can be read, where that is so."""
+        if jobs and not self._jobs and not self.table.was_moved:
+            # Another host may have been quicker.
+            self.table.select(str(jobs[0].id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
+
+    def show_far(self, views: Sequence[HostView]) -> None:
+        """Show the jobs of other hosts as well, below those of this one."""
+        if self._far_rows is None:
+            from sae_tui.panels.far_jobs import FarRows
+
+            self._far_rows = FarRows()
+        if views != self._far:
+            self._far = views
+            self._draw()
 
     def action_next_order(self) -> None:
         names = list(orders())
@@ -74,6 +96,15 @@ class JobsFinder(Filtered):
         self.table.marked = frozenset()
         self._draw()
 
+    def _of_hosts(self, n_matching: int, words: str) -> tuple[Sequence[Row], Sequence[Row]]:
+        """Return the heading of this host and the rows of others; none where only this one is shown."""
+        if self._far_rows is None:
+            return (), ()
+        from sae_tui.panels.far_jobs import heading, local_note
+
+        note = f"{n_matching} of {len(self._jobs)}" if words else local_note(len(self._jobs))
+        return [heading(socket.gethostname(), note)], self._far_rows.rows(self._far, words, self.order)
+
     def on_descendant_blur(self) -> None:
         self._draw()
 
@@ -83,7 +114,7 @@ class JobsFinder(Filtered):
         matches = find(self._jobs, text, self.order)
         hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
-        self.table.show_jobs(matches, self._problem or nothing)
+        self.table.show_jobs(matches, self._problem or nothing, *self._of_hosts(len(matches), text))
         marked = len(self.table.marked)
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",

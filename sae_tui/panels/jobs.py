@@ -42,12 +42,17 @@ class JobsPanel(KeyedTable):
         self.marked: frozenset[int] = frozenset()
         self._made: dict[int, tuple[JobView, bool, Row]] = {}
 
-    def show_jobs(self, jobs: Sequence[JobView], nothing: str = "") -> None:
-        """Show the jobs; `nothing` says why there are none, where it is not that none was launched."""
+    def show_jobs(
+        self, jobs: Sequence[JobView], nothing: str = "", above: Sequence[Row] = (), below: Sequence[Row] = ()
+    ) -> None:
+        """Show the jobs; `nothing` says why there are none, where it is not that none was launched.
+
+        `above` is the heading of this host and `below` what other hosts have, where there are any.
+        """
         self.empty = nothing or NO_JOBS
         made = {job.id: self._row(job) for job in jobs}
         self._made |= made
-        self.show_rows([row for _, _, row in made.values()])
+        self.show_rows([*above, *(row for _, _, row in made.values()), *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
         """Return the row made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
@@ -57,8 +62,8 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor."""
-        return int(self.cursor) if self.cursor is not None else None
+        """The id of the job under the cursor; None for one of another host."""
+        return int(self.cursor) if self.cursor is not None and self.cursor.isdecimal() else None
 
 
 def job_row(job: JobView, *, marked: bool = False) -> Row:

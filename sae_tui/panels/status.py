@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from textual.events import Resize
@@ -16,6 +17,9 @@ from sae_tui.jobs.view.reader import JobView
 from sae_tui.widgets.lines import LineView, Span
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.view import HostView
 
 ASKING = "asking the driver…"
 
@@ -86,14 +90,28 @@ def rate(bytes_s: float | None) -> str:
     return "" if bytes_s is None else f"{bytes_s / 1e6:>4.0f} MB/s"
 
 
-def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool, hidden: str = "") -> str:
+def summary(
+    samples: Sequence[GpuSample],
+    jobs: Sequence[JobView],
+    *,
+    opening: bool,
+    hidden: str = "",
+    others: Sequence[HostView] = (),
+) -> str:
     """Return `8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
 
-    `hidden` takes the place of the number of GPUs where some are hidden.
+    `hidden` takes the place of the number of GPUs where some are hidden. With other hosts it is about all of them:
+    `3 hosts · 12 GPUs · 2 running · 0 waiting`.
     """
+    gpus = ASKING if opening else _gpus(samples, hidden)
+    if others:
+        connected = [view for view in others if view.is_connected]
+        count = len(samples) + sum(len(view.cards) for view in connected)
+        gpus = f"{1 + len(others)} hosts · {count} GPUs"
+        jobs = [*jobs, *(job for view in connected for job in view.jobs)]
     waiting = sum(job.state is JobState.QUEUED for job in jobs)
     running = sum(not job.state.is_final for job in jobs) - waiting
-    return f"{ASKING if opening else _gpus(samples, hidden)} · {running} running · {waiting} waiting"
+    return f"{gpus} · {running} running · {waiting} waiting"
 
 
 def _gpus(samples: Sequence[GpuSample], hidden: str) -> str:

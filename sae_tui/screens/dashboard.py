@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on
@@ -34,6 +35,9 @@ from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
 from sae_tui.widgets.table import KeyedTable
+
+if TYPE_CHECKING:
+    from sae_tui.screens.dashboard_hosts import DashboardHosts
 
 NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
 GPUS = Binding.Group("GPUs")
@@ -99,11 +103,20 @@ class Dashboard(FramedScreen):
         self._arranged: tuple[Rows, str] | None = None
         self._rested: Timer | None = None
         self._back = LookBack(self, self._read_store)
+        self._others: DashboardHosts | None = None
+        if session.hosts:
+            from sae_tui.screens.dashboard_hosts import DashboardHosts
+
+            self._others = DashboardHosts(self, session, session.hosts)
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
         yield AggregatePanel(id="aggregate", classes="panel")
         yield GpuPanel(id="gpus", classes="panel")
+        if self._others:
+            from sae_tui.panels.far_gpus import FarGpus
+
+            yield FarGpus(id="hosts", classes="panel")
         with Container(id="work"):
             yield JobEdits(self.session, id="finder").add_class("panel")
             yield PreviewPanel(id="preview", classes="panel")
@@ -133,7 +146,9 @@ class Dashboard(FramedScreen):
         past = self._past(samples)
         laid = self._arrange(len(samples))
         if laid.totals:
-            self.query_one(AggregatePanel).show_totals(totals(samples, past), plot=laid.plot)
+            live = self._back.span_s is None
+            sums = self._others.totals(samples, past, live=live) if self._others else totals(samples, past)
+            self.query_one(AggregatePanel).show_totals(sums, plot=laid.plot)
         rows = [
             GpuRow(sample, *holder, partial(past.column, sample.index))
             for sample, holder in zip(samples, self.session.holders(samples), strict=True)
@@ -145,6 +160,8 @@ class Dashboard(FramedScreen):
             panel.show_words(ASKING, "dim")
         else:
             panel.show_words(NO_GPUS, "text")
+        if self._others:
+            self._others.show_gpus(laid.chrome)
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _past(self, samples: Sequence[GpuSample]) -> Past:
@@ -168,9 +185,14 @@ class Dashboard(FramedScreen):
         self._title()
         self.show_gpus()
 
+    @property
+    def _n_job_rows(self) -> int:
+        return self._others.n_job_rows if self._others else len(self.session.jobs)
+
     def _view(self, n_gpus: int) -> str:
         """Return the view that is shown: until one is chosen, a map of more GPUs than two windows have lines for."""
-        if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=len(self.session.jobs)).gpus:
+        taken = self._others.rows if self._others else 0
+        if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=self._n_job_rows, taken=taken).gpus:
             return self.view
         return "map"
 
@@ -182,10 +204,11 @@ class Dashboard(FramedScreen):
             width,
             height,
             n_gpus=map_grid(n_gpus, inside, height).bands if view == "map" else n_gpus,
-            n_jobs=len(self.session.jobs),
+            n_jobs=self._n_job_rows,
             cards=view == "per_gpu",
             tiles=view == "map",
             previews=self.query_one(JobsPanel).selected is not None,
+            taken=self._others.rows if self._others else 0,
         )
         if (rows, view) != self._arranged:
             self._rows, self._arranged = rows, (rows, view)
@@ -200,14 +223,18 @@ class Dashboard(FramedScreen):
     def _title(self) -> None:
         """Write the titles, and beside those of the histories which span of the past they show."""
         span = f" · last {duration(self._back.span_s)}" if self._back.span_s else ""
-        for name, title in _TITLES.items():
+        for name, title in (_TITLES | (self._others.titles if self._others else {})).items():
             legend = LEGEND if name == "gpus" and self._arranged and self._arranged[1] == "map" else ""
             entitle(self.query_one(f"#{name}"), title if name == "finder" else title + span, legend)
+        for panel in self.query("#hosts"):
+            entitle(panel, "Other hosts")
 
     def show_jobs(self) -> None:
         """Draw the jobs as last read, and what is known of the one under the cursor."""
         if not self.is_mounted:
             return
+        if self._others:
+            self._others.show_jobs()
         self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
         self.query_one(StatusLine).show_status(self.session.status())
         rows, detail = self._arrange(len(self.session.monitor.latest())), self.session.detail
@@ -234,7 +261,7 @@ class Dashboard(FramedScreen):
     def keys_offered(self) -> Offer:
         """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
         job, readonly = self.query_one(JobEdits).selected, self.session.readonly
-        offered = offers_for(job, readonly=readonly) if job else {}
+        offered = offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
         others = ["dashboard.new"] * (not readonly) + ["jobs.filter"] * (job is not None) + ["dashboard.view"]
         if self.session.actions.thrown_away:
@@ -243,6 +270,8 @@ class Dashboard(FramedScreen):
         return Offer([*verbs, *others], hidden - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
+        if self._others and self._others.open_log():
+            return
         if job := self.query_one(JobEdits).selected:
             from sae_tui.screens.log import LogScreen
 
@@ -273,18 +302,17 @@ class Dashboard(FramedScreen):
         self.query_one(GpuPanel).scroll_gpus(pages)
 
     def action_open_job(self) -> None:
-        job_id = self.query_one(JobsPanel).selected
-        if job_id is not None:
-            self.session.go.open_job(job_id)
+        if not (self._others and self._others.open_log()):
+            self._with_selected(self.session.go.open_job)
 
     def action_stop_job(self) -> None:
-        self._with_selected(self.session.actions.stop)
+        self._act("stop", self.session.actions.stop)
 
     def action_pause_job(self) -> None:
-        self._with_selected(self.session.actions.pause)
+        self._act("pause", self.session.actions.pause)
 
     def action_continue_job(self) -> None:
-        self._with_selected(self.session.actions.resume)
+        self._act("continue", self.session.actions.resume)
 
     def action_clone_job(self) -> None:
         self._with_selected(self.session.go.clone_job)
@@ -292,11 +320,16 @@ class Dashboard(FramedScreen):
     def action_delete_job(self) -> None:
         self.session.actions.delete(self.query_one(JobEdits).targets)
 
+    def _act(self, verb: str, act: Callable[[int], object]) -> None:
+        """Do this to the job under the cursor, where it is."""
+        if not (self._others and self._others.act(verb)):
+            self._with_selected(act)
+
     def _with_selected(self, act: Callable[[int], object]) -> None:
         job_id = self.query_one(JobsPanel).selected
         if job_id is not None:
             act(job_id)
 
     @on(KeyedTable.Chosen)
-    def _open(self, event: KeyedTable.Chosen) -> None:
-        self.session.go.open_job(int(event.key))
+    def _open(self) -> None:
+        self.action_open_job()

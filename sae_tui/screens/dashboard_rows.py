@@ -57,13 +57,14 @@ def arrange(
     cards: bool = False,
     tiles: bool = False,
     previews: bool = False,
+    taken: int = 0,
 ) -> Rows:
     """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
 
     `cards`: each GPU is a card. `tiles`: `n_gpus` are rows of tiles. `previews`: there is a job to preview. Without
-    jobs their panel says what can be done.
+    jobs their panel says what can be done. `taken` rows are those of a panel that is not of this machine.
     """
-    room = max(2, height - 2)
+    room = max(2, height - 2 - taken)
     rows = _least(Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
     tallest = 5 if cards else TALLEST if tiles else 0
     return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)

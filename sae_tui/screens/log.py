@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from textual import on
 from textual.app import ComposeResult
@@ -12,6 +13,7 @@ from textual.widgets import Input
 
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
@@ -19,6 +21,13 @@ from sae_tui.widgets.log_view import HINT, LogView
 from trainer.contract.wording import plural
 
 ALL = "all"
+
+
+class Reader(Protocol):
+    """A thread that hands lines over."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class LogScreen(FramedScreen):
@@ -56,7 +65,7 @@ class LogScreen(FramedScreen):
         self.job_id = job_id
         self.source = source
         self._paths = log_sources(session.data.run(job_id), world_size)
-        self._reader: LogReader | None = None
+        self._reader: Reader | None = None
         self._number = 0
         self._only = False
 
@@ -97,12 +106,26 @@ class LogScreen(FramedScreen):
             self._reader.stop()
         self._number += 1
         number, view = self._number, self.query_one(LogView)
-        chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
         view.names, view.follows = self.source == ALL, True
         view.clear()
-        self._reader = LogReader(chosen, lambda lines: self.post_message(self.Lines(number, lines)))
+        self._reader = self.reader(lambda lines: self.post_message(self.Lines(number, lines)))
         self._reader.start()
         self._title()
+
+    def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> Reader:
+        """Return what follows the chosen log and hands its lines over, on any thread."""
+        chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
+        return LogReader(chosen, on_lines)
+
+    @property
+    def job(self) -> JobView | None:
+        """The job as last read, where it is in the list."""
+        return next((one for one in self.session.jobs if one.id == self.job_id), None)
+
+    @property
+    def place(self) -> str:
+        """Where the job is, as it follows its number; "" for this host."""
+        return ""
 
     @on(Lines)
     def _add(self, event: Lines) -> None:
@@ -120,10 +143,10 @@ class LogScreen(FramedScreen):
 
     def _title(self) -> None:
         """Write the title, beginning with whose log it is: the name of a job can be as long as it likes."""
-        job = next((one for one in self.session.jobs if one.id == self.job_id), None)
+        job = self.job
         state = f" · {describe_state(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
-        text = f"Job {self.job_id} · log of {self._whose}{self._match_count()}{state}"
+        text = f"Job {self.job_id}{self.place} · log of {self._whose}{self._match_count()}{state}"
         for view in self.query(LogView):
             self.entitle(view, text, hint)
 

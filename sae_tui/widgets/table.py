@@ -5,6 +5,7 @@ Built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" woul
 
 from __future__ import annotations
 
+import bisect
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,15 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a key that outlives sorting, and a span per column; cell number `spill` runs over empty ones."""
+    """One row: a key that outlives sorting, and a span per column; cell number `spill` runs over empty ones.
+
+    The cursor passes over a heading.
+    """
 
     key: str
     cells: tuple[Span, ...]
     spill: int | None = None
+    is_heading: bool = False
 
 
 # The keys of every list with a cursor, which has an `action_move`.
@@ -75,15 +80,17 @@ class KeyedTable(LineView, can_focus=True):
         self.columns = tuple(columns)
         self.empty = empty
         self.rows: tuple[Row, ...] = ()
+        self.was_moved = False  # whether somebody has put the cursor somewhere
         self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
         """Replace the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
-        keys = [row.key for row in rows]
+        keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
         if self.cursor not in keys:
-            nearest = min(self._cursor_index(), len(keys) - 1)
+            before = self.rows[: self._cursor_index()]
+            nearest = min(sum(not row.is_heading for row in before), len(keys) - 1)
             self.rows = tuple(rows)
             self.cursor = keys[nearest] if keys else None
         self.rows = tuple(rows)
@@ -99,7 +106,12 @@ class KeyedTable(LineView, can_focus=True):
     def action_move(self, by: int) -> None:
         if not self.rows:
             return
-        index = max(0, min(len(self.rows) - 1, self._cursor_index() + by))
+        places = [place for place, row in enumerate(self.rows) if not row.is_heading]
+        if not places:
+            return
+        self.was_moved = True
+        at = bisect.bisect_left(places, self._cursor_index())
+        index = places[max(0, min(len(places) - 1, at + by))]
         self.cursor = self.rows[index].key
         visible = self.size.height - 1
         top = round(self.scroll_y)
@@ -114,8 +126,8 @@ class KeyedTable(LineView, can_focus=True):
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
         row = -1 if at is None else at.y - 1 + round(self.scroll_y)
-        if at is not None and at.y >= 1 and row < len(self.rows):
-            again = self.cursor == self.rows[row].key
+        if at is not None and at.y >= 1 and row < len(self.rows) and not self.rows[row].is_heading:
+            again, self.was_moved = self.cursor == self.rows[row].key, True
             self.cursor = self.rows[row].key
             if again:
                 self.post_message(self.Chosen(self, self.rows[row].key))

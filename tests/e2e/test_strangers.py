@@ -20,6 +20,7 @@ import pytest
 import tomli_w
 from support.box import CTRL_O, ENTER, ESC, ROOT, Box
 from support.driver import environment
+from support.far_side import far_side
 from support.features import features_file
 from support.report_cards import put_card
 from support.strangers import PIECES, Texts, leaked, taken_for_markup
@@ -97,6 +98,7 @@ class World:
         self.box.data.create()
         settings = {text("setting"): 1, "theme": text("theme"), "on_job_end": [text("hook")]}
         settings |= {"monitor_view_default": "per_gpu", "notify": "off"}
+        settings |= {"hosts": ["far"], "ssh_command": self._far_side()}
         self.box.data.settings_file.write_text(tomli_w.dumps(settings))
         alert = {"kind": "x", "place": "x", "place_words": "x", "words": text("alert"), "host": "x", "value": 1}
         self.box.data.alerts_file.write_text(json.dumps([alert | {"raised": time.time()}]))
@@ -111,6 +113,14 @@ class World:
         for program in programs.iterdir():
             program.chmod(0o755)
         return programs
+
+    def _far_side(self) -> list[str]:
+        """Return a command in place of ssh, and of a host behind it that tells whatever it likes."""
+        name, holder, job, line = map(self.texts.text, ("far card", "far holder", "far job", "far log"))
+        jobs = f'say({{"type": "jobs", "jobs": [JOB | {{"name": {job!r}}}]}})'
+        gpus = f'say({{"type": "gpus", "cards": [CARD | {{"name": {name!r}, "holder": {holder!r}}}]}})'
+        log = f'say({{"type": "log", "lines": [{line!r}]}})'
+        return far_side(self.folder / "far", f"say(HELLO); {jobs}; {gpus}; {log}; stay()")
 
     def _record_jobs(self) -> None:
         """Record jobs as a member of the group could who writes into the store what no command would."""
@@ -225,7 +235,7 @@ NOT_ON_SCREENS = [
 def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> None:
     visit, core = Visit(world), world.texts.core
     goes = visit.press
-    for label in ("jobs.name", "setting", "theme"):
+    for label in ("jobs.name", "setting", "theme", "far card", "far holder"):
         visit.to(core(label))
     goes("v", to="Utilisation")
     goes("0", to="Particulars")
@@ -255,9 +265,9 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes("r", to=core("log of rank 1"))
     goes("r", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
-    goes(ESC, ESC, ESC, " ", "\x1b[B", " ", "c", to="Pareto")
+    goes(ESC, ESC, ESC, " ", " ", "c", to="Pareto")
     goes("M", "M", to=core("metric"))
-    goes(ESC, "y", to="Not cloned")
+    goes(ESC, "\x1b[A", "y", to="Not cloned")
     goes(ESC, "n", to="F4")
     goes("\x1bOQ", " ", to=core("process"))
     goes("n", CTRL_O, to="Job file to open")
@@ -270,6 +280,8 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     visit.terminal.wait_for(lambda text: "# ✗ data.path" not in text)
     goes(CTRL_F, to="Find a setting")
     goes(ESC, ESC, "d", to=core("partition"))
+    goes(ESC, "\x1b[F", to=core("far job"))
+    goes(ENTER, to=core("far log"))
     goes(ESC, "!", to="Messages")
     goes(ESC, "\x10", *"settings", ENTER, to=core("hook"))
     goes(ESC, "\x10", *"alerts", ENTER, to=core("alert"))
@@ -301,6 +313,7 @@ WORDS = {
     "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
     "recommend": [["{foreign}"]],
     "select": [[], ["--json"]],
+    "stream": [["--log", "{hostile}"]],
     "validate": [
         ["{key}"],
         ["{section}"],
@@ -354,7 +367,8 @@ TRAINER_WORDS = {
 }
 # Texts that no command prints.
 NOT_BY_COMMANDS = [
-    "alert", "card", "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
+    "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.visible_devices",
+    "leases.gpu_uuid", "leases.host", "leases.user",
     "log of the supervisor", "requests.kind", "stored data path", "token of a card",
 ]  # fmt: skip
 ALL = """

@@ -21,6 +21,7 @@ from textual.widgets import Input
 from sae_tui.app import SaeApp
 from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
+from sae_tui.hosts.hosts import Hosts
 from sae_tui.panels.latents import LatentDetail
 from sae_tui.panels.preview import PreviewPanel, PreviewText
 from sae_tui.panels.processes import ProcessTable
@@ -137,11 +138,12 @@ def still_app(
     *,
     readonly: bool = False,
     plain: Plain | None = None,
+    hosts: Hosts | None = None,
     **settings: Any,
 ) -> SaeApp:
     """Return an app over GPUs and a machine that stand still."""
     chosen = Settings(sampling_interval_s=60.0, **settings)
-    app = SaeApp(data, cast(Any, monitor), chosen, problems, readonly=readonly, plain=plain)
+    app = SaeApp(data, cast(Any, monitor), chosen, problems, readonly=readonly, plain=plain, hosts=hosts)
     app.session.host = StillHost()
     return app
 

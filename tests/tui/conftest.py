@@ -11,6 +11,7 @@ from support.scenes import same_everywhere, still_app
 from support.tui import StillMonitor
 
 from sae_tui.app import SaeApp
+from sae_tui.hosts.hosts import Hosts
 from trainer.contract.paths import DataDir
 
 
@@ -49,9 +50,10 @@ def make_app(data: DataDir) -> Callable[..., SaeApp]:
         monitor: StillMonitor | None = None,
         problems: tuple = (),
         readonly: bool = False,
+        hosts: Hosts | None = None,
         **settings: object,
     ) -> SaeApp:
-        return still_app(data, monitor or StillMonitor(gpus), problems, readonly=readonly, **settings)
+        return still_app(data, monitor or StillMonitor(gpus), problems, readonly=readonly, hosts=hosts, **settings)
 
     return make
 

@@ -105,6 +105,13 @@ def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...
     return tuple(_choice(sample, held) for sample in samples)
 
 
+def describe_use(choice: GpuChoice) -> tuple[str, str]:
+    """Return who uses a GPU, in a few words, and the name of the style for it."""
+    if choice.state == "available":
+        return choice.brief or "idle", "dim"
+    return choice.brief, "good" if choice.job_id is not None else "warn"
+
+
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
     """Return why the job does not fit into the free memory; "" where it does."""
     free = choice.memory_free_bytes

@@ -1,0 +1,143 @@
+"""`sae-tui stream`: what the app on another machine shows of this one, for as long as it looks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import time
+from importlib.metadata import version
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import show_json
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.sampler import Sampler, Status
+from sae_tui.gpu.visible import visible
+from sae_tui.hosts.protocol import (
+    MOST_GPUS,
+    PROTOCOL,
+    Card,
+    Gpus,
+    Hello,
+    Jobs,
+    Log,
+    Message,
+    jobs_message,
+    log_messages,
+)
+from sae_tui.jobs.cards.availability import choices, describe_use, with_strangers
+from sae_tui.jobs.cards.locks import lock_folder
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.files import Follower
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.view.reader import JobsReader
+from trainer.contract.errors import UserError
+from trainer.contract.runs.log_tail import tail
+
+EVERY_S = 1.0
+_RECONCILE_EVERY = 5
+_LOG_EVERY_S = 0.25
+_FIRST_LINES = 2000
+
+
+def stream(context: Context, flags: argparse.Namespace) -> int:
+    """Write what there is of GPUs and jobs, or of one log, until standard input ends or nobody reads."""
+    _tell(Hello(PROTOCOL, version("sae-tui")))
+    if flags.log is not None:
+        return _stream_log(context, flags)
+    source = GpuSide(context)
+    jobs, told, count = JobsReader(context.data), Jobs(problem="not read yet"), 0
+    while True:
+        began = time.monotonic()
+        if count % _RECONCILE_EVERY == 0:
+            with contextlib.suppress(UserError):
+                reconcile(context.data)
+        jobs.poll()
+        now = jobs_message(jobs.jobs, jobs.problem or jobs.passed_over)
+        if now != told:
+            _tell(now)
+            told = now
+        _tell(source.gpus())
+        count += 1
+        if _is_over(EVERY_S - (time.monotonic() - began)):
+            source.close()
+            return 0
+
+
+class GpuSide:
+    """The GPUs of this machine, each read by a thread of its own, and who has them."""
+
+    def __init__(self, context: Context) -> None:
+        self._data = context.data
+        self._occupancy = Occupancy(context.data)
+        source = gpu_source(context.source_name, self._occupancy, count=context.gpu_count)
+        self._name = source.name
+        self._sampler = Sampler(source, EVERY_S)
+        self._sampler.start()
+        self._has_waited = False
+
+    def gpus(self) -> Gpus:
+        """Return the newest sample of every card; at first wait a little for one."""
+        if not self._has_waited:
+            self._wait_for_all()
+        samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
+        held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
+        uses = map(describe_use, choices(samples, held))
+        cards = tuple(_card(sample, *use) for sample, use in zip(samples, uses, strict=True))
+        opening = self._sampler.status is Status.OPENING
+        problem = "asking the driver…" if opening else str(self._sampler.problem or "")
+        return Gpus(cards, "" if cards else problem)
+
+    def _wait_for_all(self) -> None:
+        self._has_waited, deadline = True, time.monotonic() + EVERY_S
+        while time.monotonic() < deadline and not self._have_answered:
+            time.sleep(0.02)
+
+    @property
+    def _have_answered(self) -> bool:
+        answers = [sample.reason != faults.NO_ANSWER_YET for sample in self._sampler.latest()]
+        return self._sampler.status is not Status.OPENING and all(answers)
+
+    def close(self) -> None:
+        """Leave; at once where a thread hangs in the driver, for which the interpreter would wait."""
+        if not self._sampler.stop(timeout=0.2):
+            os._exit(0)
+
+
+def _card(sample: GpuSample, holder: str, style: str) -> Card:
+    shared = [name for name in Card.__struct_fields__ if name not in ("holder", "use")]
+    fields = {name: getattr(sample, name) for name in shared}
+    busy = sample.utilization
+    return Card(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=style)  # type: ignore[arg-type]
+
+
+def _stream_log(context: Context, flags: argparse.Namespace) -> int:
+    path = context.data.run(flags.log).log(flags.rank)
+    follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
+    lines = tail(path, _FIRST_LINES)
+    if not lines:
+        _tell(Log())
+    while True:
+        for message in log_messages(lines):
+            _tell(message)
+        if _is_over(_LOG_EVERY_S):
+            return 0
+        lines = follower.new_lines()
+
+
+def _tell(message: Message) -> None:
+    show_json(message, in_a_line=True)
+
+
+def _is_over(wait_s: float) -> bool:
+    """Wait so long, and tell whether standard input has ended: whoever watches is gone then."""
+    deadline = time.monotonic() + max(0.0, wait_s)
+    while True:
+        ready, _, _ = select.select([sys.stdin], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return False
+        if not os.read(sys.stdin.fileno(), 4096):
+            return True

@@ -1,0 +1,1 @@
+"""Other hosts' GPUs and jobs, over the user's own ssh; no screen is here."""

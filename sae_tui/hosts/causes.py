@@ -1,0 +1,67 @@
+"""Why ssh or the `sae-tui` behind it has ended, in one sentence each, with what to do about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sae_tui.ssh import NO_SAE_TUI
+
+SSH_FAILED = 255  # as ssh itself ends where it cannot connect, or the line is cut
+# Not more often: servers shut out an address that is refused a few times.
+_REFUSED_AGAIN_S = 300.0
+
+
+class Cause(NamedTuple):
+    """A sentence that follows the name of a host, and for how long not to try again; 0 leaves that to the caller."""
+
+    sentence: str
+    wait_s: float = 0.0
+
+
+def no_connection(host: str, exit_code: int, complaints: Sequence[str]) -> Cause:
+    """Return why there was no greeting from a host, by the exit code and the last lines of standard error."""
+    told = "\n".join(complaints)
+    if exit_code == SSH_FAILED:
+        return _of_ssh(host, told, complaints)
+    if exit_code == NO_SAE_TUI:
+        return Cause("has no sae-tui on its PATH; install it there, with a link to it in ~/.local/bin")
+    if re.search("invalid choice: '?stream", told):
+        return Cause("has a sae-tui that is too old for this; update it there")
+    return Cause(f"ended sae-tui: {_last(complaints) or f'exit code {exit_code}'}")
+
+
+def other_protocol(theirs: int, version: str, ours: int) -> Cause:
+    """Return what to do where two versions do not understand each other."""
+    older, where = ("too old", "there") if theirs < ours else ("newer than the one here", "here")
+    return Cause(f"has sae-tui {version}, which is {older}; update it {where}")
+
+
+def no_message(reason: str) -> Cause:
+    return Cause(f"sent what sae-tui does not send: {reason}", _REFUSED_AGAIN_S)
+
+
+def _of_ssh(host: str, told: str, complaints: Sequence[str]) -> Cause:
+    if "IDENTIFICATION HAS CHANGED" in told:
+        return Cause(
+            f"has another host key than before: if that is meant, run ssh-keygen -R {bare(host)}", _REFUSED_AGAIN_S
+        )
+    if "Host key verification failed" in told or "host key is known" in told:
+        return Cause(f"is not known to ssh yet; run ssh {host} once and look at its key", _REFUSED_AGAIN_S)
+    if "Permission denied" in told or "Too many authentication failures" in told:
+        return Cause(
+            f"takes none of your keys; let ssh {host} work without a password, as by ssh-add", _REFUSED_AGAIN_S
+        )
+    if "Could not resolve" in told:
+        return Cause("is no host that can be found; correct its name, or add it to ~/.ssh/config")
+    return Cause(f"cannot be reached: {_last(complaints) or 'ssh says nothing'}")
+
+
+def bare(host: str) -> str:
+    """Return the name of a host without that of the user."""
+    return host.rpartition("@")[2]
+
+
+def _last(complaints: Sequence[str]) -> str:
+    return complaints[-1][:200] if complaints else ""

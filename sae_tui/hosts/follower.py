@@ -1,0 +1,160 @@
+"""One thread per host: it starts ssh, takes in what the other side tells, and connects again when it is cut."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from sae_tui.gpu.past import Past, past
+from sae_tui.gpu.ring import Ring
+from sae_tui.hosts.causes import Cause, no_connection, no_message, other_protocol
+from sae_tui.hosts.link import Link
+from sae_tui.hosts.protocol import PROTOCOL, Gpus, Hello, Jobs, Log, Message, decode
+from sae_tui.hosts.view import HostView, Stage
+from trainer.contract.printable import printable
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+# A connection that held for so long was a good one.
+_STEADY_S = 30.0
+# What a login script may print before the greeting.
+_MOST_NOISE = 50
+
+
+class Refused(Exception):
+    """The other side is not one that can be followed; `cause` says why."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.sentence)
+        self.cause = cause
+
+
+def messages(link: Link) -> Iterator[Message]:
+    """Yield the messages that follow the greeting; raise `Refused` for another protocol and for what is no message."""
+    lines = link.lines()
+    try:
+        hello = _greeting(lines)
+        if hello is None:
+            return
+        yield hello
+        for line in lines:
+            yield decode(line)
+    except ValueError as error:
+        raise Refused(no_message(str(error))) from None
+
+
+def _greeting(lines: Iterator[bytes]) -> Hello | None:
+    """Return the greeting, past what a login script has printed; None where the other side ends before it."""
+    for _, line in zip(range(_MOST_NOISE), lines, strict=False):
+        try:
+            hello = decode(line)
+        except ValueError:
+            continue
+        if not isinstance(hello, Hello):
+            break
+        if hello.protocol != PROTOCOL:
+            raise Refused(other_protocol(hello.protocol, hello.version, PROTOCOL))
+        return hello
+    else:
+        return None
+    raise ValueError("no greeting")
+
+
+class HostFollower:
+    """Keeps `view` of a host up to date, and the past of its GPUs; `on_change` is called on its thread.
+
+    It is called for a change of state and for jobs; samples are there for whoever looks.
+    """
+
+    def __init__(self, name: str, argv: Sequence[str], on_change: Callable[[], object]) -> None:
+        self.view = HostView(name, since=time.time())
+        self._argv = argv
+        self._on_change = on_change
+        self._rings: dict[int, Ring] = {}
+        self._stopped = threading.Event()
+        self._link: Link | None = None
+        self._thread = threading.Thread(target=self._run, name=f"host-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End ssh and the thread; it holds nothing that must be waited for."""
+        self._stopped.set()
+        if link := self._link:
+            link.stop()
+
+    def past(self, n: int, interval_s: float) -> Past:
+        """Return the last `n` intervals of every GPU, by this machine's clock."""
+        return past(self._rings, n, interval_s=interval_s, now=time.time())
+
+    def _run(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            try:
+                cause = self._follow()
+            except Exception as error:
+                # This thread must outlive whatever another host does.
+                cause = Cause(printable(f"cannot be followed: {error!r}"))
+            if self._stopped.is_set():
+                return
+            wait_s = FIRST_WAIT_S if time.monotonic() - began > _STEADY_S else wait_s
+            self._tell_end(cause)
+            self._stopped.wait(max(wait_s, cause.wait_s))
+            wait_s = min(LONGEST_WAIT_S, 2 * wait_s)
+
+    def _follow(self) -> Cause:
+        """Follow one connection to its end, and return why it ended."""
+        try:
+            link = self._link = Link(self._argv)
+        except OSError as error:
+            return Cause(f"cannot be asked: {self._argv[0]}: {error.strerror}; install an ssh client")
+        greeted = False
+        try:
+            for message in messages(link):
+                greeted = True
+                self._take(message)
+        except Refused as refusal:
+            return refusal.cause
+        finally:
+            code = link.close()
+        return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Hello():
+                self._change(stage=Stage.CONNECTED, sentence="", since=time.time(), problem="")
+            case Gpus():
+                self._take_gpus(message)
+            case Jobs():
+                jobs = tuple(job.view(self.view.name) for job in message.jobs)
+                if (jobs, message.more) != (self.view.jobs, self.view.more):
+                    self._change(jobs=jobs, more=message.more)
+            case Log():
+                pass
+
+    def _take_gpus(self, message: Gpus) -> None:
+        now = time.time()
+        # Only those of the cards there are: of what a host may call its cards there is no end.
+        self._rings = {card.index: self._rings.get(card.index) or Ring() for card in message.cards}
+        for card in message.cards:
+            self._rings[card.index].append(card.sample(now))
+        told = message.problem != self.view.problem or len(message.cards) != len(self.view.cards)
+        self.view = msgspec.structs.replace(self.view, cards=message.cards, problem=message.problem)
+        if told:
+            self._on_change()
+
+    def _tell_end(self, cause: Cause) -> None:
+        """Say why there is no connection; of one that was cut, since when."""
+        if self.view.is_connected:
+            self._change(stage=Stage.CUT, sentence=cause.sentence, since=time.time(), cards=())
+        elif self.view.sentence != cause.sentence:
+            stage = Stage.CUT if self.view.stage is Stage.CUT else Stage.FAILED
+            self._change(stage=stage, sentence=cause.sentence)
+
+    def _change(self, **fields: object) -> None:
+        self.view = msgspec.structs.replace(self.view, **fields)
+        self._on_change()

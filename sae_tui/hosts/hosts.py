@@ -1,0 +1,55 @@
+"""All other hosts that are watched, and what can be done on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sae_tui.gpu.past import Past
+from sae_tui.hosts.errands import run_there
+from sae_tui.hosts.follower import HostFollower
+from sae_tui.hosts.view import HostView
+from sae_tui.ssh import ssh_argv
+
+
+class Hosts:
+    """A follower for each host; the pictures they keep may be read by any thread.
+
+    With `demo`, their GPUs are simulated and their jobs those of their demo.
+    """
+
+    def __init__(self, names: Sequence[str], ssh: Sequence[str] = ("ssh",), *, demo: bool = False) -> None:
+        """Prepare it; raise `UserError` where a name is none that ssh should be given."""
+        self._ssh = tuple(ssh)
+        self._flags = ("--demo",) if demo else ()
+        self._on_change: Callable[[], object] = lambda: None
+        self._followers = {
+            name: HostFollower(name, self.argv(name, "stream"), lambda: self._on_change())
+            for name in dict.fromkeys(names)
+        }
+
+    def start(self, on_change: Callable[[], object]) -> None:
+        """Connect to all of them; call `on_change`, on any thread, when there is news."""
+        self._on_change = on_change
+        for follower in self._followers.values():
+            follower.start()
+
+    def stop(self) -> None:
+        for follower in self._followers.values():
+            follower.stop()
+
+    @property
+    def views(self) -> tuple[HostView, ...]:
+        """Every host as it is known now, in the order they were named."""
+        return tuple(follower.view for follower in self._followers.values())
+
+    def past(self, name: str, n: int, interval_s: float) -> Past:
+        """Return the last `n` intervals of every GPU of a host."""
+        return self._followers[name].past(n, interval_s)
+
+    def argv(self, name: str, *words: str) -> list[str]:
+        """Return the argv that runs `sae-tui` with these words on a host."""
+        return ssh_argv(name, [*words, *self._flags], self._ssh)
+
+    def run(self, name: str, *words: str) -> str:
+        """Run `sae-tui` with these words on a host; return its answer, or raise `UserError`."""
+        return run_there(name, [*words, *self._flags], self._ssh)

@@ -1,0 +1,175 @@
+"""What `sae-tui stream` writes on another host, a line of JSON each, and how it is read here: as a stranger's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from sae_tui.gpu.base import Degrees, GpuSample, Measured
+from sae_tui.jobs.view.reader import JobView
+from trainer.contract.json_file import decode_as
+from trainer.contract.printable import printable
+from trainer.contract.store.rows import Count, Duration, FewAtOnce, JobId, Number, Time, WorldSize
+from trainer.contract.store.states import JobState
+
+PROTOCOL = 1
+LONGEST_LINE = 1 << 20  # bytes
+LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
+MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # of which a message is no longer than a line may be
+_MOST_AFTER, _MOST_TAGS = 100, 20
+
+Use = Literal["dim", "good", "warn"]
+Share = Annotated[int, Meta(ge=0, le=100)]
+Speed = Annotated[float, Meta(ge=0, le=1e12)]
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first line: which protocol is spoken, and by which version of the program."""
+
+    protocol: FewAtOnce
+    version: str
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A GPU as it was read last, and who has it, in words."""
+
+    index: FewAtOnce
+    uuid: str
+    name: str
+    utilization: Share | None = None
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    temperature_c: Degrees | None = None
+    power_w: Measured | None = None
+    power_limit_w: Measured | None = None
+    healthy: bool = True
+    reason: str = ""
+    holder: str = ""
+    use: Use = "dim"
+
+    def sample(self, timestamp: float) -> GpuSample:
+        """Return it as a sample that was taken at this time of this machine's clock."""
+        fields = msgspec.structs.asdict(self)
+        return GpuSample(timestamp=timestamp, **{key: fields[key] for key in fields if key not in ("holder", "use")})
+
+
+class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
+    """All GPUs of the host; `problem` says why there are none, where that is so."""
+
+    cards: Annotated[tuple[Card, ...], Meta(max_length=MOST_GPUS)] = ()
+    problem: str = ""
+
+
+class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Of a job what the list of jobs shows; its fields are those of `JobView`."""
+
+    id: JobId
+    name: str
+    state: JobState
+    user: str = ""
+    gpu_ids: Annotated[tuple[FewAtOnce, ...], Meta(max_length=MOST_GPUS)] = ()
+    world_size: WorldSize = 1
+    attempt: Count = 0
+    step: Count = 0
+    total_steps: Count | None = None
+    tokens: Count = 0
+    loss: float | None = None
+    fvu: float | None = None
+    tokens_per_s: Speed | None = None
+    progress: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    eta_s: Duration | None = None
+    created: Time = 0.0
+    queued: Time | None = None
+    priority: Number = 0
+    held: bool = False
+    after: Annotated[tuple[JobId, ...], Meta(max_length=_MOST_AFTER)] = ()
+    any_gpus: bool = False
+    gpus_wanted: FewAtOnce = 0
+    waits_for: str | None = None
+    stop_requested: bool = False
+    error: str | None = None
+    tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
+    note: str = ""
+
+    def view(self, host: str) -> JobView:
+        """Return it as a job of this host; what was not sent of it is empty."""
+        device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
+        return JobView(config="", host=host, device=device, gpu_source="auto", **msgspec.structs.asdict(self))
+
+
+class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
+    """The newest jobs of the host; `more` are older, and `problem` says why they cannot be read, where that is so."""
+
+    jobs: Annotated[tuple[FarJob, ...], Meta(max_length=MOST_JOBS)] = ()
+    more: Count = 0
+    problem: str = ""
+
+
+class Log(msgspec.Struct, frozen=True, tag="log"):
+    """The next lines of the log that was asked for."""
+
+    lines: Annotated[tuple[str, ...], Meta(max_length=MOST_LOG_LINES)] = ()
+
+
+Message = Hello | Gpus | Jobs | Log
+
+
+def far_job(job: JobView) -> FarJob:
+    """Return what is sent of a job."""
+    fields = {name: getattr(job, name) for name in FarJob.__struct_fields__}
+    fields["progress"] = min(1.0, max(0.0, job.progress))
+    fields |= {"after": job.after[:_MOST_AFTER], "tags": job.tags[:_MOST_TAGS], "gpu_ids": job.gpu_ids[:MOST_GPUS]}
+    return _clean(FarJob(**fields), LONGEST_TEXT)
+
+
+def jobs_message(jobs: Sequence[JobView], problem: str) -> Jobs:
+    """Return as a message those that have not ended and the newest others, in their order."""
+    first = [job.id for job in jobs if not job.state.is_final] + [job.id for job in jobs if job.state.is_final]
+    count = MOST_JOBS
+    while True:
+        chosen = set(first[:count])
+        sent = [far_job(job) for job in jobs if job.id in chosen]
+        if len(msgspec.json.encode(sent)) < LONGEST_LINE // 2:
+            return Jobs(tuple(sent), len(jobs) - len(sent), printable(problem[:LONGEST_TEXT]))
+        count //= 2
+
+
+def log_messages(lines: Sequence[str]) -> Iterator[Log]:
+    """Yield the lines of a log as messages."""
+    for start in range(0, len(lines), MOST_LOG_LINES):
+        yield _clean(Log(tuple(lines[start : start + MOST_LOG_LINES])), LONGEST_LOG_LINE)
+
+
+def decode(line: bytes) -> Message:
+    """Return the message of a line, its texts printable and cut; raise `ValueError` where it is none."""
+    if len(line) > LONGEST_LINE:
+        raise ValueError(f"a line is longer than {LONGEST_LINE >> 20} MiB")
+    message: Message = decode_as(line, Message)  # type: ignore[arg-type]
+    return _clean(message, LONGEST_LOG_LINE if isinstance(message, Log) else LONGEST_TEXT)
+
+
+def _clean(of: S, longest: int) -> S:
+    """Make every text of a message printable, and no longer than this."""
+    changed = {}
+    for name in of.__struct_fields__:
+        before = getattr(of, name)
+        after = _cleaned(before, longest)
+        if after is not before:
+            changed[name] = after
+    return msgspec.structs.replace(of, **changed) if changed else of
+
+
+def _cleaned(value: object, longest: int) -> object:
+    if isinstance(value, JobState):
+        return value
+    if isinstance(value, str):
+        return printable(value[:longest]).replace("\t", " ")
+    if isinstance(value, msgspec.Struct):
+        return _clean(value, longest)
+    if isinstance(value, tuple) and value:
+        return tuple(_cleaned(one, longest) for one in value)
+    return value

@@ -1,0 +1,42 @@
+"""What is known of another host at a moment, as one immutable picture."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from sae_tui.hosts.protocol import Card
+from sae_tui.jobs.view.reader import JobView
+
+
+class Stage(StrEnum):
+    """How the connection stands; CUT has been connected, FAILED has not."""
+
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    CUT = "cut"
+    FAILED = "failed"
+
+
+class HostView(msgspec.Struct, frozen=True):
+    """A host with its GPUs and jobs as last told; `sentence` follows its name and says why it is not connected.
+
+    `problem` is what the host itself says of its GPUs or jobs. `since`: seconds since the epoch.
+    """
+
+    name: str
+    stage: Stage = Stage.CONNECTING
+    sentence: str = ""
+    since: float = 0.0
+    cards: tuple[Card, ...] = ()
+    jobs: tuple[JobView, ...] = ()
+    more: int = 0
+    problem: str = ""
+
+    @property
+    def is_connected(self) -> bool:
+        return self.stage is Stage.CONNECTED
+
+    def job(self, job_id: int) -> JobView | None:
+        return next((job for job in self.jobs if job.id == job_id), None)

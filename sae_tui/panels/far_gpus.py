@@ -1,0 +1,143 @@
+"""The GPUs of other hosts: a heading for each host with its state and its totals, and below it a line per GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from textual.binding import Binding
+from textual.events import Resize
+
+from sae_tui.format import fit, percent, watts
+from sae_tui.gpu.aggregate import aggregate
+from sae_tui.hosts.view import HostView, Stage
+from sae_tui.panels.gpu_lines import gpu_lines
+from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.widgets.lines import Line, LineView, Span
+from trainer.contract.wording import plural
+
+_SIGNS: dict[Stage, tuple[str, str]] = {
+    Stage.CONNECTING: ("◔", "accent"),
+    Stage.CONNECTED: ("●", "good"),
+    Stage.CUT: ("✗", "warn"),
+    Stage.FAILED: ("✗", "bad"),
+}
+
+_FEWEST = 3  # lines
+
+
+@dataclass(frozen=True, slots=True)
+class FarHost:
+    """A host and the rows of its GPUs."""
+
+    view: HostView
+    rows: tuple[GpuRow, ...]
+
+
+class FarGpus(LineView, can_focus=True):
+    """All hosts with a line each, and as many of them with their GPUs as there is room for.
+
+    While it has the focus, one of them has the cursor: its GPUs are shown first.
+    """
+
+    BINDINGS = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+    ]
+
+    _hosts: tuple[FarHost, ...] = ()
+    _room = _at = 0
+
+    def show_hosts(self, hosts: Sequence[FarHost], room: int) -> None:
+        """Draw the hosts in at most `room` lines, if there are not more hosts."""
+        self._hosts, self._room = tuple(hosts), room
+        self._draw()
+
+    def lines_of(self, views: Sequence[HostView], room: int) -> int:
+        """Return how many lines of so many these hosts take: one each, and the GPUs of as many as there is room for."""
+        counts = [len(view.cards) for view in views]
+        return len(counts) + sum(_opened(counts, room, self._at).values())
+
+    def action_move(self, by: int) -> None:
+        if self._hosts:
+            self._at = max(0, min(len(self._hosts) - 1, self._at + by))
+            self._draw()
+            self.scroll_to(y=self._at, animate=False)
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.width
+        if not width or not self._hosts:
+            return
+        every = [row for host in self._hosts for row in host.rows]
+        opened = _opened([len(host.rows) for host in self._hosts], self._room, self._at)
+        longest = max(cell_len(host.view.name) for host in self._hosts)
+        lines: list[Line] = []
+        for place, host in enumerate(self._hosts):
+            mark = " cursor" if self.has_focus and place == self._at else ""
+            lines.append(heading(host, width, min(longest, width // 3), mark, is_open=place in opened))
+            lines += _some(host.rows, every, width, opened.get(place, 0))
+        self.show(lines)
+
+
+def _opened(counts: Sequence[int], room: int, first: int) -> dict[int, int]:
+    """Return how many lines the GPUs of each host have, by its place: those under the cursor, then all that fit whole.
+
+    Of the first some are shown where not all of them fit.
+    """
+    opened: dict[int, int] = {}
+    left = room - len(counts)
+    for place in sorted(range(len(counts)), key=lambda place: (place != first, place)):
+        if counts[place] <= left or (left >= _FEWEST and not opened):
+            opened[place] = min(left, counts[place])
+            left -= opened[place]
+    return opened
+
+
+def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, room: int) -> list[Line]:
+    """Return GPUs in so many lines, of which the last says how many there are more."""
+    if len(rows) <= room or not room:
+        return gpu_lines(rows[:room], of, width)
+    more = (fit(f"   {len(rows) - room + 1} more", width), "dim")
+    return [*gpu_lines(rows[: room - 1], of, width), (more,)]
+
+
+def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: bool) -> Line:
+    """Return the line of a host: its name, how the connection stands, and its totals or what is wrong."""
+    sign, style = _SIGNS[host.view.stage]
+    name: Span = (f" {fit(host.view.name, name_width)} ", f"title{mark}")
+    words, words_style = state_words(host, is_open=is_open), "dim" if host.view.is_connected else style
+    return (name, (f"{sign} ", style), (fit(words, max(0, width - name_width - 4)), words_style))
+
+
+def state_words(host: FarHost, *, is_open: bool = True) -> str:
+    """Say how a host stands: its totals, or why it is not connected."""
+    view = host.view
+    if view.stage is Stage.CONNECTING:
+        return "connecting…"
+    if view.stage is Stage.CUT:
+        why = f"it {view.sentence}" if view.sentence else "connecting again"
+        return f"cut since {time.strftime('%H:%M:%S', time.localtime(view.since))}; {why}"
+    return view.sentence or view.problem or _totals(host, is_open=is_open)
+
+
+def _totals(host: FarHost, *, is_open: bool) -> str:
+    if not host.rows:
+        return "connected"
+    now = aggregate([row.sample for row in host.rows])
+    total = now.total_memory_total_bytes
+    memory = f"{(now.total_memory_used_bytes or 0) / 2**30:.0f} of {total / 2**30:.0f} GiB" if total else ""
+    hot = f"{now.hottest.temperature_c}°C" if now.hottest and not is_open else ""
+    used = "" if now.average_utilization is None else percent(now.average_utilization)
+    parts = [plural(len(host.rows), "GPU"), used, memory, watts(now.total_power_w), hot]
+    return " · ".join(filter(None, parts))

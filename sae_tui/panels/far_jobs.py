@@ -1,0 +1,72 @@
+"""The jobs of other hosts as rows of the table of jobs: below a heading for each host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sae_tui.hosts.view import HostView, Stage
+from sae_tui.jobs.view.find import find
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.jobs import COLUMNS, job_row
+from sae_tui.widgets.lines import Span
+from sae_tui.widgets.table import Row
+from trainer.contract.wording import plural
+
+_SEPARATOR = " "  # between host and id in the key of a row; no name of a host has it
+
+
+def key_of(host: str, job_id: int) -> str:
+    return f"{host}{_SEPARATOR}{job_id}"
+
+
+def parse_key(key: str | None) -> tuple[str, int] | None:
+    """Return the host and the id of a job there by the key of its row; None for any other row."""
+    host, _, job_id = (key or "").rpartition(_SEPARATOR)
+    return (host, int(job_id)) if host and job_id.isdecimal() else None
+
+
+class FarRows:
+    """Makes the rows; one whose job is as it was is not made again."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[JobView, Row]] = {}
+
+    def rows(self, views: Sequence[HostView], words: str, order: str) -> list[Row]:
+        """Return for each host a heading and the jobs that match, in this order."""
+        made: dict[str, tuple[JobView, Row]] = {}
+        rows: list[Row] = []
+        for view in views:
+            matches = find(view.jobs, words, order)
+            rows.append(heading(view.name, _note(view, len(matches), filtered=bool(words))))
+            for job in matches:
+                key = key_of(view.name, job.id)
+                old = self._made.get(key)
+                made[key] = old if old and old[0] == job else (job, replace(job_row(job), key=key))
+                rows.append(made[key][1])
+        self._made = made
+        return rows
+
+
+def heading(name: str, note: str) -> Row:
+    """Return a row that no cursor rests on: the name of a host and a note."""
+    text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
+    empty: Span = ("", "text")
+    return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)
+
+
+def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:
+    if view.stage is Stage.CUT:
+        return f"as of {time.strftime('%H:%M:%S', time.localtime(view.since))}"
+    if not view.is_connected:
+        return "connecting…" if view.stage is Stage.CONNECTING else "not connected"
+    if filtered:
+        return f"{n_matching} of {len(view.jobs)}"
+    older = f"and {view.more} older" if view.more else ""
+    return older if view.jobs else "no jobs"
+
+
+def local_note(n_jobs: int) -> str:
+    """Return what stands behind the name of this host."""
+    return f"this host, {plural(n_jobs, 'job')}" if n_jobs else "this host, no jobs yet: n launches one"

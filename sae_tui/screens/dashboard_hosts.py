@@ -1,0 +1,192 @@
+"""The part of the dashboard that other hosts have: their GPUs, their jobs, and what can be done to those."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from textual.screen import Screen
+
+from sae_tui.format import celsius, visible
+from sae_tui.gpu.aggregate import aggregate
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import BLANK, Past
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.hosts.view import HostView
+from sae_tui.jobs.states import ENDED, stands
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.aggregate import Total, totals
+from sae_tui.panels.far_gpus import FarGpus, FarHost
+from sae_tui.panels.far_jobs import parse_key
+from sae_tui.panels.finder import JobsFinder
+from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.screens.offers import offers_for
+from sae_tui.session import Session
+from sae_tui.widgets.frame import FRAMES, frame_of
+from trainer.contract.store.states import JobState
+
+# What can be done to a job of another host, by the names of `offers_for`.
+_VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
+# By so much the numbers of their GPUs are set apart from those of the host before.
+_APART = 1_000_000
+_TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
+_SHARE = 2  # their GPUs have at most every second row of the window
+
+
+class DashboardHosts:
+    """Draws other hosts on the dashboard, and runs errands there."""
+
+    def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
+        self._screen, self._session, self._hosts = screen, session, hosts
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What the frames of panels say where there are other hosts, by the panels' ids."""
+        return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
+
+    @property
+    def _room(self) -> int:
+        """How many lines the panel of their GPUs has inside its frame: half of the window, or what is left of it.
+
+        The totals, the GPUs of this host and some jobs go before the GPUs of others, but not before their names.
+        """
+        views, height = self._hosts.views, self._screen.size.height
+        first = _TOTALS + len(self._session.monitor.latest()) + 1 + min(_SOME_JOBS, self.n_job_rows)
+        left = height - 2 - first - _PANELS * FRAMES[frame_of(*self._screen.size)]
+        return self._screen.query_one(FarGpus).lines_of(views, min(left, height // _SHARE - 2))
+
+    @property
+    def n_job_rows(self) -> int:
+        """How many rows the table of jobs has with theirs, and with a heading for each host."""
+        return 1 + len(self._session.jobs) + sum(1 + len(view.jobs) for view in self._hosts.views)
+
+    @property
+    def rows(self) -> int:
+        """How many rows that panel takes."""
+        return self._room + FRAMES[frame_of(*self._screen.size)]
+
+    def show_gpus(self, chrome: int) -> None:
+        """Draw their newest samples."""
+        panel = self._screen.query_one(FarGpus)
+        panel.styles.height = self._room + chrome
+        panel.show_hosts([self._host(view) for view in self._hosts.views], self._room)
+
+    def totals(self, samples: Sequence[GpuSample], past: Past, *, live: bool) -> list[Total]:
+        """Return the totals of all GPUs of all hosts; the arguments are those of this one.
+
+        Other hosts tell what they do now, so that a longer past, where it is not `live`, is of this one alone.
+        """
+        every, slots, limits_w = list(samples), dict(past.slots), dict(past.power_limits_w)
+        place_of = {sample.index: "" for sample in samples}
+        for place, view in enumerate(self._hosts.views, start=1):
+            theirs = self._past(view)
+            blank = [BLANK] * len(next(iter(past.slots.values()), ()))
+            for card in view.cards:
+                if card.index in theirs.slots:
+                    index = _APART * place + card.index
+                    every.append(replace(card.sample(view.since), index=index))
+                    slots[index] = theirs.slots[card.index] if live else blank
+                    limits_w[index] = theirs.power_limits_w[card.index]
+                    place_of[index] = f" of {view.name}"
+        found = totals(every, Past(slots, limits_w))
+        hottest = aggregate(every).hottest
+        if hottest and (host := place_of[hottest.index]):
+            found[-1] = replace(found[-1], text=f"{celsius(hottest.temperature_c)} GPU {hottest.index % _APART}{host}")
+        return found
+
+    def _past(self, view: HostView) -> Past:
+        return self._hosts.past(view.name, self._screen.size.width, self._session.settings.sampling_interval_s)
+
+    def show_jobs(self) -> None:
+        """Hand their jobs to the table."""
+        self._screen.query_one(JobsFinder).show_far(self._hosts.views)
+
+    def _host(self, view: HostView) -> FarHost:
+        past = self._past(view)
+        known = past.slots.keys()
+        rows = tuple(
+            GpuRow(card.sample(view.since), card.holder, card.use, partial(past.column, card.index))
+            for card in view.cards
+            if card.index in known
+        )
+        return FarHost(view, rows)
+
+    @property
+    def selected(self) -> tuple[HostView, JobView] | None:
+        """The host and the job under the cursor, where that is not one of this host."""
+        at = parse_key(self._screen.query_one(JobsPanel).cursor)
+        view = next((view for view in self._hosts.views if at and view.name == at[0]), None)
+        job = view and at and view.job(at[1])
+        return (view, job) if view and job else None
+
+    def offers(self) -> Mapping[str, str]:
+        """Return what can be done to the job under the cursor, where that is one of another host."""
+        if (at := self.selected) is None:
+            return {}
+        offered = offers_for(at[1], readonly=self._session.readonly)
+        return {verb: word for verb, word in offered.items() if verb in _VERBS}
+
+    def open_log(self) -> bool:
+        """Open the log of the job under the cursor; return False where that is one of this host, or none."""
+        if (at := self.selected) is None:
+            return False
+        from sae_tui.screens.far_log import FarLogScreen
+
+        self._screen.app.push_screen(FarLogScreen(self._session, self._hosts, at[0].name, at[1]))
+        return True
+
+    def act(self, verb: str) -> bool:
+        """Stop, pause or resume the job under the cursor; return False where that is one of this host, or none."""
+        if (at := self.selected) is None:
+            return False
+        view, job = at
+        if self._session.actions.refused():
+            return True
+        if not view.is_connected:
+            self._screen.notify(f"{view.name} is not connected.", severity="warning")
+        elif obstacle := _obstacle(verb, job):
+            self._screen.notify(f"Job {job.id} of {view.name} {obstacle}.", severity="warning")
+        else:
+            self._run(verb, view.name, job)
+        return True
+
+    def _run(self, verb: str, host: str, job: JobView) -> None:
+        words = _words(verb, job)
+        errand = partial(self._hosts.run, host, *words)
+        if verb == "stop":
+            question, yes = _stop_question(host, job)
+            self._session.actions.ask(question, yes, errand)
+        else:
+            self._session.actions.do(errand)
+
+
+def _words(verb: str, job: JobView) -> list[str]:
+    """Return the command of `sae-tui` for this."""
+    if verb == "continue":
+        return ["release" if job.state is JobState.QUEUED else "resume", str(job.id)]
+    ends_now = verb == "stop" and _is_stopping(job)
+    return [verb, str(job.id), *(["--kill"] if ends_now else [])]
+
+
+def _is_stopping(job: JobView) -> bool:
+    return job.state is JobState.STOPPING or job.stop_requested
+
+
+def _obstacle(verb: str, job: JobView) -> str:
+    """Return what is in the way in the state that the job has, as it follows its name; "" where nothing is."""
+    if verb == "continue":
+        return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
+    return ENDED[job.state] if job.state.is_final else ""
+
+
+def _stop_question(host: str, job: JobView) -> tuple[str, str]:
+    """Return the question before a job is stopped, and the label for yes."""
+    which = f"job {job.id} ({job.name}) of {host}"
+    if _is_stopping(job):
+        return f"J{which[1:]} is stopping. End it at once? What it has not saved is lost.", "End it"
+    if job.state is JobState.QUEUED and not job.attempt:
+        return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
+    return f"Stop {which}? It saves first.", "Stop"

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.hosts.causes import no_connection, other_protocol
+
+CHANGED = ["@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @", "Host key verification failed."]
+
+
+@pytest.mark.parametrize(
+    ("code", "complaints", "sentence"),
+    [
+        (255, CHANGED, "has another host key than before: if that is meant, run ssh-keygen -R gpu1"),
+        (255, ["Host key verification failed."], "is not known to ssh yet; run ssh me@gpu1 once and look at its key"),
+        (255, ["me@gpu1: Permission denied (publickey)."], "takes none of your keys; let ssh me@gpu1 work without"),
+        (255, ["ssh: Could not resolve hostname gpu1: Name or service not known"], "is no host that can be found"),
+        (255, ["ssh: connect to host gpu1 port 22: Connection refused"], "cannot be reached: ssh: connect to host"),
+        (255, [], "cannot be reached: ssh says nothing"),
+        (127, ["sh: 1: exec: sae-tui: not found"], "has no sae-tui on its PATH; install it there"),
+        (2, ["sae-tui: error: COMMAND: invalid choice: 'stream' (choose from gpus)"], "too old for this; update it"),
+        (1, ["sae-tui: error: /x is not a folder"], "ended sae-tui: sae-tui: error: /x is not a folder"),
+        (9, [], "ended sae-tui: exit code 9"),
+    ],
+)
+def test_each_way_to_have_no_connection_has_a_sentence(code, complaints, sentence) -> None:
+    assert sentence in no_connection("me@gpu1", code, complaints).sentence
+
+
+def test_it_is_told_on_which_side_an_update_helps() -> None:
+    assert other_protocol(1, "0.2.0", 2).sentence == "has sae-tui 0.2.0, which is too old; update it there"
+    assert other_protocol(3, "9.0", 2).sentence == "has sae-tui 9.0, which is newer than the one here; update it here"

@@ -1,0 +1,115 @@
+"""Following a host that a child process plays in place of ssh."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.far_side import far_side, runs_of
+
+from sae_tui.hosts import follower as following
+from sae_tui.hosts.follower import HostFollower
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.hosts.view import HostView, Stage
+
+GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "FIRST_WAIT_S", 0.01)
+
+
+@contextmanager
+def followed(folder: Path, *programs: str) -> Iterator[Callable[[Callable[[HostView], object]], HostView]]:
+    """Follow a host; yield a function that returns its view once a condition holds."""
+    changed = threading.Event()
+    hosts = Hosts(["far"], far_side(folder, *programs))
+
+    def wait_for(holds: Callable[[HostView], object]) -> HostView:
+        deadline = time.monotonic() + 30
+        while not holds(view := hosts.views[0]):
+            assert time.monotonic() < deadline, view
+            changed.wait(0.05)
+            changed.clear()
+        return view
+
+    hosts.start(changed.set)
+    yield wait_for
+    hosts.stop()
+
+
+def test_a_host_is_shown_with_its_jobs_and_gpus_and_their_past(tmp_path: Path) -> None:
+    hosts = Hosts(["far"], far_side(tmp_path, "print('Welcome!'); " + GOOD))
+    assert hosts.views[0].stage is Stage.CONNECTING
+    hosts.start(lambda: None)
+    deadline = time.monotonic() + 30
+    while not hosts.views[0].cards:
+        assert time.monotonic() < deadline, hosts.views
+        time.sleep(0.01)
+    view = hosts.views[0]
+    hosts.stop()
+    assert (view.stage, view.sentence) == (Stage.CONNECTED, "")
+    assert [(job.id, job.name, job.host) for job in view.jobs] == [(7, "theirs", "far")]
+    assert view.cards[0].holder == "idle"
+    assert 40 in hosts.past("far", 5, 1.0).column(0, "utilization", 5)
+    assert runs_of(tmp_path) == [["stream"]]
+
+
+def test_a_line_that_is_cut_is_told_with_its_time_and_made_again(tmp_path: Path) -> None:
+    once = GOOD.replace("stay()", "sys.stdin.readline") + "; sys.exit(255)"
+    with followed(tmp_path, once, "sys.exit(255)", GOOD) as wait_for:
+        seen = wait_for(lambda view: view.jobs)
+        cut = wait_for(lambda view: view.stage is Stage.CUT)
+        assert (cut.sentence, cut.cards) in [("", ()), ("cannot be reached: ssh says nothing", ())]
+        assert cut.since >= seen.since
+        # The jobs stay as they were seen last.
+        assert cut.jobs
+        assert wait_for(lambda view: view.is_connected and view.cards).sentence == ""
+    assert len(runs_of(tmp_path)) >= 3
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ('say(HELLO | {"protocol": 2, "version": "9.9"}); stay()', "has sae-tui 9.9, which is newer than the one here"),
+        ("say(HELLO); say('<html>'); stay()", "sent what sae-tui does not send: JSON is malformed"),
+        ('say(HELLO); say({"type": "jobs", "jobs": [JOB | {"id": -1}]}); stay()', "`$.jobs[0].id`"),
+        ('say({"type": "jobs", "jobs": [JOB]}); stay()', "sent what sae-tui does not send: no greeting"),
+        ("sys.stderr.write('sh: sae-tui: not found\\n'); sys.exit(127)", "has no sae-tui on its PATH"),
+        ("sys.stderr.write(\"error: invalid choice: 'stream'\\n\"); sys.exit(2)", "has a sae-tui that is too old"),
+        ("sys.stderr.write('me: Permission denied (publickey).\\n'); sys.exit(255)", "takes none of your keys"),
+    ],
+)
+def test_why_a_host_cannot_be_followed_is_told_in_a_sentence(tmp_path: Path, program, sentence) -> None:
+    with followed(tmp_path, program) as wait_for:
+        assert sentence in wait_for(lambda view: view.sentence).sentence
+
+
+def test_without_ssh_it_is_said_what_to_install() -> None:
+    told = threading.Event()
+    follower = HostFollower("far", ["/no/such/ssh"], told.set)
+    follower.start()
+    assert told.wait(30)
+    follower.stop()
+    assert "/no/such/ssh: No such file or directory; install an ssh client" in follower.view.sentence
+
+
+def test_leaving_ends_the_process_on_the_way_there(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    program = f"say(HELLO); stay(); open({str(gone)!r}, 'w').close()"
+    hosts = Hosts(["far"], far_side(tmp_path, "import signal; signal.signal(15, signal.SIG_IGN); " + program))
+    hosts.start(lambda: None)
+    deadline = time.monotonic() + 30
+    while not hosts.views[0].is_connected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    hosts.stop()
+    # It sees the end of its standard input, even where no signal reaches it.
+    while not gone.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

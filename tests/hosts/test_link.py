@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from sae_tui.hosts.link import Allowance, Link
+
+
+def link(program: str) -> Link:
+    return Link([sys.executable, "-c", f"import sys, os, time\n{program}"])
+
+
+def test_lines_come_as_they_are_written_and_complaints_are_made_printable() -> None:
+    one = link("print('a'); print(); print('b', end=''); sys.stderr.write('first\\r\\nlast \\x1b[2J\\n'); sys.exit(3)")
+    assert list(one.lines()) == [b"a", b""]
+    assert one.close() == 3
+    assert one.complaints == ["first", "last �[2J"]
+
+
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory() -> None:
+    one = link("while True: os.write(1, b'x' * 65536)")
+    with pytest.raises(ValueError, match="longer than 1 MiB"):
+        list(one.lines())
+    assert one.close() != 0
+
+
+def test_stopping_ends_the_process_and_the_reader_also_while_it_waits_for_its_allowance() -> None:
+    one = link("while True: os.write(1, b'\\n' * 65536)")
+    seen: list[bytes] = []
+    reader = threading.Thread(target=lambda: seen.extend(one.lines()))
+    reader.start()
+    threading.Timer(0.3, one.stop).start()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert one.close() != 0
+    # Of a flood of millions of lines.
+    assert len(seen) < 1000
+
+
+def test_its_standard_input_ends_with_the_link() -> None:
+    one = link("print('ready', flush=True); sys.stdin.read(); sys.exit(5)")
+    lines = one.lines()
+    assert next(lines) == b"ready"
+    assert one.close() == 5
+
+
+def test_who_has_taken_its_burst_waits_as_long_as_the_bytes_take() -> None:
+    allowance = Allowance(bytes_s=1e-6, burst=100)
+    assert allowance.take(100) == 0
+    assert allowance.take(0) == 0
+    assert allowance.take(2) == pytest.approx(2e6, rel=1e-3)

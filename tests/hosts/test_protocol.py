@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sae_tui.hosts.protocol import (
+    LONGEST_LINE,
+    LONGEST_LOG_LINE,
+    LONGEST_TEXT,
+    MOST_JOBS,
+    Card,
+    FarJob,
+    Gpus,
+    Hello,
+    Jobs,
+    Log,
+    Message,
+    decode,
+    jobs_message,
+    log_messages,
+)
+from sae_tui.hosts.view import HostView, Stage
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.panels.far_gpus import FarHost, state_words
+from sae_tui.panels.gpu_lines import gpu_line
+from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.jobs import job_row
+from trainer.contract.printable import printable_json
+from trainer.contract.store.states import JobState
+
+TEXTS = st.text(max_size=20) | st.sampled_from(
+    ["\x1b]52;c;UFdORUQ=\x07", "\u202eabc", "a\r\nb\tc", "\x9b31m", "x" * 5000]
+)
+COUNTS = st.integers(0, 2**63 - 1)
+CARDS = st.builds(
+    Card,
+    index=st.integers(0, 100_000), uuid=TEXTS, name=TEXTS, utilization=st.none() | st.integers(0, 100),
+    memory_used_bytes=st.none() | COUNTS, memory_total_bytes=st.none() | COUNTS,
+    temperature_c=st.none() | st.integers(-1000, 100_000), power_w=st.none() | st.floats(0, 1e9),
+    power_limit_w=st.none() | st.floats(0, 1e9), healthy=st.booleans(), reason=TEXTS, holder=TEXTS,
+    use=st.sampled_from(["dim", "good", "warn"]),
+)  # fmt: skip
+JOBS = st.builds(
+    FarJob,
+    id=st.integers(0, 999_999_999), name=TEXTS, state=st.sampled_from(JobState), user=TEXTS,
+    gpu_ids=st.lists(st.integers(0, 100_000), max_size=4).map(tuple), world_size=st.integers(1, 100_000),
+    step=COUNTS, total_steps=st.none() | COUNTS, loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    tokens_per_s=st.none() | st.floats(0, 1e12), progress=st.floats(0, 1), eta_s=st.none() | st.floats(0, 1e12),
+    priority=st.integers(-(2**63), 2**63 - 1), held=st.booleans(), waits_for=st.none() | TEXTS,
+    tags=st.lists(TEXTS, max_size=3).map(tuple), note=TEXTS,
+)  # fmt: skip
+MESSAGES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(Hello, protocol=st.integers(0, 100_000), version=TEXTS),
+    st.builds(Gpus, cards=st.lists(CARDS, max_size=3).map(tuple), problem=TEXTS),
+    st.builds(Jobs, jobs=st.lists(JOBS, max_size=3).map(tuple), more=COUNTS, problem=TEXTS),
+    st.builds(Log, lines=st.lists(TEXTS, max_size=4).map(tuple)),
+)
+
+
+def line_of(message: Message) -> bytes:
+    return printable_json(msgspec.json.encode(message).decode()).encode()
+
+
+def texts_in(value: object) -> list[str]:
+    if isinstance(value, msgspec.Struct):
+        return [text for name in value.__struct_fields__ for text in texts_in(getattr(value, name))]
+    if isinstance(value, tuple):
+        return [text for one in value for text in texts_in(one)]
+    return [value] if isinstance(value, str) else []
+
+
+@given(MESSAGES)
+def test_what_is_written_is_read_again_with_its_texts_made_harmless(message) -> None:
+    line = line_of(message)
+    assert b"\n" not in line
+    read = decode(line)
+    assert type(read) is type(message)
+    longest = LONGEST_LOG_LINE if isinstance(read, Log) else LONGEST_TEXT
+    assert all(text.isprintable() and len(text) <= longest for text in texts_in(read))
+    # What was harmless is as it was.
+    assert read == message or texts_in(read) != texts_in(message)
+    assert decode(line_of(read)) == read
+
+
+@given(st.binary(max_size=300) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["type", "cards", "jobs", "lines"]), inner),
+).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+def test_any_other_line_is_refused_in_one_line(line) -> None:
+    reason = ""
+    try:
+        draw(decode(line))
+    except ValueError as error:
+        reason = str(error)
+    assert "\n" not in reason
+
+
+FIELDS = [
+    *((kind, name) for kind, of in (("gpus", Card), ("jobs", FarJob)) for name in of.__struct_fields__)
+]  # fmt: skip
+ODD = [-1, 1.5, 2**64, 10**400, -1e308, "x", "\x1b", None, True, [], [[]], {}, [2**70], "running" * 3]
+
+
+@given(st.sampled_from(FIELDS), st.sampled_from(ODD))
+@settings(max_examples=300)
+def test_a_value_out_of_its_range_is_refused_and_any_other_can_be_drawn(field, value) -> None:
+    kind, name = field
+    card = {"index": 0, "uuid": "x", "name": "x"}
+    job = {"id": 1, "name": "x", "state": "queued"}
+    table = (card if kind == "gpus" else job) | {name: value}
+    try:
+        message = decode(json.dumps({"type": kind, "cards" if kind == "gpus" else "jobs": [table]}).encode())
+    except ValueError:
+        return
+    draw(message)
+
+
+@given(MESSAGES)
+def test_whatever_is_told_can_be_drawn(message) -> None:
+    draw(decode(line_of(message)))
+
+
+def draw(message: Message) -> None:
+    """Draw it as the dashboard does."""
+    if isinstance(message, Gpus):
+        rows = [GpuRow(card.sample(1e9), card.holder, card.use, lambda name, n: []) for card in message.cards]
+        for row in rows:
+            gpu_line(row, 120)
+        state_words(FarHost(HostView("far", Stage.CONNECTED, problem=message.problem), tuple(rows)))
+    elif isinstance(message, Jobs):
+        for job in message.jobs:
+            view = job.view("far")
+            assert not math.isnan(view.progress)
+            job_row(view)
+
+
+def test_a_line_of_more_than_a_mebibyte_is_refused() -> None:
+    text = b'{"type": "log", "lines": ["' + b"x" * LONGEST_LINE + b'"]}'
+    with pytest.raises(ValueError, match="longer than 1 MiB"):
+        decode(text)
+
+
+def job(number: int, **fields) -> JobView:
+    usual = {"name": "x", "config": "", "user": "me", "host": "here", "device": "cpu", "gpu_source": "none"}
+    return JobView(id=number, progress=1.01, **(usual | {"state": JobState.FINISHED} | fields))
+
+
+def test_of_many_jobs_the_newest_and_those_that_run_are_told() -> None:
+    jobs = [job(number) for number in range(MOST_JOBS + 5, 1, -1)] + [job(1, state=JobState.RUNNING)]
+    message = decode(line_of(jobs_message(jobs, "")))
+    assert isinstance(message, Jobs)
+    assert [one.id for one in message.jobs] == [*range(MOST_JOBS + 5, 6, -1), 1]
+    assert message.more == 5
+
+
+def test_a_host_with_long_texts_stays_below_the_longest_line() -> None:
+    text = "\x1b\U000e0041名" * 10_000
+    jobs = [job(number, name=text, note=text, error=text, tags=(text,) * 99) for number in range(MOST_JOBS, 0, -1)]
+    message = decode(line_of(jobs_message(jobs, text)))
+    assert isinstance(message, Jobs)
+    assert len(message.jobs) + message.more == MOST_JOBS
+    assert message.jobs[0].id == MOST_JOBS
+    for told in log_messages([text] * 500):
+        assert isinstance(decode(line_of(told)), Log)

@@ -1,0 +1,104 @@
+"""Another host by the real ssh and a real sshd."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.sshd import Sshd, why_not
+from support.tui import record_job
+
+from sae_tui.hosts import follower
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.hosts.view import HostView, Stage
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.states import JobState
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+
+@pytest.fixture
+def sshd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sshd]:
+    monkeypatch.setattr(follower, "FIRST_WAIT_S", 0.05)
+    server = Sshd(tmp_path / "sshd")
+    yield server
+    server.close()
+
+
+def wait_for(hosts: Hosts, holds: Callable[[HostView], object]) -> HostView:
+    deadline = time.monotonic() + 60
+    while not holds(view := hosts.views[0]):
+        assert time.monotonic() < deadline, view
+        time.sleep(0.02)
+    return view
+
+
+def sentence(sshd: Sshd) -> str:
+    """Return why the host cannot be followed."""
+    hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
+    hosts.start(lambda: None)
+    view = wait_for(hosts, lambda view: view.sentence)
+    hosts.stop()
+    assert view.stage is Stage.FAILED
+    return view.sentence
+
+
+def streams(folder: Path) -> list[str]:
+    """List the processes that stream from this data folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"SAE_TUI_DATA_DIR={folder}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_text())
+        except OSError:
+            continue
+    return [words for words in found if "\0stream\0" in words]
+
+
+def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_path) -> None:
+    data = DataDir(tmp_path / "data" / "demo")
+    data.create()
+    job_id = record_job(data, "theirs", JobState.QUEUED, host="elsewhere")
+    sshd.install(tmp_path / "data")
+    hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
+    hosts.start(lambda: None)
+    first = wait_for(hosts, lambda view: view.jobs and len(view.cards) == 4)
+    assert (first.stage, first.jobs[0].name) == (Stage.CONNECTED, "theirs")
+    assert len(streams(tmp_path / "data")) == 1
+    assert hosts.run("gpu1", "hold", str(job_id)).startswith(f"on gpu1: job {job_id} ")
+    assert wait_for(hosts, lambda view: view.jobs[0].held)
+    with pytest.raises(UserError, match="on gpu1: there is no job 99"):
+        hosts.run("gpu1", "stop", "99")
+    sshd.cut()
+    assert wait_for(hosts, lambda view: view.stage is Stage.CUT).jobs
+    again = wait_for(hosts, lambda view: view.is_connected and view.cards)
+    assert again.since >= first.since
+    hosts.stop()
+    deadline = time.monotonic() + 30
+    while streams(tmp_path / "data"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_each_thing_that_is_wrong_is_told_with_what_to_do(sshd) -> None:
+    assert sentence(sshd).startswith("has no sae-tui on its PATH")
+    sshd.program("echo \"sae-tui: error: COMMAND: invalid choice: 'stream'; see sae-tui --help\" >&2; exit 2")
+    assert sentence(sshd) == "has a sae-tui that is too old for this; update it there"
+    sshd.use_key("other_key")
+    assert sentence(sshd).startswith("takes none of your keys; let ssh gpu1 work without a password")
+    sshd.know(sshd.folder / "other_key.pub")
+    assert sentence(sshd) == "has another host key than before: if that is meant, run ssh-keygen -R gpu1"
+    sshd.know(None)
+    assert sentence(sshd) == "is not known to ssh yet; run ssh gpu1 once and look at its key"
+    sshd.close()
+    assert "Connection refused" in sentence(sshd)
+
+
+def test_no_sshd_is_lent_anything_of_this_machine(sshd, monkeypatch) -> None:
+    sshd.program('echo "$SSH_AUTH_SOCK|$DISPLAY|$SSH_TTY|" >&2; exit 9')
+    monkeypatch.setenv("DISPLAY", ":9")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/no/agent")
+    assert sentence(sshd) == "ended sae-tui: |||"

@@ -1,0 +1,56 @@
+"""Plays ssh and the host behind it: writes the lines of files as `sae-tui stream` would, in place of a connection.
+
+python far_side.py FOLDER [ARGUMENTS OF ssh]
+
+`FOLDER/1` is a Python program for the first connection, `FOLDER/2` for the second; the last one is used again. It has
+`say(message)`, `words` (what is run there) and `stay()`, which waits as `stream` does for the end of standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+HELLO = {"type": "hello", "protocol": 1, "version": "0.2.0"}
+CARD = {
+    "index": 0, "uuid": "GPU-1", "name": "NVIDIA H100", "utilization": 40, "memory_used_bytes": 8 << 30,
+    "memory_total_bytes": 80 << 30, "temperature_c": 50, "power_w": 300.0, "power_limit_w": 700.0, "holder": "idle",
+}  # fmt: skip
+JOB = {"id": 7, "name": "theirs", "state": "running", "gpu_ids": [0], "step": 10, "total_steps": 20, "progress": 0.5}
+
+
+def far_side(folder: Path, *programs: str) -> list[str]:
+    """Return the argv to use as `ssh`; its connections run these programs one after the other."""
+    folder.mkdir(exist_ok=True)
+    for place, program in enumerate(programs, start=1):
+        (folder / str(place)).write_text(program)
+    return [sys.executable, __file__, str(folder)]
+
+
+def runs_of(folder: Path) -> list[list[str]]:
+    """Return what was run there, the words of `sae-tui` each."""
+    file = folder / "runs"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def _say(message: Any) -> None:
+    sys.stdout.write((message if isinstance(message, str) else json.dumps(message)) + "\n")
+    sys.stdout.flush()
+
+
+def _main(folder: Path, command: str) -> None:
+    words = shlex.split(command)[4:]
+    with (folder / "runs").open("a") as runs:
+        runs.write(json.dumps(words) + "\n")
+    asked = len([run for run in runs_of(folder) if run[0] == words[0]])
+    programs = sorted((file for file in folder.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
+    program = programs[min(asked, len(programs)) - 1] if words[0] == "stream" else folder / words[0]
+    known = {"say": _say, "words": words, "stay": sys.stdin.read, "sys": sys, "HELLO": HELLO, "CARD": CARD, "JOB": JOB}
+    exec(program.read_text(), known)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[-1])

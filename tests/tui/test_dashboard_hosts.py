@@ -1,0 +1,182 @@
+"""The dashboard with other hosts, which child processes play in place of ssh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.far_side import far_side, runs_of
+from support.tui import StillMonitor, record_job, title_of, wait_until
+
+from sae_tui.hosts import follower
+from sae_tui.hosts.hosts import Hosts
+from sae_tui.panels.aggregate import AggregatePanel
+from sae_tui.panels.far_gpus import FarGpus
+from sae_tui.panels.gpus import GpuPanel
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.status import StatusLine
+from sae_tui.screens.far_log import FarLogScreen
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.log_view import LogView
+from trainer.contract.store.states import JobState
+
+THEIRS = """
+if "--log" in words:
+    say(HELLO); say({"type": "log", "lines": ["step 10 \\x1b[2J", f"rank {words[-1]}"]}); stay()
+say(HELLO)
+say({"type": "jobs", "jobs": [JOB | {"id": 9, "name": "old", "state": "finished"}, JOB]})
+say({"type": "gpus", "cards": [CARD, CARD | {"index": 1, "temperature_c": 91, "holder": "job 7 (theirs)"}]})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower, "FIRST_WAIT_S", 0.01)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    there = tmp_path / "far"
+    there.mkdir()
+    for verb in ("stop", "pause", "resume"):
+        (there / verb).write_text(f"say('job 7 is told to {verb}')")
+    return there
+
+
+def text(app, panel) -> str:
+    return app.screen.query_one(panel).plain
+
+
+def told(app) -> list[str]:
+    return [str(notice.message) for notice in app.notices]
+
+
+def shown(app) -> None:
+    """Draw the newest samples, as is done at every interval."""
+    app.redraw.show_gpus()
+
+
+async def far_jobs(pilot) -> None:
+    await wait_until(pilot, lambda: "theirs" in text(pilot.app, JobsPanel))
+    await wait_until(pilot, lambda: all(view.cards for view in pilot.app.session.hosts.views))
+    shown(pilot.app)
+    await pilot.pause()
+
+
+async def test_gpus_and_jobs_stand_by_host_and_the_totals_are_those_of_all(make_app, data, folder) -> None:
+    record_job(data, "mine", JobState.RUNNING)
+    app = make_app(4, hosts=Hosts(["gpu1", "me@gpu2"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        await wait_until(pilot, lambda: "mine" in text(app, JobsPanel))
+        assert "3 hosts · 8 GPUs · 3 running · 0 waiting" in text(app, StatusLine)
+        assert title_of(app.screen.query_one(GpuPanel)) == "GPUs of gpu-box"
+        lines = [line.strip() for line in text(app, FarGpus).splitlines()]
+        assert lines[0] == "gpu1    ● 2 GPUs · 40% · 16 of 160 GiB · 600 W"
+        assert lines[1].startswith("0 NVIDIA H100") or lines[1].startswith("0 H100")
+        assert lines[2].endswith("job 7 (theirs)")
+        assert lines[3].startswith("me@gpu2 ●")
+        assert "91°C GPU 1 of gpu1" in text(app, AggregatePanel)
+        assert "/ 402.0 GiB" in text(app, AggregatePanel)
+        rows = [line.strip() for line in text(app, JobsPanel).splitlines()][1:]
+        starts = ["gpu-box · this host, 1 job", "1 mine", "gpu1", "9 old", "7 theirs", "me@gpu2", "9 old", "7 theirs"]
+        assert [row[: len(start)] for row, start in zip(rows, starts, strict=True)] == starts
+
+
+async def test_a_filter_and_the_cursor_go_over_all_hosts_and_past_their_names(make_app, data, folder) -> None:
+    record_job(data, "mine", JobState.RUNNING)
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        table = app.screen.query_one(JobsPanel)
+        # Whichever host was the first to tell its jobs.
+        await wait_until(pilot, lambda: table.cursor == "1")
+        await pilot.press("down")
+        assert table.cursor == "gpu1 9"
+        # What only jobs of this host have is not offered, and does nothing.
+        await pilot.press("space", "R", "D", "y")
+        assert (table.marked, table.cursor, len(app.screen_stack)) == (frozenset(), "gpu1 9", 2)
+        await pilot.press("down", "down")
+        assert table.cursor == "gpu1 7"
+        await pilot.press("slash", *"theirs", "enter")
+        await wait_until(pilot, lambda: "mine" not in table.plain)
+        assert "gpu-box · 0 of 1" in table.plain
+        assert "gpu1 · 1 of 2" in table.plain
+        assert table.cursor == "gpu1 7"
+
+
+async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder) -> None:
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        await pilot.press("end")
+        assert "Stop" in text(app, Footer)
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert "Stop job 7 (theirs) of gpu1?" in app.screen.query_one("#question").render().plain
+        await pilot.press("y")
+        await wait_until(pilot, lambda: any("On gpu1: job 7 is told to stop." in note for note in told(app)))
+        assert ["stop", "7"] in runs_of(folder)
+        await pilot.press("p")
+        await wait_until(pilot, lambda: ["pause", "7"] in runs_of(folder))
+        await pilot.press("g")
+        await pilot.press("up", "g")
+        await wait_until(pilot, lambda: ["resume", "9"] in runs_of(folder))
+        # Job 7 runs, so that there was nothing to resume.
+        assert ["resume", "7"] not in runs_of(folder)
+
+
+async def test_who_may_only_look_changes_nothing_there_and_reads_the_log(make_app, folder) -> None:
+    app = make_app(4, readonly=True, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        await pilot.press("end", "s", "p", "up", "g", "down")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, FarLogScreen))
+        await wait_until(pilot, lambda: "rank 0" in text(app, LogView))
+        assert text(app, LogView).splitlines()[0] == "step 10 �[2J"
+        assert title_of(app.screen.query_one(LogView)).startswith("Job 7 of gpu1 · log of rank 0 · running · theirs")
+        assert all(words[0] == "stream" for words in runs_of(folder))
+
+
+async def test_a_host_that_is_cut_says_since_when_and_keeps_its_jobs(make_app, folder) -> None:
+    hosts = Hosts(["gpu1"], far_side(folder, THEIRS + "import time; time.sleep(1)", "sys.exit(255)"))
+    app = make_app(4, hosts=hosts)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: "as of" in text(app, JobsPanel))
+        shown(app)
+        await wait_until(pilot, lambda: "✗ cut since" in text(app, FarGpus))
+        assert "theirs" in text(app, JobsPanel)
+        assert "2 hosts · 4 GPUs · 0 running · 0 waiting" in text(app, StatusLine)
+        await pilot.press("end", "s")
+        assert any("gpu1 is not connected." in note for note in told(app))
+
+
+async def test_on_a_machine_without_gpus_the_first_line_is_about_the_other_hosts(make_app, folder) -> None:
+    monitor = StillMonitor(1)
+    monitor._latest, monitor._rings, monitor.problem = (), [], "the NVIDIA driver is not loaded"
+    app = make_app(monitor=monitor, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await far_jobs(pilot)
+        assert "2 hosts · 2 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
+        assert "Jobs run on the CPU here." in text(app, GpuPanel)
+
+
+async def test_hosts_with_many_gpus_leave_room_and_show_those_under_the_cursor(make_app, folder) -> None:
+    many = 'say(HELLO); say({"type": "gpus", "cards": [CARD | {"index": n} for n in range(16)]}); stay()'
+    app = make_app(1, hosts=Hosts(["gpu1", "gpu2"], far_side(folder, many)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: all(view.cards for view in app.session.hosts.views))
+        shown(app)
+        await pilot.pause()
+        panel = app.screen.query_one(FarGpus)
+        lines = panel.plain.splitlines()
+        assert lines[0].startswith(" gpu1 ●")
+        assert "more" in lines[-2]
+        assert lines[-1].startswith(" gpu2 ●")
+        assert panel.region.height <= 12
+        assert app.screen.query_one(JobsPanel).region.height > 3
+        panel.focus()
+        await pilot.press("down")
+        assert panel.plain.splitlines()[1].startswith(" gpu2 ●")
