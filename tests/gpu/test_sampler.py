@@ -325,7 +325,7 @@ sampler.stop()
 def test_what_the_driver_remembers_of_a_card_is_read_with_its_first_sample(on_nvml) -> None:
     now, (card, dumb, lost) = on_nvml(REMEMBERED, GPUS=3, FAULTS="1:no_samples,2:lost")
     assert 15 <= len(card) <= 20
-    for timestamp, utilization, memory, temperature, power, _ in card:
+    for timestamp, utilization, memory, temperature, power, *_ in card:
         assert now - 20 <= timestamp <= now
         assert 0 <= utilization <= 100
         assert 70 <= power <= 700
