@@ -1,6 +1,6 @@
 """The order of the tests: what takes long begins at once, and what waits runs beside what calculates.
 
-No example of a property has a deadline, and torch one thread: the machine is shared.
+No example of a property has a deadline, and torch one thread: the machine is shared. Each run tries other examples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sae_tui.gpu.once import THREAD_NAME
 
 # Threads wait for each other by spinning, and several processes of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("shared", deadline=None)
+settings.register_profile("shared", deadline=None, max_examples=60)
 settings.load_profile("shared")
 
 # What each of three processes begins with: keys typed into an app and a real model, jobs that are killed and waited

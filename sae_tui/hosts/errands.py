@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import tempfile
 import threading
 from collections.abc import Sequence
 
@@ -16,12 +17,18 @@ LIMIT_S = 60.0
 _MOST_BYTES = 16 << 10
 
 
-def run_there(host: str, words: Sequence[str], ssh: Sequence[str]) -> str:
-    """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails."""
+def run_there(host: str, words: Sequence[str], ssh: Sequence[str], given: str = "") -> str:
+    """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails.
+
+    `given` is what it reads from its standard input.
+    """
     argv = ssh_argv(host, words, ssh)
-    process = subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    with tempfile.TemporaryFile() as file:
+        file.write(given.encode())
+        file.seek(0)
+        process = subprocess.Popen(
+            argv, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
     late = threading.Timer(LIMIT_S, process.kill)
     late.daemon = True
     late.start()

@@ -53,3 +53,11 @@ class Hosts:
     def run(self, name: str, *words: str) -> str:
         """Run `sae-tui` with these words on a host; return its answer, or raise `UserError`."""
         return run_there(name, [*words, *self._flags], self._ssh)
+
+    def launch(self, name: str, job_file: str, gpus: str) -> str:
+        """Launch a job on a host, which checks it; return its answer, or raise `UserError`.
+
+        `gpus` are those of that host, as `--gpus` takes them: `auto:2`, `0,1` or `cpu`.
+        """
+        words = ["launch", "/dev/stdin", "--gpus", gpus, *self._flags]
+        return run_there(name, words, self._ssh, job_file)

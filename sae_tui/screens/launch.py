@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
@@ -31,7 +32,10 @@ from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
-from trainer.contract.wording import join_words
+from trainer.contract.wording import join_words, plural
+
+if TYPE_CHECKING:
+    from sae_tui.hosts.view import HostView
 
 
 class Looked(Message):
@@ -65,6 +69,8 @@ class LaunchScreen(FramedScreen):
                 tooltip="To the launch button, or the first setting that is wrong"),
         Binding("f5", "inspect", "Inspect", show=False, id="launch.inspect",
                 tooltip="What is wrong with the stored activations, and what to do about it"),
+        Binding("f6", "launch_there", "On host", show=False, id="launch.there",
+                tooltip="Start the job on another host, which checks it itself"),
         Binding("up", "app.focus_previous", show=False),
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
@@ -166,7 +172,9 @@ class LaunchScreen(FramedScreen):
         self.session.go.launch(jobs, None if origin is None else origin.job_id)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for the SAEs of a sweep only where there are several."""
+        """Offer the key for the SAEs of a sweep only where there are several, and so that for other hosts."""
+        if action == "launch_there":
+            return self.session.hosts is not None
         return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
 
     def action_launch_each(self) -> None:
@@ -180,6 +188,27 @@ class LaunchScreen(FramedScreen):
         jobs = job_form.each_alone(review.job)
         question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
+
+    def action_launch_there(self) -> None:
+        """Ask for a host, then for its GPUs, and launch what is in the form there."""
+        if (hosts := self.session.hosts) is None or self.session.actions.refused():
+            return
+        offered = [(view.name, _of_host(view)) for view in hosts.views if view.is_connected]
+        if not offered:
+            self.notify("No other host is connected.", severity="warning")
+            return
+        self.app.push_screen(Find("Launch on which host?", offered), self._ask_gpus)
+
+    def _ask_gpus(self, host: str | None) -> None:
+        if host is not None:
+            question = Ask(f"Which GPUs of {host}? auto, auto:2, 0,1 or cpu", "auto", "auto")
+            self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
+
+    def _launch_there(self, host: str, gpus: str) -> None:
+        # As it was typed: what is wrong here, such as data that only the other host has, may be right there.
+        if self.session.hosts:
+            launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(), gpus)
+            self.session.actions.do(launch)
 
     def action_inspect(self) -> None:
         """Look at the stored activations that the form names."""
@@ -256,6 +285,12 @@ class LaunchScreen(FramedScreen):
             self.notify(f"Saved to {path}", markup=False)
         except UserError as error:
             self.notify(str(error), title="Not saved", severity="error", markup=False)
+
+
+def _of_host(view: HostView) -> str:
+    """Return what to say of a host when one is chosen."""
+    idle = sum(card.use == "dim" and card.healthy for card in view.cards)
+    return f"{plural(len(view.cards), 'GPU')}, {idle} idle" if view.cards else "no GPU"
 
 
 def _path(text: str) -> Path:

@@ -11,8 +11,8 @@ from fuzz.readers import READERS, Reader
 from fuzz.uses import CORPUS, Home
 from hypothesis import HealthCheck, Phase, given, settings
 
-# Half a minute of one core for all readers; `python -m fuzz` goes on for as long as one likes.
-EXAMPLES = 300
+# A quarter of a minute of one core for all readers; `python -m fuzz` goes on for as long as one likes.
+EXAMPLES = 150
 
 
 @pytest.fixture(scope="module", name="place")

@@ -21,6 +21,12 @@ def test_an_errand_runs_a_command_there_and_tells_its_last_line(tmp_path: Path) 
     assert runs_of(tmp_path) == [["stop", "7", "--demo"]]
 
 
+def test_a_job_is_launched_there_from_the_file_that_is_sent(tmp_path: Path) -> None:
+    there = hosts(tmp_path, launch="say(f'job 3 of {len(sys.stdin.read())} characters is queued')")
+    assert there.launch("far", "name = 'x'\n" * 20_000, "auto:2") == "on far: job 3 of 220000 characters is queued"
+    assert runs_of(tmp_path) == [["launch", "/dev/stdin", "--gpus", "auto:2", "--demo"]]
+
+
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [

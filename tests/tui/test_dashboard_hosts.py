@@ -16,8 +16,12 @@ from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
 from sae_tui.screens.far_log import FarLogScreen
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.knob_form import KnobForm
 from sae_tui.widgets.log_view import LogView
 from trainer.contract.store.states import JobState
 
@@ -125,6 +129,25 @@ async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder)
         await wait_until(pilot, lambda: ["resume", "9"] in runs_of(folder))
         # Job 7 runs, so that there was nothing to resume.
         assert ["resume", "7"] not in runs_of(folder)
+
+
+async def test_the_form_is_launched_there_as_it_was_typed(make_app, folder) -> None:
+    (folder / "launch").write_text("import tomllib; say('job 8 is ' + tomllib.loads(sys.stdin.read())['name'])")
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        await pilot.press("n")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.text)
+        app.screen.query_one(KnobForm).focus_field("name")
+        await pilot.press("ctrl+u", *"wide")
+        await pilot.press("f6")
+        await wait_until(pilot, lambda: isinstance(app.screen, Find))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Ask))
+        await pilot.press(*"auto:2", "enter")
+        await wait_until(pilot, lambda: any("On gpu1: job 8 is wide." in note for note in told(app)))
+        assert ["launch", "/dev/stdin", "--gpus", "auto:2"] in runs_of(folder)
+        assert isinstance(app.screen, LaunchScreen)
 
 
 async def test_who_may_only_look_changes_nothing_there_and_reads_the_log(make_app, folder) -> None:
