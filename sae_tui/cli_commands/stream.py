@@ -13,18 +13,17 @@ from importlib.metadata import version
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import show_json
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.visible import visible
 from sae_tui.hosts.protocol import (
     MOST_GPUS,
     PROTOCOL,
-    Card,
     Gpus,
     Hello,
     Jobs,
     Log,
     Message,
+    far_card,
     jobs_message,
     log_messages,
 )
@@ -86,7 +85,7 @@ class GpuSide:
         samples = visible(self._sampler.latest(), self._name)[:MOST_GPUS]
         held = with_strangers(self._occupancy.holders(), lock_folder(self._data, self._name), samples)
         uses = map(describe_use, choices(samples, held))
-        cards = tuple(_card(sample, *use) for sample, use in zip(samples, uses, strict=True))
+        cards = tuple(far_card(sample, *use) for sample, use in zip(samples, uses, strict=True))
         opening = self._sampler.status is Status.OPENING
         problem = "asking the driver…" if opening else str(self._sampler.problem or "")
         return Gpus(cards, "" if cards else problem)
@@ -105,13 +104,6 @@ class GpuSide:
         """Leave; at once where a thread hangs in the driver, for which the interpreter would wait."""
         if not self._sampler.stop(timeout=0.2):
             os._exit(0)
-
-
-def _card(sample: GpuSample, holder: str, style: str) -> Card:
-    shared = [name for name in Card.__struct_fields__ if name not in ("holder", "use")]
-    fields = {name: getattr(sample, name) for name in shared}
-    busy = sample.utilization
-    return Card(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=style)  # type: ignore[arg-type]
 
 
 def _stream_log(context: Context, flags: argparse.Namespace) -> int:

@@ -12,12 +12,15 @@ from sae_tui.gpu.base import Degrees, GpuSample, Measured
 from sae_tui.jobs.view.reader import JobView
 from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
+from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, Duration, FewAtOnce, JobId, Number, Time, WorldSize
 from trainer.contract.store.states import JobState
 
 PROTOCOL = 1
 LONGEST_LINE = 1 << 20  # bytes
 LONGEST_TEXT, LONGEST_LOG_LINE = 300, 1000  # characters
+MOST_PROCESSES = 8  # of a GPU
+_NOT_OF_SAMPLES = ("holder", "use", "processes")
 MOST_GPUS, MOST_JOBS, MOST_LOG_LINES = 64, 300, 200  # of which a message is no longer than a line may be
 _MOST_AFTER, _MOST_TAGS = 100, 20
 
@@ -34,8 +37,17 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     version: str
 
 
+class FarProcess(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A process on a GPU; its fields are those of `GpuProcess`."""
+
+    pid: Pid
+    user: str | None = None
+    name: str | None = None
+    memory_used_bytes: Count | None = None
+
+
 class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A GPU as it was read last, and who has it, in words."""
+    """A GPU as it was read last, who has it, in words, and the processes that hold most of its memory."""
 
     index: FewAtOnce
     uuid: str
@@ -50,11 +62,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
     holder: str = ""
     use: Use = "dim"
+    processes: Annotated[tuple[FarProcess, ...], Meta(max_length=MOST_PROCESSES)] = ()
 
     def sample(self, timestamp: float) -> GpuSample:
         """Return it as a sample that was taken at this time of this machine's clock."""
-        fields = msgspec.structs.asdict(self)
-        return GpuSample(timestamp=timestamp, **{key: fields[key] for key in fields if key not in ("holder", "use")})
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_OF_SAMPLES}
+        return GpuSample(timestamp=timestamp, **fields)
 
 
 class Gpus(msgspec.Struct, frozen=True, tag="gpus"):
@@ -116,6 +129,15 @@ class Log(msgspec.Struct, frozen=True, tag="log"):
 
 
 Message = Hello | Gpus | Jobs | Log
+
+
+def far_card(sample: GpuSample, holder: str, use: str) -> Card:
+    """Return what is sent of a GPU."""
+    fields = {name: getattr(sample, name) for name in Card.__struct_fields__ if name not in _NOT_OF_SAMPLES}
+    busy = sample.utilization
+    largest = sorted(sample.processes or (), key=lambda one: -(one.memory_used_bytes or 0))[:MOST_PROCESSES]
+    processes = tuple(FarProcess(one.pid, one.user, one.name, one.memory_used_bytes) for one in largest)
+    return Card(**fields | {"utilization": busy and min(100, busy)}, holder=holder, use=use, processes=processes)  # type: ignore[arg-type]
 
 
 def far_job(job: JobView) -> FarJob:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rich.cells import cell_len
 from textual.binding import Binding
 from textual.events import Resize
 
-from sae_tui.format import fit, percent, watts
+from sae_tui.format import fit, gibibytes, percent, watts
 from sae_tui.gpu.aggregate import aggregate
+from sae_tui.hosts.protocol import FarProcess
 from sae_tui.hosts.view import HostView, Stage
 from sae_tui.panels.gpu_lines import gpu_lines
-from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.gpu_row import GpuRow, short_name
 from sae_tui.widgets.lines import Line, LineView, Span
+from sae_tui.widgets.reading import Reading
 from trainer.contract.wording import plural
 
 _SIGNS: dict[Stage, tuple[str, str]] = {
@@ -45,6 +48,7 @@ class FarGpus(LineView, can_focus=True):
     BINDINGS = [
         Binding("up,k", "move(-1)", "Up", show=False),
         Binding("down,j", "move(1)", "Down", show=False),
+        Binding("enter", "choose", "Processes", id="hosts.processes", tooltip="Who computes on the GPUs of this host"),
     ]
 
     _hosts: tuple[FarHost, ...] = ()
@@ -65,6 +69,12 @@ class FarGpus(LineView, can_focus=True):
             self._at = max(0, min(len(self._hosts) - 1, self._at + by))
             self._draw()
             self.scroll_to(y=self._at, animate=False)
+
+    def action_choose(self) -> None:
+        """Show who computes on the GPUs of the host under the cursor."""
+        if self._at < len(self._hosts):
+            view = self._hosts[self._at].view
+            self.app.push_screen(Reading(f"Processes of {view.name}", partial(process_lines, view)))
 
     def on_focus(self) -> None:
         self._draw()
@@ -141,3 +151,19 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
     used = "" if now.average_utilization is None else percent(now.average_utilization)
     parts = [plural(len(host.rows), "GPU"), used, memory, watts(now.total_power_w), hot]
     return " · ".join(filter(None, parts))
+
+
+def process_lines(view: HostView, width: int) -> list[Line]:
+    """Return the processes on the GPUs of a host, below each GPU those that hold most of its memory."""
+    lines: list[Line] = []
+    for card in view.cards:
+        head = f"GPU {card.index} {short_name(card.name)}"
+        lines.append(((fit(head, min(width, cell_len(head) + 2)), "title"), (card.holder, "dim")))
+        lines += [((fit(f"  {_of_process(one)}", width), "text"),) for one in card.processes]
+    return lines or [(("Of its GPUs nothing is known.", "dim"),)]
+
+
+def _of_process(process: FarProcess) -> str:
+    memory = "–" if process.memory_used_bytes is None else gibibytes(process.memory_used_bytes)
+    name = process.name or "cannot be seen from there"
+    return f"{process.pid:>9}  {fit(process.user or '–', 12)} {memory:>10}  {name}"

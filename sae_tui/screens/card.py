@@ -7,6 +7,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
 
+from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.report_card import CardPanel
@@ -83,7 +84,8 @@ class CardScreen(FramedScreen):
 
     def _title(self) -> None:
         title = " · ".join(filter(None, [f"Job {self.job_id}", self.member, "Report card"]))
-        self.entitle(self.query_one(CardPanel), title)
+        job = next((job for job in self.session.jobs if job.id == self.job_id), None)
+        self.entitle(self.query_one(CardPanel), title, energy_words(job, self.session.settings) if job else "")
 
     def action_next_member(self, by: int) -> None:
         labels = list(self._cards)

@@ -15,6 +15,7 @@ from sae_tui.hosts.protocol import (
     MOST_JOBS,
     Card,
     FarJob,
+    FarProcess,
     Gpus,
     Hello,
     Jobs,
@@ -26,7 +27,7 @@ from sae_tui.hosts.protocol import (
 )
 from sae_tui.hosts.view import HostView, Stage
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.panels.far_gpus import FarHost, state_words
+from sae_tui.panels.far_gpus import FarHost, process_lines, state_words
 from sae_tui.panels.gpu_lines import gpu_line
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.panels.jobs import job_row
@@ -37,13 +38,16 @@ TEXTS = st.text(max_size=20) | st.sampled_from(
     ["\x1b]52;c;UFdORUQ=\x07", "\u202eabc", "a\r\nb\tc", "\x9b31m", "x" * 5000]
 )
 COUNTS = st.integers(0, 2**63 - 1)
+PROCESSES = st.builds(
+    FarProcess, pid=st.integers(1, 2**22), user=TEXTS, name=st.none() | TEXTS, memory_used_bytes=st.none() | COUNTS
+)
 CARDS = st.builds(
     Card,
     index=st.integers(0, 100_000), uuid=TEXTS, name=TEXTS, utilization=st.none() | st.integers(0, 100),
     memory_used_bytes=st.none() | COUNTS, memory_total_bytes=st.none() | COUNTS,
     temperature_c=st.none() | st.integers(-1000, 100_000), power_w=st.none() | st.floats(0, 1e9),
     power_limit_w=st.none() | st.floats(0, 1e9), healthy=st.booleans(), reason=TEXTS, holder=TEXTS,
-    use=st.sampled_from(["dim", "good", "warn"]),
+    use=st.sampled_from(["dim", "good", "warn"]), processes=st.lists(PROCESSES, max_size=2).map(tuple),
 )  # fmt: skip
 JOBS = st.builds(
     FarJob,
@@ -131,7 +135,9 @@ def draw(message: Message) -> None:
         rows = [GpuRow(card.sample(1e9), card.holder, card.use, lambda name, n: []) for card in message.cards]
         for row in rows:
             gpu_line(row, 120)
-        state_words(FarHost(HostView("far", Stage.CONNECTED, problem=message.problem), tuple(rows)))
+        view = HostView("far", Stage.CONNECTED, problem=message.problem, cards=message.cards)
+        state_words(FarHost(view, tuple(rows)))
+        process_lines(view, 80)
     elif isinstance(message, Jobs):
         for job in message.jobs:
             view = job.view("far")

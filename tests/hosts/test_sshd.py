@@ -83,6 +83,19 @@ def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_pa
         time.sleep(0.05)
 
 
+def test_a_host_that_falls_silent_is_cut_and_asked_again(sshd, tmp_path) -> None:
+    sshd.install(tmp_path / "data")
+    # What stands first counts for ssh, so that it gives up sooner here than for people.
+    ssh = [*sshd.ssh, "-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=1"]
+    hosts = Hosts(["gpu1"], ssh, demo=True)
+    hosts.start(lambda: None)
+    wait_for(hosts, lambda view: view.cards)
+    sshd.halt()
+    wait_for(hosts, lambda view: view.stage is Stage.CUT)
+    wait_for(hosts, lambda view: view.is_connected and view.cards)
+    hosts.stop()
+
+
 def test_each_thing_that_is_wrong_is_told_with_what_to_do(sshd) -> None:
     assert sentence(sshd).startswith("has no sae-tui on its PATH")
     sshd.program("echo \"sae-tui: error: COMMAND: invalid choice: 'stream'; see sae-tui --help\" >&2; exit 2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -78,10 +79,17 @@ class Sshd:
         file.write_text(f"#!/bin/sh\n{script}\n")
         file.chmod(0o755)
 
+    def halt(self) -> None:
+        """Leave all connections open and silent, as a host does that has lost its power."""
+        for pid in _children(self._process.pid):
+            os.kill(pid, signal.SIGSTOP)
+
     def cut(self) -> None:
         """Cut all connections; new ones are taken."""
         for pid in _children(self._process.pid):
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)
 
     def close(self) -> None:
         if self._process.poll() is not None:

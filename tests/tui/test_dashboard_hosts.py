@@ -23,6 +23,7 @@ from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.knob_form import KnobForm
 from sae_tui.widgets.log_view import LogView
+from sae_tui.widgets.reading import Page, Reading
 from trainer.contract.store.states import JobState
 
 THEIRS = """
@@ -30,7 +31,9 @@ if "--log" in words:
     say(HELLO); say({"type": "log", "lines": ["step 10 \\x1b[2J", f"rank {words[-1]}"]}); stay()
 say(HELLO)
 say({"type": "jobs", "jobs": [JOB | {"id": 9, "name": "old", "state": "finished"}, JOB]})
-say({"type": "gpus", "cards": [CARD, CARD | {"index": 1, "temperature_c": 91, "holder": "job 7 (theirs)"}]})
+who = {"pid": 4711, "user": "ada", "name": "python x.py", "memory_used_bytes": 5 << 30}
+busy = {"index": 1, "temperature_c": 91, "holder": "job 7 (theirs)", "processes": [who, {"pid": 5}]}
+say({"type": "gpus", "cards": [CARD, CARD | busy]})
 """
 
 
@@ -129,6 +132,18 @@ async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder)
         await wait_until(pilot, lambda: ["resume", "9"] in runs_of(folder))
         # Job 7 runs, so that there was nothing to resume.
         assert ["resume", "7"] not in runs_of(folder)
+
+
+async def test_enter_on_a_host_shows_who_computes_there(make_app, folder) -> None:
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await far_jobs(pilot)
+        app.screen.query_one(FarGpus).focus()
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: isinstance(app.screen, Reading) and app.screen.query(Page))
+        lines = [" ".join(line.split()) for line in text(app, Page).splitlines()]
+        assert lines[:2] == ["GPU 0 H100 idle", "GPU 1 H100 job 7 (theirs)"]
+        assert lines[2:] == ["4711 ada 5.0 GiB python x.py", "5 – – cannot be seen from there"]
 
 
 async def test_the_form_is_launched_there_as_it_was_typed(make_app, folder) -> None:
