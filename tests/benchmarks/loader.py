@@ -3,8 +3,9 @@
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
 Batches of 4096 rows are read in the order of a training, in which each row comes once: of rows that were shuffled as
-they were stored, as an extraction does, in runs; of others one by one. The aim is 90 % of the sequential read, from the
-page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is trained for 100 steps; at
+they were stored, as an extraction does, in runs; of others one by one: by one thread, as beside a step on the CPU, and
+by all, as beside a GPU. The aim is 90 % of the sequential read, which keeps none of what it reads, from the page cache
+and from the disk (the files are dropped from the cache before). Then a TopK SAE is trained for 100 steps; at
 most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside it. Needs `--rows` ×
 `--d-in` × 4 bytes of disk, for Parquet twice.
 """
@@ -43,7 +44,7 @@ from trainer.reporting.progress import Progress
 from trainer.training.loop import Trainer
 
 N_SHARDS, BATCH, STEPS = 4, 4096, 100
-COLUMNS = ("format", "stored", "from", "sequential GB/s", "batches GB/s", "of it", "opened in s", "waiting")
+COLUMNS = ("format", "stored", "from", "sequential", "batches", "of it", "by all", "of it", "opened in s", "waiting")
 
 
 def main() -> None:
@@ -53,7 +54,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the shards are written; default a temporary folder")
     parser.add_argument("--formats", default=",".join(WRITERS))
     options = parser.parse_args()
-    table = Table(title=f"{options.rows:,} rows of {options.d_in} in fp32, {torch.get_num_threads()} threads")
+    title = f"{options.rows:,} rows of {options.d_in} in fp32, {torch.get_num_threads()} threads; GB/s"
+    table = Table(title=title)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -79,9 +81,12 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
         source = Shards(path=str(folder))
         opening = time.perf_counter() - began
         in_batches = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
+        prepare(files, where)
+        source.read_by_all_threads()
+        by_all = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
         waiting = f"{wait_of_training(folder):.1%}" if where == "cache" else ""
-        ratio, seconds = f"{in_batches / sequential:.0%}", f"{opening:.2f}"
-        table.add_row(form, stored, where, f"{sequential:.2f}", f"{in_batches:.2f}", ratio, seconds, waiting)
+        pairs = [text for speed in (in_batches, by_all) for text in (f"{speed:.2f}", f"{speed / sequential:.0%}")]
+        table.add_row(form, stored, where, f"{sequential:.2f}", *pairs, f"{opening:.2f}", waiting)
 
 
 def prepare(files: list[Path], where: str) -> None:

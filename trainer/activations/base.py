@@ -88,6 +88,9 @@ class IndexedSource(Source):
     def of_hook(self, hook: int) -> IndexedSource:
         return self
 
+    def read_by_all_threads(self) -> None:
+        """Read with all threads of this process from now on: of a rank on a GPU they have nothing else to do."""
+
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
         """Return these rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,11 @@ class Shards(IndexedSource):
     def beside(self, others: Sequence[Shards]) -> SideBySide:
         return SideBySide([self, *others])
 
+    def read_by_all_threads(self) -> None:
+        for mapped in (self._inputs, self._targets):
+            if mapped is not None:
+                mapped.read_by_all_threads()
+
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(_sorted(indices))
 
@@ -99,6 +105,14 @@ class _Mapped:
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
         self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        # The same rows as tensors, where all threads read.
+        self._tensors: list[Tensor] = []
+
+    def read_by_all_threads(self) -> None:
+        with warnings.catch_warnings():
+            # That they cannot be written to is as it should be.
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
     def rows(self, indices: Indices) -> Tensor:
         """Read rows [n, d] by ascending numbers, in file order, which a disk serves several times faster."""
@@ -115,10 +129,13 @@ class _Mapped:
         return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
     def _read(self, number: int, indices: Indices, into: Tensor) -> None:
-        """Read rows of a shard into their place in a batch, by this thread alone: the cores are busy with a step."""
+        """Read rows of a shard into their place in a batch; beside a step on the CPU by this thread alone."""
         rows, places = self._mapped[number], indices - self._starts[number]
         dtype = _DTYPES[self._shards[number].dtype][1]
-        if dtype == into.dtype:
+        if self._tensors and dtype == into.dtype:
+            whole = self._tensors[number]
+            torch.index_select(whole, 0, torch.from_numpy(places), out=into.view(whole.dtype))
+        elif dtype == into.dtype:
             np.take(rows, places, axis=0, out=into.view(torch.uint8).numpy().view(rows.dtype), mode="clip")
         else:
             into.copy_(torch.from_numpy(rows[places]).view(dtype))

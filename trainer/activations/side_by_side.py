@@ -26,6 +26,10 @@ class SideBySide(IndexedSource):
     def of_hook(self, hook: int) -> IndexedSource:
         return self._sources[hook]
 
+    def read_by_all_threads(self) -> None:
+        for one in self._sources:
+            one.read_by_all_threads()
+
     def rows(self, indices: Indices) -> Tensor:
         return torch.cat([one.rows(indices) for one in self._sources], dim=1)
 

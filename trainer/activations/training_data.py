@@ -109,6 +109,8 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
     if isinstance(source, StreamSource):
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None)
     assert isinstance(source, IndexedSource)
+    if parallel.device.type != "cpu":
+        source.read_by_all_threads()
     return IndexedData(source, n_held_out, seed, parallel.data)
 
 

@@ -26,22 +26,30 @@ def test_rows_come_back_exactly_as_stored(tmp_path: Path, dtype: torch.dtype) ->
     rows = source.rows(np.array([49, 0, 17]))
     assert rows.dtype == dtype
     assert torch.equal(rows, x[[0, 17, 49]])
+    source.read_by_all_threads()
+    assert torch.equal(source.rows(np.array([49, 0, 17])), rows)
 
 
 def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
     x = torch.arange(30.0).reshape(30, 1).expand(30, 4).contiguous()
     for number, (first, last) in enumerate([(0, 4), (4, 5), (5, 30)]):
         save_file({"activations": x[first:last].clone()}, tmp_path / f"{number}.safetensors")
-    rows = Shards(path=str(tmp_path)).rows(np.array([29, 4, 3, 5, 0]))
+    source = Shards(path=str(tmp_path))
+    rows = source.rows(np.array([29, 4, 3, 5, 0]))
     assert rows[:, 0].tolist() == [0, 3, 4, 5, 29]
+    source.read_by_all_threads()
+    assert torch.equal(source.rows(np.array([29, 4, 3, 5, 0])), rows)
 
 
 def test_shards_of_two_types_are_read_as_one_that_holds_both(tmp_path: Path) -> None:
     x = torch.randn(30, 4)
     save_file({"activations": x[:10].to(torch.bfloat16)}, tmp_path / "0.safetensors")
     save_file({"activations": x[10:].half()}, tmp_path / "1.safetensors")
-    rows = Shards(path=str(tmp_path)).rows(np.arange(30))
+    source = Shards(path=str(tmp_path))
+    rows = source.rows(np.arange(30))
     assert rows.dtype == torch.float32
+    source.read_by_all_threads()
+    assert torch.equal(source.rows(np.arange(30)), rows)
     assert torch.equal(rows, torch.cat([x[:10].to(torch.bfloat16).float(), x[10:].half().float()]))
 
 
