@@ -4,7 +4,8 @@
 
 Each runs in a pseudo-terminal of its own, one after the other, at one sample per second, on a stand-in for
 libnvidia-ml.so.1 whose values all move, with a process on each card. The last column is this app's figure as a share of
-the limit it is to keep at 120x40; at 200x60 it may send twice as much. A peer that is not installed is left out and named.
+the limit it is to keep at 120x40; at 200x60 it may send twice as much. A peer that is not
+installed is left out and named.
 """
 
 from __future__ import annotations
