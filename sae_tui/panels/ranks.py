@@ -40,6 +40,8 @@ class RanksPanel(DetailPanel):
         ranks = sorted(rank for name, rank in detail.series if name == RATE)
         rates = {rank: [point.value for point in detail.series[RATE, rank]] for rank in ranks}
         top = max((value or 0 for values in rates.values() for value in values), default=None)
+        # An eighth of a row stays free above the fastest, so that rows are apart.
+        top = None if top is None else top * 8 / 7
         late = late_ranks(detail.series, ranks)
         rank_lines = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
         return [((fit(column_titles(width), width), "label"),), *(rank_lines or [_none(detail, width)])]
