@@ -46,7 +46,7 @@ class Monitor:
         self.cuda = source.cuda
         self.stuck = False
         self._data = data
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
         self._started = time.monotonic()
         self._stopped = threading.Event()
@@ -114,7 +114,7 @@ class Monitor:
     def past(self, n: int) -> Past:
         """Return the last `n` intervals of every card that may be used."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
-        return past(rings, n, interval_s=self._interval_s, now=time.time())
+        return past(rings, n, interval_s=self.interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
         """Fill the rings from the store, each as soon as its card's UUID is known, since the history outlives the app.
@@ -137,10 +137,10 @@ class Monitor:
     def _fill(self, samples: Sequence[GpuSample]) -> None:
         stored: Mapping[str, Sequence[Reading]] = {}
         with contextlib.suppress(UserError):
-            stored = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
+            stored = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self.interval_s)
         for sample in samples:
             history = merge(
-                stored.get(sample.uuid, ()), self._sampler.buffered(sample.index), self._interval_s, sample.timestamp
+                stored.get(sample.uuid, ()), self._sampler.buffered(sample.index), self.interval_s, sample.timestamp
             )
             if history:
                 self._sampler.ring(sample.index).extend_history(history)

@@ -12,7 +12,7 @@ from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, sparkline, watts
 from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
-from sae_tui.widgets.area import area, beside
+from sae_tui.widgets.area import area, beside, columns_of
 from sae_tui.widgets.lines import Line, LineView
 
 _GAP = 2  # cells between two plots
@@ -51,6 +51,11 @@ class AggregatePanel(LineView):
         """Draw the quantities as plots of `plot` rows each, or where that is 0 as a line each."""
         self._totals, self._plot = tuple(totals), plot
         self._draw()
+
+    @property
+    def n_columns(self) -> int:
+        """How many intervals each plot shows; 0 where the quantities are a line each."""
+        return columns_of((self.width - _GAP) // 2) if self._plot else 0
 
     def on_mount(self) -> None:
         self._totals = ()

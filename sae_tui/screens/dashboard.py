@@ -162,6 +162,7 @@ class Dashboard(FramedScreen):
             panel.show_words(NO_GPUS, "text")
         if self._others:
             self._others.show_gpus(laid.chrome)
+        self._title(self._back.span_s if past.is_period else None)
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _past(self, samples: Sequence[GpuSample]) -> Past:
@@ -182,7 +183,6 @@ class Dashboard(FramedScreen):
 
     def action_longer(self, by: int) -> None:
         self._back.longer(by)
-        self._title()
         self.show_gpus()
 
     @property
@@ -213,19 +213,20 @@ class Dashboard(FramedScreen):
         if (rows, view) != self._arranged:
             self._rows, self._arranged = rows, (rows, view)
             self.set_class(rows.beside, "-beside")
-            self._title()
             for name, inside in (("aggregate", rows.totals), ("gpus", rows.gpus), ("preview", rows.preview)):
                 panel: Widget = self.query_one(f"#{name}")
                 panel.display = inside > 0
                 panel.styles.height = "1fr" if name == "preview" and rows.beside else inside + rows.chrome
         return rows
 
-    def _title(self) -> None:
-        """Write the titles, and beside those of the histories which span of the past they show."""
-        span = f" · last {duration(self._back.span_s)}" if self._back.span_s else ""
+    def _title(self, stored_s: int | None) -> None:
+        """Write the titles, and beside those of the histories how far they go back; `stored_s` is that of the store."""
+        plotted_s = self.query_one(AggregatePanel).n_columns * self.session.monitor.interval_s
+        spans_s = {"aggregate": stored_s or plotted_s, "gpus": stored_s, "finder": None}
         for name, title in (_TITLES | (self._others.titles if self._others else {})).items():
             legend = LEGEND if name == "gpus" and self._arranged and self._arranged[1] == "map" else ""
-            entitle(self.query_one(f"#{name}"), title if name == "finder" else title + span, legend)
+            span = f" · last {duration(spans_s[name])}" if spans_s[name] else ""
+            entitle(self.query_one(f"#{name}"), title + span, legend)
         for panel in self.query("#hosts"):
             entitle(panel, "Other hosts")
 

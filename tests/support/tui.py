@@ -34,6 +34,7 @@ class StillMonitor:
     """The interface of `Monitor` over a source that is read only when the test says so."""
 
     source_name = "simulated"
+    interval_s = 1.0
     cuda = False
     stuck = False
     opening = False

@@ -152,12 +152,13 @@ async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, dat
         await pilot.pause()
         newest = text(app, AggregatePanel)
         await pilot.press(">", ">", ">")
-        assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00"
+        await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 1 h 00")
         # In use for some minutes at the beginning of the hour alone.
         await wait_until(pilot, lambda: re.search("[^█]███+   ", text(app, GpuPanel)))
         assert text(app, AggregatePanel) != newest
         await pilot.press("<", "<", "<")
         assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs"
+        assert title_of(app.screen.query_one(AggregatePanel)).strip() == "All GPUs · last 51 s"
         await wait_until(pilot, lambda: "███" not in text(app, GpuPanel))
 
 
