@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import slow_line
 from support.sshd import Sshd, why_not
 from support.tui import record_job
 
@@ -93,6 +95,18 @@ def test_a_host_that_falls_silent_is_cut_and_asked_again(sshd, tmp_path) -> None
     sshd.halt()
     wait_for(hosts, lambda view: view.stage is Stage.CUT)
     wait_for(hosts, lambda view: view.is_connected and view.cards)
+    hosts.stop()
+
+
+def test_a_host_over_a_slow_line_is_followed_all_the_same(sshd, tmp_path) -> None:
+    sshd.install(tmp_path / "data")
+    # A tenth of a second each way, and less than what a modem of 1998 carried.
+    proxy = f"ProxyCommand={sys.executable} {slow_line.__file__} {sshd.port} 0.1 6000"
+    hosts = Hosts(["gpu1"], [*sshd.ssh, "-o", proxy], demo=True)
+    hosts.start(lambda: None)
+    first = wait_for(hosts, lambda view: len(view.cards) == 4)
+    assert first.is_connected
+    wait_for(hosts, lambda view: view.cards and view.cards != first.cards)
     hosts.stop()
 
 
