@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A value at a place, by a name that stays (`GPU-uuid`, `disk`) and as people call it, and what to say if bad.
+    """A value at a place, by a name that stays (`gpu-0`, `disk`) and as people call it, and what to say if bad.
 
     `value` is None where it is not known, which is no reason for an alert. `about` has more for the hook.
     """
@@ -81,7 +81,8 @@ def _on_card(sample: GpuSample, value: float | None, words: str, held: Holders) 
         "gpu_uuid": sample.uuid,
         "job_id": job.id if job else None,
     }
-    return Measured(sample.uuid, place, value, f"{place} {words}", about)
+    # By its index, which a card has that is lost from the start on: its UUID is then not known.
+    return Measured(f"gpu-{sample.index}", place, value, f"{place} {words}", about)
 
 
 def _heat(look: Look) -> Iterator[Measured]:
@@ -131,6 +132,6 @@ KINDS = (
     Kind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
     Kind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
     Kind("memory", "memory full", "alert_memory_percent", _memory, "above", raise_s=30, clear_s=30, slack=3),
-    Kind("idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=0, unit_s=60, passed_s=IDLE_AFTER_S),
+    Kind("idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=60, unit_s=60, passed_s=IDLE_AFTER_S),
     Kind("disk", "disk full", "alert_disk_gib", _disk, "below", raise_s=30, clear_s=30, slack=1),
 )

@@ -1,4 +1,4 @@
-"""The alerts of the last day, in a file of the data folder, by the one app that has the lock."""
+"""The alerts of the last day, in a file of the data folder for each host, by the one app there that has the lock."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainer.contract.store.rows import Time
 DAY_S = 86_400.0
 # What a broken sensor could raise in a day, at one change a minute.
 MOST = 1000
+MOST_HOSTS = 100
 Words = Annotated[str, Meta(max_length=1000)]
 
 
@@ -37,13 +38,15 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_alerts(data: DataDir) -> list[Alert]:
-    """Return the stored alerts of all hosts, oldest first; none where there is no file that can be read."""
-    return read_json(data.alerts_file, list[Alert]) or []
+    """Return the stored alerts of all hosts, oldest first; none of a file that cannot be read."""
+    files = sorted(data.root.glob(data.alerts("*").name))[:MOST_HOSTS]
+    alerts = [alert for file in files for alert in read_json(file, list[Alert]) or []]
+    return sorted(alerts, key=lambda alert: alert.raised)
 
 
-def write_alerts(data: DataDir, alerts: Iterable[Alert]) -> None:
-    """Replace the stored alerts; raise `OSError` where the disk does not take it."""
-    write_json(data.alerts_file, list(alerts))
+def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
+    """Replace the stored alerts of this host; raise `OSError` where the disk does not take it."""
+    write_json(data.alerts(host), list(alerts))
 
 
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:

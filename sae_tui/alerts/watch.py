@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 import socket
 import threading
@@ -13,6 +14,7 @@ import msgspec
 from sae_tui.alerts.catalog import KINDS, Kind, Look, Measured
 from sae_tui.alerts.hysteresis import Hysteresis
 from sae_tui.alerts.record import Alert, of_last_day, read_alerts, write_alerts
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.settings import Settings
@@ -36,7 +38,6 @@ class Alerts:
     ) -> None:
         self._clock, self._wall, self._host = clock, wall, socket.gethostname()
         self._rules = [(kind, rule) for kind in KINDS if (rule := kind.rule(settings))]
-        self._others = [alert for alert in stored if alert.host != self._host]
         known = {kind.name: rule for kind, rule in self._rules}
         mine = [alert for alert in stored if alert.host == self._host]
         # One that has been turned off since is over; any other goes on from before the app was closed, until it is.
@@ -51,12 +52,16 @@ class Alerts:
 
     @property
     def recent(self) -> list[Alert]:
-        """All that are to be kept, those of other hosts of the same data folder too, oldest first."""
-        all_of_them = sorted([*self._others, *self._mine], key=lambda alert: alert.raised)
-        return of_last_day(all_of_them, self._wall(), self._host)
+        """Those of this host that are to be kept, oldest first."""
+        return of_last_day(self._mine, self._wall(), self._host)
 
     def turn(self, look: Look) -> list[Alert]:
-        """Take what is known now; return the alerts that have begun or ended."""
+        """Take what is known now; return the alerts that have begun or ended.
+
+        Nothing is told while a card has not answered for the first time: it is neither lost nor well again.
+        """
+        if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
+            return []
         seen: set[tuple[str, str]] = set()
         changed = []
         for kind, rule in self._rules:
@@ -66,8 +71,8 @@ class Alerts:
                 state = self._states.setdefault(key, Hysteresis(rule))
                 if state.changes(kind.badness(measured.value), self._clock()):
                     changed.append(self._begin(kind, measured) if state.is_raised else self._end(key))
-        for key in self._states.keys() - seen:
-            # A card that is not there any more.
+        for key in self._states.keys() - seen if look.samples else ():
+            # A card that is not there any more, though the driver tells of others.
             if self._states[key].changes(None, self._clock()):
                 changed.append(self._end(key))
         return changed
@@ -122,6 +127,8 @@ class AlertWatcher:
         self._data, self._settings, self._on_change, self._readonly = data, settings, on_change, readonly
         self._samples, self._held = samples, held
         self._lock = FileLock(data.locks / f"alerts-{socket.gethostname()}.lock")
+        self._recent: Sequence[Alert] = ()
+        self._to_run: queue.SimpleQueue[Alert] | None = None
         self._free: int | None = None
         self._disk_at = 0.0
         self._stop = threading.Event()
@@ -135,12 +142,14 @@ class AlertWatcher:
         self._stop.set()
 
     def recent(self) -> list[Alert]:
-        """Return the alerts of the last day, newest first, as the file has them."""
-        return of_last_day(read_alerts(self._data), time.time(), socket.gethostname())[::-1]
+        """Return the alerts of the last day, newest first: of this host as known now, of others as their files say."""
+        host = socket.gethostname()
+        others = of_last_day([one for one in read_alerts(self._data) if one.host != host], time.time(), host)
+        return sorted([*self._recent, *others], key=lambda alert: alert.raised, reverse=True)
 
     def _run(self) -> None:
         alerts = Alerts(self._settings, read_alerts(self._data))
-        self.active = alerts.active
+        self.active, self._recent = alerts.active, alerts.recent
         while not self._stop.wait(self.interval_s):
             try:
                 self._look(alerts)
@@ -154,7 +163,7 @@ class AlertWatcher:
         if samples is None:
             return
         changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
-        self.active = alerts.active
+        self.active, self._recent = alerts.active, alerts.recent
         if changed and not self._stop.is_set():
             self._tell(changed, alerts)
 
@@ -164,20 +173,26 @@ class AlertWatcher:
         try:
             if self._readonly or not self._lock.acquire():
                 return
-            write_alerts(self._data, alerts.recent)
+            write_alerts(self._data, socket.gethostname(), alerts.recent)
         except (UserError, OSError) as error:
             self._note(f"alerts are not written down: {error}")
-        for alert in changed if self._settings.on_alert else ():
-            threading.Thread(target=self._run_hook, args=(alert,), name="on-alert", daemon=True).start()
+        if self._settings.on_alert:
+            if self._to_run is None:
+                self._to_run = queue.SimpleQueue()
+                threading.Thread(target=self._run_hooks, args=(self._to_run,), name="on-alert", daemon=True).start()
+            for alert in changed:
+                self._to_run.put(alert)
 
-    def _run_hook(self, alert: Alert) -> None:
+    def _run_hooks(self, alerts: queue.SimpleQueue[Alert]) -> None:
+        """Run the user's command for one alert after the other, however many cards are lost at once."""
         # Loaded with the first alert: most apps see none.
         from sae_tui.alerts.hook import run_hook
 
-        try:
-            run_hook(self._settings.on_alert, as_message(alert))
-        except UserError as error:
-            self._note(str(error))
+        while True:
+            try:
+                run_hook(self._settings.on_alert, as_message(alerts.get()))
+            except UserError as error:
+                self._note(str(error))
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.problems:

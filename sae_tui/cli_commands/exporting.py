@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, warn
@@ -23,8 +27,9 @@ from trainer.contract.paths import DataDir
 
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
-# A client that sends nothing is given up after so long.
+# A client is given up after so long.
 PATIENCE_S = 10.0
+MOST_AT_ONCE = 16
 
 
 def export_metrics(context: Context, flags: argparse.Namespace) -> int:
@@ -37,14 +42,13 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
     sampler = Sampler(source, context.settings.sampling_interval_s)
     figures = Figures(context.data, lambda: visible(sampler.latest(), source.name), lambda: sampler.problem)
     try:
-        server = ThreadingHTTPServer((LOOPBACK, flags.port), partial(Handler, figures.text))
+        server = Server((LOOPBACK, flags.port), partial(Handler, figures.text))
     except OSError as error:
         reason = f"port {flags.port} of {LOOPBACK} cannot be had: {error.strerror}"
         raise UserError(f"{reason}; choose another with --port") from None
     sampler.start()
     try:
         with server:
-            server.daemon_threads = True
             say(f"http://{LOOPBACK}:{server.server_port}/metrics for every user of this machine; Ctrl-C ends it")
             server.serve_forever()
     finally:
@@ -87,6 +91,43 @@ class Figures:
         for problem in {str(problem) for problem in problems if problem} - self._told:
             self._told.add(problem)
             warn(problem)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a few at a time; whoever comes then is hung up on, and so costs nothing."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._room = threading.Semaphore(MOST_AT_ONCE)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        # However slowly it sends, a client has so long for all of it.
+        hang_up = threading.Timer(PATIENCE_S, _hang_up, (request,))
+        hang_up.daemon = True
+        hang_up.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            hang_up.cancel()
+            self._room.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Pass over a client that has gone; a fault of ours is told as ever."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Handler(BaseHTTPRequestHandler):

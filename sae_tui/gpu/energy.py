@@ -39,7 +39,9 @@ class CardMeter:
 
     def __init__(self, begin: float) -> None:
         self._begin = begin
+        # The last reading that has the power, and the time of the last of any.
         self._last: EnergyReading | None = None
+        self._newest: float | None = None
         self._counter: EnergyReading | None = None
         # Since the last reading of the counter, whose next one takes its place.
         self._pending = Used()
@@ -48,12 +50,13 @@ class CardMeter:
     @property
     def newest(self) -> float:
         """The time of the last reading; at first that of the beginning."""
-        return self._last.timestamp if self._last else self._begin
+        return self._begin if self._newest is None else self._newest
 
     def add(self, reading: EnergyReading) -> None:
         """Add a reading; one that is not later than the last is passed over."""
-        if reading.timestamp <= self.newest and not (self._last is None and reading.timestamp == self._begin):
+        if reading.timestamp < self._begin or (self._newest is not None and reading.timestamp <= self._newest):
             return
+        self._newest = reading.timestamp
         if reading.power_w is not None:
             self._pending += self._area(reading)
             self._last = reading
@@ -62,7 +65,7 @@ class CardMeter:
 
     def used(self, end: float) -> Used:
         """Return what the card took from the beginning to `end`."""
-        tail_s = end - self.newest
+        tail_s = end - (self._last.timestamp if self._last else self._begin)
         tail = Used()
         if self._last and self._last.power_w is not None and 0 < tail_s <= LONGEST_GAP_S:
             tail = Used(self._last.power_w * tail_s, 0.0, tail_s)
@@ -72,7 +75,7 @@ class CardMeter:
     def _area(self, reading: EnergyReading) -> Used:
         """Return the area under the power since the last reading; nothing of a gap."""
         assert reading.power_w is not None
-        seconds = reading.timestamp - self.newest
+        seconds = reading.timestamp - (self._last.timestamp if self._last else self._begin)
         if seconds > LONGEST_GAP_S:
             return Used()
         before = self._last.power_w if self._last and self._last.power_w is not None else reading.power_w

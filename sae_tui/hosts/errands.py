@@ -2,46 +2,55 @@
 
 from __future__ import annotations
 
-import contextlib
+import signal
 import subprocess
 import tempfile
 import threading
 from collections.abc import Sequence
 
 from sae_tui.hosts.causes import SSH_FAILED, no_connection
+from sae_tui.hosts.link import end, signal_all
 from sae_tui.ssh import NO_SAE_TUI, ssh_argv
 from trainer.contract.errors import UserError
 from trainer.contract.printable import printable
 
 LIMIT_S = 60.0
 _MOST_BYTES = 16 << 10
+_LEAVE_S = 1.0  # for the exit code of one whose output has ended, or is too long
 
 
-def run_there(host: str, words: Sequence[str], ssh: Sequence[str], given: str = "") -> str:
+def run_there(
+    host: str,
+    words: Sequence[str],
+    ssh: Sequence[str],
+    given: str = "",
+    running: set[subprocess.Popen[bytes]] | None = None,
+) -> str:
     """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails.
 
-    `given` is what it reads from its standard input.
+    `given` is what it reads from its standard input. While it runs, its process is in `running`.
     """
     argv = ssh_argv(host, words, ssh)
+    running = set() if running is None else running
     with tempfile.TemporaryFile() as file:
         file.write(given.encode())
         file.seek(0)
         process = subprocess.Popen(
             argv, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
-    late = threading.Timer(LIMIT_S, process.kill)
+    running.add(process)
+    late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))
     late.daemon = True
     late.start()
     try:
         assert process.stdout is not None
         answer = process.stdout.read(_MOST_BYTES)
         process.stdout.close()
-        code = process.wait()
         is_late = late.finished.is_set()
     finally:
         late.cancel()
-        with contextlib.suppress(OSError):
-            process.kill()
+        running.discard(process)
+        code = end(process, _LEAVE_S)
     if is_late:
         raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; look there with ssh {host}")
     return _outcome(host, code, [printable(line) for line in answer.decode(errors="replace").splitlines() if line])

@@ -42,7 +42,7 @@ def messages(link: Link) -> Iterator[Message]:
         for line in lines:
             yield decode(line)
     except ValueError as error:
-        raise Refused(no_message(str(error))) from None
+        raise Refused(no_message(printable(str(error)))) from None
 
 
 def _greeting(lines: Iterator[bytes]) -> Hello | None:
@@ -112,6 +112,8 @@ class HostFollower:
             link = self._link = Link(self._argv)
         except OSError as error:
             return Cause(f"cannot be asked: {self._argv[0]}: {error.strerror}; install an ssh client")
+        if self._stopped.is_set():
+            link.stop()
         greeted = False
         try:
             for message in messages(link):
@@ -131,8 +133,9 @@ class HostFollower:
                 self._take_gpus(message)
             case Jobs():
                 jobs = tuple(job.view(self.view.name) for job in message.jobs)
-                if (jobs, message.more) != (self.view.jobs, self.view.more):
-                    self._change(jobs=jobs, more=message.more)
+                now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
+                if any(getattr(self.view, name) != value for name, value in now.items()):
+                    self._change(**now)
             case Log():
                 pass
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -61,8 +62,7 @@ class Link:
     def stop(self) -> None:
         """End the process, and with it `lines`."""
         self._stopped.set()
-        with contextlib.suppress(OSError):
-            self._process.terminate()
+        signal_all(self._process, signal.SIGTERM)
 
     def lines(self) -> Iterator[bytes]:
         """Yield the lines it writes, without their ends; raise `ValueError` for one that is too long."""
@@ -82,11 +82,7 @@ class Link:
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
-        try:
-            return self._process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        return end(self._process, _LEAVE_S)
 
     def _chunks(self) -> Iterator[bytes]:
         """Yield what comes on standard output until it ends; keep the end of what comes on standard error."""
@@ -110,3 +106,25 @@ class Link:
     def _pay(self, n_bytes: int) -> None:
         if (wait_s := self._allowance.take(n_bytes)) > 0:
             self._stopped.wait(wait_s)
+
+
+def signal_all(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a process in a session of its own and to all that it has started there."""
+    # Once it is waited for, its number may be another's.
+    if process.returncode is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, number)
+
+
+def end(process: subprocess.Popen[bytes], patience_s: float) -> int:
+    """Return the exit code of a process, which has so long to end by itself, and end what it has left behind."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and not _has_ended(process.pid):
+        time.sleep(0.01)
+    signal_all(process, signal.SIGKILL)
+    return process.wait()
+
+
+def _has_ended(pid: int) -> bool:
+    """Tell whether a child has ended, and leave its exit code to be waited for."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None

@@ -39,6 +39,8 @@ class FarLogReader:
             link = self._link = Link(self._argv)
         except OSError as error:
             return f"cannot be asked: {self._argv[0]}: {error.strerror}"
+        if self._stopped.is_set():
+            link.stop()
         greeted, code = False, 0
         try:
             for message in messages(link):

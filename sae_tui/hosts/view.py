@@ -22,7 +22,7 @@ class Stage(StrEnum):
 class HostView(msgspec.Struct, frozen=True):
     """A host with its GPUs and jobs as last told; `sentence` follows its name and says why it is not connected.
 
-    `problem` is what the host itself says of its GPUs or jobs. `since`: seconds since the epoch.
+    `problem` and `jobs_problem` are what the host itself says of its GPUs and jobs. `since`: seconds since the epoch.
     """
 
     name: str
@@ -33,6 +33,7 @@ class HostView(msgspec.Struct, frozen=True):
     jobs: tuple[JobView, ...] = ()
     more: int = 0
     problem: str = ""
+    jobs_problem: str = ""
 
     @property
     def is_connected(self) -> bool:

@@ -61,6 +61,8 @@ def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:
         return f"as of {time.strftime('%H:%M:%S', time.localtime(view.since))}"
     if not view.is_connected:
         return "connecting…" if view.stage is Stage.CONNECTING else "not connected"
+    if view.jobs_problem:
+        return f"⚠ {view.jobs_problem}"
     if filtered:
         return f"{n_matching} of {len(view.jobs)}"
     older = f"and {view.more} older" if view.more else ""

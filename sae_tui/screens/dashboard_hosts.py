@@ -33,6 +33,7 @@ _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
 # By so much the numbers of their GPUs are set apart from those of the host before.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
+_FEWEST_LINES = 3  # of the panel, which then scrolls
 _SHARE = 2  # their GPUs have at most every second row of the window
 
 
@@ -41,6 +42,8 @@ class DashboardHosts:
 
     def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
         self._screen, self._session, self._hosts = screen, session, hosts
+        # As drawn for the totals, from which the lines below are drawn as well.
+        self._pasts: dict[str, Past] = {}
 
     @property
     def titles(self) -> dict[str, str]:
@@ -56,7 +59,8 @@ class DashboardHosts:
         views, height = self._hosts.views, self._screen.size.height
         first = _TOTALS + len(self._session.monitor.latest()) + 1 + min(_SOME_JOBS, self.n_job_rows)
         left = height - 2 - first - _PANELS * FRAMES[frame_of(*self._screen.size)]
-        return self._screen.query_one(FarGpus).lines_of(views, min(left, height // _SHARE - 2))
+        most = height // _SHARE - 2
+        return min(max(_FEWEST_LINES, most), self._screen.query_one(FarGpus).lines_of(views, min(left, most)))
 
     @property
     def n_job_rows(self) -> int:
@@ -82,7 +86,7 @@ class DashboardHosts:
         every, slots, limits_w = list(samples), dict(past.slots), dict(past.power_limits_w)
         place_of = {sample.index: "" for sample in samples}
         for place, view in enumerate(self._hosts.views, start=1):
-            theirs = self._past(view)
+            theirs = self._pasts[view.name] = self._past(view)
             blank = [BLANK] * len(next(iter(past.slots.values()), ()))
             for card in view.cards:
                 if card.index in theirs.slots:
@@ -91,7 +95,7 @@ class DashboardHosts:
                     slots[index] = theirs.slots[card.index] if live else blank
                     limits_w[index] = theirs.power_limits_w[card.index]
                     place_of[index] = f" of {view.name}"
-        found = totals(every, Past(slots, limits_w))
+        found = totals(every, Past(slots, limits_w, past.is_period))
         hottest = aggregate(every).hottest
         if hottest and (host := place_of[hottest.index]):
             found[-1] = replace(found[-1], text=f"{celsius(hottest.temperature_c)} GPU {hottest.index % _APART}{host}")
@@ -105,7 +109,7 @@ class DashboardHosts:
         self._screen.query_one(JobsFinder).show_far(self._hosts.views)
 
     def _host(self, view: HostView) -> FarHost:
-        past = self._past(view)
+        past = self._pasts.pop(view.name, None) or self._past(view)
         known = past.slots.keys()
         rows = tuple(
             GpuRow(card.sample(view.since), card.holder, card.use, partial(past.column, card.index))

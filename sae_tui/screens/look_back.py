@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
@@ -45,8 +44,8 @@ class LookBack(Generic[T]):
         """Take who is told and how a span of so many seconds of a subject is read in at most so many columns."""
         self._screen, self._read = screen, read
         self._place = 0  # in `SPANS_S`, counted from 1; 0 is the newest intervals
-        self._asked_at = -float("inf")
-        self._found: tuple[str, float, T] | None = None
+        self._due = 0.0  # when to read next
+        self._found: dict[tuple[str, float], T] = {}
 
     @property
     def span_s(self) -> int | None:
@@ -60,22 +59,24 @@ class LookBack(Generic[T]):
 
     def forget(self) -> None:
         """Forget what was read, and read anew when it is asked for."""
-        self._found, self._asked_at = None, -float("inf")
+        self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
         """Return what was read last; have it read, for `n` columns, where that is due. None before it is there."""
         span_s = self.span_s
         if span_s is None:
             return None
-        if n and time.monotonic() - self._asked_at >= max(_REREAD_S, span_s / n):
-            self._asked_at = time.monotonic()
+        if n and time.monotonic() >= self._due:
+            self._due = time.monotonic() + max(_REREAD_S, span_s / n)
             self._screen.run_worker(
                 partial(self._fetch, subject, span_s, n),
                 thread=True, group="look back", exclusive=True, exit_on_error=False,
             )  # fmt: skip
-        return self._found[2] if self._found and self._found[:2] == (subject, span_s) else None
+        return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
-        with contextlib.suppress(UserError):  # told in the status line by those who store it
-            self._found = (subject, span_s, self._read(subject, span_s, n))
+        try:
+            self._found[subject, span_s] = self._read(subject, span_s, n)
             self._screen.post_message(self.Found())
+        except UserError:  # told in the status line by those who store it
+            self._due = time.monotonic() + _REREAD_S

@@ -91,7 +91,7 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
             20 * 60,
             "GPU 3 is not used by job 12 (base): held 3 h, idle for 10 min",
             cards(FINE),
-            0,
+            60,
         ),
         (
             cards(FINE, free_bytes=2 * GIB),
@@ -139,7 +139,7 @@ def test_a_value_that_swings_about_the_bound_is_one_alert():
 def test_an_alert_of_a_card_that_is_taken_away_is_over():
     days = Days()
     days.last(20, cards(replace(FINE, healthy=False, reason=faults.LOST)))
-    assert days.last(12, cards()) == ["GPU 3: unreadable no more"]
+    assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
 
 
 def test_thresholds_are_settings_and_0_turns_an_alert_off():
@@ -153,7 +153,7 @@ def test_thresholds_are_settings_and_0_turns_an_alert_off():
 
 def alert(kind: str = "heat", host: str | None = None, **fields) -> Alert:
     own = Days().alerts._host
-    usual = {"place": "GPU-a", "place_words": "GPU 3", "words": "w", "value": 1.0, "raised": BEGIN - 100}
+    usual = {"place": "gpu-3", "place_words": "GPU 3", "words": "w", "value": 1.0, "raised": BEGIN - 100}
     return Alert(kind=kind, host=host or own, **(usual | fields))
 
 
@@ -162,22 +162,42 @@ def test_an_alert_outlives_the_app_and_is_not_told_twice():
     assert days.last(30, cards(replace(FINE, temperature_c=88))) == []
     assert len(days.alerts.active) == 1
     assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
-    assert [one.cleared is None for one in days.alerts.recent] == [True, False]
+    assert [one.cleared is None for one in days.alerts.recent] == [False]
 
 
 def test_alerts_are_kept_for_a_day_after_they_are_over(data):
     kept = [alert(cleared=BEGIN - DAY_S + 5), alert(kind="unknown-kind", cleared=BEGIN - 1)]
     old = alert(cleared=BEGIN - DAY_S - 5), alert(host="elsewhere", raised=BEGIN - DAY_S - 5)
     days = Days(stored=(*old, *kept))
-    write_alerts(data, days.alerts.recent)
+    write_alerts(data, "box", days.alerts.recent)
     assert read_alerts(data) == kept
-    assert stat.S_IMODE(data.alerts_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(data.alerts("box").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '[{"kind": "heat"}]', "null"])
 def test_a_damaged_file_holds_no_alerts(data, content):
-    data.alerts_file.write_text(content)
+    data.alerts("box").write_text(content)
     assert read_alerts(data) == []
+
+
+def test_hosts_that_share_a_folder_keep_their_alerts_apart(data):
+    mine, theirs = alert(cleared=BEGIN - 1), alert(host="elsewhere", raised=BEGIN - 200)
+    write_alerts(data, "elsewhere", [theirs])
+    write_alerts(data, mine.host, [mine])
+    assert read_alerts(data) == [theirs, mine]
+
+
+def test_nothing_is_over_while_a_card_has_not_answered_or_the_driver_is_gone():
+    days = Days(stored=(alert("lost"), alert("idle")))
+    waiting = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.NO_ANSWER_YET))
+    assert days.last(100, waiting) == []
+    assert days.last(100, cards()) == []
+    # Lost from the start on, it has no UUID, and is the card that it was.
+    unknown = cards(GpuSample(3, "GPU-index-3", "", BEGIN, healthy=False, reason=faults.LOST))
+    assert days.last(59, unknown) == []
+    assert {one.kind for one in days.alerts.active} == {"lost", "idle"}
+    gone = days.last(300, cards(replace(FINE, index=4)))
+    assert sorted(gone) == ["GPU 3: held and idle no more", "GPU 3: unreadable no more"]
 
 
 def test_a_script_learns_which_card_and_job_and_whether_it_begins():
@@ -227,8 +247,9 @@ def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
     first = watch()
     wait_until(lambda: read_alerts(data))
     (written,) = read_alerts(data)
-    assert (written.kind, written.place) == ("lost", "GPU-a")
+    assert (written.kind, written.place) == ("lost", "gpu-3")
     assert first.active == (written,)
+    assert first.recent() == [written]
 
 
 def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
@@ -237,17 +258,18 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
         watcher.stop()
         watcher._thread.join(20)
         assert len(watcher.changed) == 1
+        assert [one.kind for one in watcher.recent()] == ["lost"]
 
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
     tell()
     lock.release()
     tell(readonly=True)
-    assert not data.alerts_file.exists()
+    assert not data.alerts(alert().host).exists()
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_alerts_go_on(watch, data):
-    data.alerts_file.mkdir()
+    data.alerts(alert().host).mkdir()
     watcher = watch()
     wait_until(lambda: len(watcher.problems) > 1)
     assert watcher.problems[1].startswith("alerts are not written down: ")

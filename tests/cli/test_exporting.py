@@ -6,12 +6,16 @@ import http.client
 import re
 import signal
 import socket
+import struct
 import subprocess
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
+from sae_tui.cli_commands.exporting import MOST_AT_ONCE
 from sae_tui.gpu.simulated import uuid_of
 
 LAST = "sae_tui_jobs_readable"
@@ -61,6 +65,28 @@ def test_figures_are_served_to_this_machine_by_its_own_name_only(server, shell):
     assert listening(port) == [f"0100007F:{port:04X}"]
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_a_crowd_is_hung_up_on_and_a_client_that_goes_leaves_no_trace(server):
+    process, port = server
+    with ExitStack() as stack:
+        mutes = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 20)) for _ in range(MOST_AT_ONCE + 9)
+        ]
+        assert mutes[-1].recv(1) == b""
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port), 20) as rude:
+            rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            rude.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    deadline = time.monotonic() + 20
+    while True:
+        with suppress(OSError, http.client.HTTPException):
+            assert ask(port)[0] == 200
+            break
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGINT)
+    process.wait(20)
     assert "Traceback" not in process.stderr.read()
 
 

@@ -101,7 +101,7 @@ class World:
         settings |= {"hosts": ["far"], "ssh_command": self._far_side()}
         self.box.data.settings_file.write_text(tomli_w.dumps(settings))
         alert = {"kind": "x", "place": "x", "place_words": "x", "words": text("alert"), "host": "x", "value": 1}
-        self.box.data.alerts_file.write_text(json.dumps([alert | {"raised": time.time()}]))
+        self.box.data.alerts("x").write_text(json.dumps([alert | {"raised": time.time()}]))
 
     def _write_programs(self) -> Path:
         """Write programs in place of SLURM's that answer whatever they like."""

@@ -46,6 +46,16 @@ def test_the_area_under_the_power_is_that_of_a_plain_loop(seed):
     assert used.counted_s == 0
 
 
+def test_a_counter_alone_is_read_once_however_often_it_is_asked_for():
+    meter = CardMeter(BEGIN)
+    readings = [EnergyReading(BEGIN + second, None, 100.0 * second) for second in range(0, 91, 30)]
+    for _ in range(3):
+        for reading in readings:
+            if reading.timestamp > meter.newest or meter.newest == BEGIN:
+                meter.add(reading)
+    assert meter.used(BEGIN + 90).joules == 9000
+
+
 def test_a_steady_card_takes_its_power_times_the_time():
     used = metered([EnergyReading(BEGIN + second, 250.0) for second in range(1, 3600)], BEGIN, BEGIN + 3600)
     assert used == pytest.approx((250.0 * 3600, 3600, 3600, 0))

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from support.far_side import far_side, runs_of
 
+from sae_tui.hosts import errands
 from sae_tui.hosts.hosts import Hosts
 from trainer.contract.errors import UserError
 
@@ -25,6 +31,39 @@ def test_a_job_is_launched_there_from_the_file_that_is_sent(tmp_path: Path) -> N
     there = hosts(tmp_path, launch="say(f'job 3 of {len(sys.stdin.read())} characters is queued')")
     assert there.launch("far", "name = 'x'\n" * 20_000, "auto:2") == "on far: job 3 of 220000 characters is queued"
     assert runs_of(tmp_path) == [["launch", "/dev/stdin", "--gpus", "auto:2", "--demo"]]
+
+
+def test_an_errand_ends_in_its_time_with_all_that_was_started_for_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(errands, "LIMIT_S", 0.3)
+    mark = f"3{os.getpid()}"
+    wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
+    with pytest.raises(UserError, match="host far did not answer within 0 s"):
+        wrapped.run("far", "stop", "7")
+    wait_until(lambda: not runs(f"sleep {mark}"))
+
+
+def test_whoever_leaves_ends_the_errands_that_are_under_way(tmp_path: Path) -> None:
+    mark = f"4{os.getpid()}"
+    wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(wrapped.run, "far", "stop", "7")
+        wait_until(lambda: runs(f"sleep {mark}"))
+        wrapped.stop()
+        with pytest.raises(UserError):
+            asked.result(20)
+    wait_until(lambda: not runs(f"sleep {mark}"))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def runs(command: str) -> bool:
+    """Tell whether a process with this command line runs."""
+    return any(" ".join(one.info["cmdline"] or []) == command for one in psutil.process_iter(["cmdline"]))
 
 
 @pytest.mark.parametrize(

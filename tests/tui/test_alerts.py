@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.tui import NOW
+from support.tui import NOW, wait_until
 
 from sae_tui.alerts.record import Alert, write_alerts
 from sae_tui.app_parts.redraw import AlertsChanged
@@ -43,7 +43,7 @@ def test_without_alerts_it_says_so():
 
 
 async def test_an_alert_is_said_counted_in_the_head_and_read_again(make_app, data):
-    write_alerts(data, [HOT])
+    write_alerts(data, HOT.host, [HOT])
     app = make_app()
     async with app.run_test(size=(100, 30)) as pilot:
         await pilot.pause()
@@ -53,6 +53,7 @@ async def test_an_alert_is_said_counted_in_the_head_and_read_again(make_app, dat
         await pilot.pause()
         assert [note.message for note in app.notices] == [f"! {HOT.words}"]
         assert "⚠ 1 alert " in app.screen.query_one(StatusLine).plain
+        await wait_until(pilot, app.session.alerts.recent)
         app.session.go.show_alerts()
         await pilot.pause()
         assert HOT.words in app.screen.query_one("Page").plain

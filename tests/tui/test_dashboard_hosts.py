@@ -165,6 +165,22 @@ async def test_the_form_is_launched_there_as_it_was_typed(make_app, folder) -> N
         assert isinstance(app.screen, LaunchScreen)
 
 
+async def test_a_host_whose_jobs_cannot_be_read_says_so(make_app, folder) -> None:
+    damaged = 'say(HELLO); say({"type": "jobs", "problem": "control.db is damaged"}); stay()'
+    app = make_app(1, hosts=Hosts(["gpu1"], far_side(folder, damaged)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: "gpu1 · ⚠ control.db is damaged" in text(app, JobsPanel))
+
+
+async def test_thirty_hosts_leave_room_for_jobs(make_app, folder) -> None:
+    app = make_app(1, hosts=Hosts([f"gpu{n}" for n in range(30)], far_side(folder, "say(HELLO); stay()")))
+    async with app.run_test(size=(80, 24)) as pilot:
+        shown(app)
+        await pilot.pause()
+        assert app.screen.query_one(FarGpus).region.height <= 12
+        assert app.screen.query_one(JobsPanel).region.height >= 3
+
+
 async def test_who_may_only_look_changes_nothing_there_and_reads_the_log(make_app, folder) -> None:
     app = make_app(4, readonly=True, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:

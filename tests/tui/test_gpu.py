@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from contextlib import closing
 
@@ -11,10 +12,12 @@ from support.tui import StillMonitor, record_job, title_of, wait_until
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import Simulated, uuid_of
+from sae_tui.gpu.window import SPANS_S
 from sae_tui.panels.aggregate import AggregatePanel
 from sae_tui.panels.gpu_page import GpuFacts, GpuHistory
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.processes import ProcessTable
+from sae_tui.screens import dashboard
 from sae_tui.screens.gpu import GpuScreen
 from trainer.contract.store.database import open_writer
 from trainer.contract.store.states import JobState
@@ -160,6 +163,27 @@ async def test_the_dashboard_shows_longer_spans_of_all_cards_whole(make_app, dat
         assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs"
         assert title_of(app.screen.query_one(AggregatePanel)).strip() == "All GPUs · last 51 s"
         await wait_until(pilot, lambda: "███" not in text(app, GpuPanel))
+
+
+async def test_a_span_that_is_read_late_takes_nothing_from_the_one_that_is_shown(make_app, data, monkeypatch) -> None:
+    store_samples(data, uuid_of(0), [time.time() - 100], job=12)
+    go_on, real = threading.Event(), dashboard.stored_past
+
+    def read(path, host, samples, span_s, n, now):
+        if span_s == SPANS_S[0]:
+            go_on.wait(20)
+        return real(path, host, samples, span_s, n, now)
+
+    monkeypatch.setattr(dashboard, "stored_past", read)
+    app = make_app(1)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        await pilot.press(">", ">")
+        await wait_until(pilot, lambda: title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 15 min")
+        go_on.set()
+        await wait_until(pilot, lambda: len(app.screen._back._found) == 2)
+        app.redraw.show_gpus()
+        assert title_of(app.screen.query_one(GpuPanel)).strip() == "GPUs · last 15 min"
 
 
 def store_samples(data, uuid: str, stamps: list[float], job: int) -> None:

@@ -88,8 +88,11 @@ class DataDir:
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
         self.box_file = root / "box.json"
-        self.alerts_file = root / "alerts.json"
         self.trash = root / "trash"
+
+    def alerts(self, host: str) -> Path:
+        """Return the file of a host's alerts, which only an app of that host writes."""
+        return self.root / f"alerts-{host}.json"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))

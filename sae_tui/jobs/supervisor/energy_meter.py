@@ -26,17 +26,28 @@ class EnergyMeter:
     part of it.
     """
 
-    def __init__(self, data: DataDir, control: Control, job: Job, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        data: DataDir,
+        control: Control,
+        job: Job,
+        clock: Callable[[], float] = time.time,
+        steady: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
+        self._steady = steady
+        self._latest = 0.0
         self._path, self._control, self._job, self._clock = data.gpu_db, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
-        self._meters = {uuid: CardMeter(clock()) for uuid in job.gpu_uuids}
-        self._due = clock() + EVERY_S
+        self._begin(clock())
+        self._due = steady() + EVERY_S
+        # What was taken before: by earlier attempts, and by this one before its clock was set back.
         self._before: Used | None = None
 
     def turn(self) -> None:
         """Bring the job's row up to date, twice a minute."""
-        if self._clock() >= self._due:
-            self._due = self._clock() + EVERY_S
+        if self._steady() >= self._due:
+            self._due = self._steady() + EVERY_S
             self.end()
 
     def end(self) -> None:
@@ -45,8 +56,22 @@ class EnergyMeter:
             return
         with tolerate("measuring the energy"):
             now = self._clock()
+            if now < self._latest:
+                self._before = self._total(self._latest)
+                self._begin(now)
+            self._latest = now
             self._read(now)
-            self._write(sum((meter.used(now) for meter in self._meters.values()), start=Used()))
+            self._write(self._total(now))
+
+    def _begin(self, now: float) -> None:
+        self._latest = now
+        self._meters = {uuid: CardMeter(now) for uuid in self._job.gpu_uuids}
+
+    def _total(self, until: float) -> Used:
+        """Return what the job has taken until then, with all that was before."""
+        if self._before is None:
+            self._before = _used_before(self._control, self._job)
+        return sum((meter.used(until) for meter in self._meters.values()), start=self._before)
 
     def _read(self, until: float) -> None:
         if not self._path.exists():
@@ -56,10 +81,7 @@ class EnergyMeter:
             for reading in readings:
                 self._meters[uuid].add(reading)
 
-    def _write(self, used: Used) -> None:
-        if self._before is None:
-            self._before = _used_before(self._control, self._job)
-        total = self._before + used
+    def _write(self, total: Used) -> None:
         self._control.update(
             self._job.id,
             energy_wh=total.joules / J_PER_WH if total.known_s else None,

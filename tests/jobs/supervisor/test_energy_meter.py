@@ -32,7 +32,7 @@ def store(box, seconds, power_w: float, gpus=GPUS, counter=None) -> None:
 
 
 def meter_of(box, job_id: int, now: list[float]) -> EnergyMeter:
-    return EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0])
+    return EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0], lambda: now[0])
 
 
 def test_the_row_has_the_energy_of_all_gpus_while_the_job_runs(box, job_id):
@@ -66,6 +66,21 @@ def test_attempts_add_up_and_the_pause_between_them_does_not_count(box, job_id):
     # The first second of each attempt is before its first reading of the counter.
     assert job.energy_wh == pytest.approx(2 * 2 * (360 + 99 * 400) / 3600)
     assert job.energy_counted_s == pytest.approx(4 * 99)
+
+
+def test_a_clock_that_is_set_back_loses_nothing_of_what_was_measured(box, job_id):
+    store(box, range(-200, 101), 360.0)
+    now = [NOW]
+    meter = meter_of(box, job_id, now)
+    now[0] += 100
+    meter.end()
+    now[0] -= 200
+    meter.end()
+    now[0] += 50
+    meter.end()
+    job = box.job(job_id)
+    assert job.energy_wh == pytest.approx(2 * 360 * 150 / 3600)
+    assert (job.energy_s, job.energy_known_s) == pytest.approx((300, 300))
 
 
 def test_a_history_that_cannot_be_read_leaves_the_job_alone(box, job_id):
