@@ -1,8 +1,4 @@
-"""The estimate of a GPU's memory against torch's own count of the real step, on tensors without memory.
-
-What a GPU's step allocates is what is counted: the choice, product and optimizer paths of a GPU run on fake tensors,
-which only look like it, for autograd asks for a driver where they say "cuda".
-"""
+"""The estimate of a GPU's memory against torch's own count of the real step, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -12,40 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from support.fake_gpu import CPU, Elsewhere, fake_gpu, job_of
 from support.workloads import workload
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from trainer.contract.planning import first_look, memory
+from trainer.contract.planning import memory
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members, parse_job
-from trainer.optimizers import tiled
+from trainer.contract.settings.job_file import members
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, own_part
-from trainer.saes.kernels import reused_buffer, sparse
+from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
 
-CPU = torch.device("cpu")
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
 PENALISED = ("standard", "gated", "jumprelu")
 SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768, 4096), ({"d_sae": 18432}, 2304, 1024)
-
-
-class Elsewhere(Group):
-    """A group of ranks that answers with tensors of the right size and nothing in them."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(self.size, *tensor.shape)
-
-    def to_owners(self, tensor: Tensor) -> Tensor:
-        return self.gather(own_part(tensor, self))
-
-    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        return tensor.new_empty(n_rows, *tensor.shape[2:])
 
 
 class Kernels:
@@ -60,33 +37,11 @@ class Kernels:
         return rows.new_empty(len(indices), dtype=torch.float32)
 
 
-def half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """Choose half of the candidates, since how many are chosen depends on numbers, which fake tensors do not have."""
-    places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
-    return places.unbind(1) if as_tuple else places
-
-
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(FakeTensor, "is_cuda", True)
-    monkeypatch.setattr(FakeTensor, "nonzero", half_of_them)
-    monkeypatch.setattr(FakeTensor, "__bool__", lambda self: False)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
-    # A GPU's allocator keeps the memory of a product by itself.
-    monkeypatch.setattr(reused_buffer, "put_back", lambda matrix: None)
-    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
-    monkeypatch.setitem(tiled._TILE, "cpu", tiled._TILE["cuda"])
-    # Fake parameters cannot be moved, and are where they should be.
-    monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_gpu():
         yield
-
-
-def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any]) -> JobConfig:
-    table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel}
-    job, problems = parse_job(table)
-    assert job is not None, problems
-    return job
 
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
@@ -150,7 +105,7 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
 
 @pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), cases(), ids=str)
 def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
-    sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake_gpu: None
+    sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake: None
 ) -> None:
     job = job_of(sae, train, {"mode": "tensor"} if n_ranks > 1 else {})
     estimate = memory.estimate(workload(job, d_in, n_ranks, d_out=d_out))
@@ -160,7 +115,7 @@ def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("n_ranks", [2, 4])
-def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: int, fake_gpu: None) -> None:
+def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: int, fake: None) -> None:
     wide, d_in, batch = SHAPES[1]
     train = {"batch_size": batch, "precision": "bf16", "accumulate": accumulate}
     job = job_of(wide, train, {"mode": "ddp"})

@@ -1,0 +1,51 @@
+"""A training step as an H200 would take it, modelled: operations, kernels, bytes, milliseconds of all architectures.
+
+    PYTHONPATH=tests python tests/benchmarks/gpu_step.py [ARCHITECTURE ...] [--top N]
+
+Needs no GPU: the GPU's path is run on tensors without memory (`tests/support/fake_gpu.py`) and put into a roofline
+(`tests/support/roofline.py`, which says how far to trust it). `tests/benchmarks/train_step.py` measures on a real one.
+Shape A: d_in 2304, d_sae 65536, k 64; B: d_in 768, d_sae 24576, k 32; both 4,096 tokens, bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from support.fake_gpu import job_of
+from support.roofline import cost, floor_s, modelled
+from support.step_ops import recorded_step
+
+ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
+SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
+N_TOKENS = 4096
+HEADER = "| | ops | launches | GB | passes | update | GPU ms | host ms | step ms | of floor |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", default=ARCHITECTURES)
+    parser.add_argument("--top", type=int, default=0, metavar="N", help="the N longest operations of each")
+    args = parser.parse_args()
+    print(HEADER, "|" + "---|" * 10, sep="\n")
+    for architecture in args.architectures:
+        for shape in SHAPES:
+            for dead in (False, True) if "top" in architecture else (False,):
+                show(architecture, shape, dead, args.top)
+
+
+def show(architecture: str, shape: str, dead: bool, top: int) -> None:
+    sae, d_in = SHAPES[shape]
+    job = job_of(sae | {"architecture": architecture}, {"precision": "bf16", "batch_size": N_TOKENS})
+    step = recorded_step(job, d_in, dead=dead)
+    m = modelled(step)
+    share = floor_s(d_in, int(sae["d_sae"]), N_TOKENS) / m.step_s
+    label = f"{shape} {architecture}{' + AuxK' if dead else ''}"
+    ms = [f"{1e3 * seconds:.2f}" for seconds in (m.passes_s, m.update_s, m.gpu_s, m.host_s, m.step_s)]
+    print(f"| {label} | {m.n_ops} | {m.launches} | {m.bytes / 1e9:.1f} | {' | '.join(ms)} | {share:.0%} |", flush=True)
+    for op in sorted(step.ops, key=lambda one: -cost(one).seconds)[:top]:
+        shapes = " ".join("x".join(map(str, one.shape)) for one in (*op.reads, *op.writes)[:4])
+        print(f"    {1e3 * cost(op).seconds:7.3f} ms x{cost(op).launches:2d} {op.name} {shapes} {op.at}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""How long a GPU would take for a step, modelled from its operations: nothing here is measured on one.
+
+Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
+its kernels. Element-wise passes and products should be right within a tenth, selections within a factor of 2 and
+gathers within a half: the largest uncertainties are in `_selection` and `_gather`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from support.step_ops import Op, Operand, Step
+
+# Of an H200: bytes/s, of which a pass reaches nine tenths; operations/s by type; bytes/s of its L2 cache; processors.
+BANDWIDTH, REACHED, L2 = 4.3e12, 0.9, 5.5e12
+PEAK = {torch.bfloat16: 790e12, torch.float16: 790e12, torch.float32: 400e12, torch.float64: 60e12}
+FP32_UNITS = 60e12
+PROCESSORS = 132
+# Seconds from the start of one kernel to that of the next; of the host for one, for a Triton kernel, and of Python's
+# own for a whole step, which was measured on one core.
+LAUNCH, HOST_LAUNCH, HOST_KERNEL, HOST_STEP = 2.5e-6, 2.5e-6, 15e-6, 1.2e-3
+# Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
+_SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
+# Programs of a gathering kernel that a processor holds at a time, by their warps.
+_RESIDENT = {1: 20, 2: 16, 4: 9, 8: 4}
+_LARGE = 1_000_000
+
+
+class Cost(NamedTuple):
+    """What one operation costs: kernels that are launched, and seconds of the GPU."""
+
+    launches: int
+    seconds: float
+    kind: str
+
+
+class Modelled(NamedTuple):
+    """A step's cost: its operations, kernels, bytes if each operand passes once, and seconds."""
+
+    n_ops: int
+    launches: int
+    bytes: int
+    passes_s: float
+    update_s: float
+    host_s: float
+
+    @property
+    def gpu_s(self) -> float:
+        return self.passes_s + self.update_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: the GPU's or the host's, whichever is longer."""
+        return max(self.gpu_s, self.host_s)
+
+
+def modelled(step: Step) -> Modelled:
+    """Return what a step costs."""
+    launches = sum(cost(op).launches for op in step.ops)
+    kernels = sum(op.is_kernel for op in step.ops)
+    host = HOST_STEP + HOST_LAUNCH * launches + HOST_KERNEL * kernels
+    n_bytes = sum(op.bytes for op in step.ops)
+    return Modelled(len(step.ops), launches, n_bytes, _seconds(step.passes), _seconds(step.update), host)
+
+
+def floor_s(d_in: int, d_sae: int, n_tokens: int) -> float:
+    """Return the seconds below which no step of a TopK SAE with 16-bit products and Adam in fp32 can be.
+
+    One dense product; and of each weight, in bytes: weight and two moments read and written, 24; its gradient written
+    and read, 8; its 16-bit copy written and read, 4. Rows of active latents are not in it.
+    """
+    product = 2 * n_tokens * d_in * d_sae / PEAK[torch.bfloat16]
+    return product + 36 * 2 * d_in * d_sae / BANDWIDTH
+
+
+def cost(op: Op) -> Cost:
+    """Return the cost of an operation or kernel."""
+    if op.is_kernel:
+        return _KERNELS.get(op.name, _row_kernel)(op)
+    return _OPS.get(op.name, _pass)(op)
+
+
+def _seconds(ops: Iterable[Op]) -> float:
+    return sum(cost(op).seconds for op in ops)
+
+
+def _bytes(operands: Iterable[Operand]) -> int:
+    return sum(one.bytes for one in operands)
+
+
+def _pass(op: Op) -> Cost:
+    """Count an element-wise pass or reduction; one over matrices of two layouts cannot read both in order."""
+    large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
+    layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
+    slower = 3 if len(layouts) > 1 else 1
+    kind = "pass over two layouts" if slower > 1 else "pass"
+    return Cost(1, max(op.bytes * slower / BANDWIDTH / REACHED, LAUNCH), kind)
+
+
+def _small(op: Op) -> Cost:
+    return Cost(1, LAUNCH, "pass")
+
+
+def _fill(op: Op) -> Cost:
+    return Cost(1, max(_bytes(op.writes) / BANDWIDTH, LAUNCH), "fill")
+
+
+def _product(op: Op) -> Cost:
+    left = op.reads[-2]
+    out = op.writes[0]
+    flops = 2 * out.numel * left.shape[-1]
+    is_dense = min(out.shape[-2:]) > 1 if len(out.shape) > 1 else False
+    peak = PEAK[out.dtype] if is_dense else FP32_UNITS
+    # Row dots as a batched product reach four fifths of the bandwidth.
+    reached = 1.0 if is_dense else 0.8
+    return Cost(1, max(op.bytes / BANDWIDTH / reached, flops / peak, LAUNCH), "product")
+
+
+def _selection(op: Op) -> Cost:
+    values = op.reads[0]
+    size, row = values.dtype.itemsize, values.shape[-1]
+    seconds = _SELECTION[size] * values.numel + 20 * LAUNCH
+    if values.numel == row and row > 4 * _LARGE:
+        # The digits of a single row are counted by many blocks and added by one.
+        seconds += size * row / 16384 * 0.1e-6
+    return Cost({2: 15, 4: 21, 8: 33}[size], seconds, "top-k")
+
+
+def _sort(op: Op) -> Cost:
+    keys = op.reads[0]
+    passes = 2 * keys.dtype.itemsize
+    return Cost(
+        3 + passes, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort"
+    )
+
+
+def _gathered(op: Op) -> Cost:
+    """Count an index into a matrix: what is gathered comes in pieces of 32 bytes, of which a part is wanted."""
+    out = _bytes(op.writes)
+    return Cost(1, max((4 * out + _bytes(op.reads[1:])) / BANDWIDTH, LAUNCH), "gather")
+
+
+def _rows_gathered(op: Op) -> Cost:
+    return Cost(1, max((_bytes(op.reads[1:]) + 2 * _bytes(op.writes)) / BANDWIDTH, LAUNCH), "gather")
+
+
+def _rows_added(op: Op) -> Cost:
+    source = op.reads[-1].bytes
+    return Cost(1, max((4 * source + _bytes(op.reads[1:-1])) / BANDWIDTH, 2 * LAUNCH), "scatter")
+
+
+def _index_put(op: Op) -> Cost:
+    whole = 2 * op.reads[0].bytes / BANDWIDTH if op.name == "index_put" else 0
+    return Cost(12, max(6 * op.reads[-1].bytes / BANDWIDTH, 12 * LAUNCH) + whole, "scatter")
+
+
+def _fused_adam(op: Op) -> Cost:
+    """Count weight, gradient and two moments, all read and all written: the gradient too, for it is scaled."""
+    n = sum(one.numel for one in op.reads) // 4
+    return Cost(max(4, math.ceil(n / 65536 / 320)), 32 * n / BANDWIDTH / 0.92, "optimizer")
+
+
+def _gather_kernel(op: Op) -> Cost:
+    """Count a kernel that gathers rows: bytes from memory, bytes from the cache, and the latency of its programs."""
+    # Rows are what is gathered from: the last matrix.
+    rows = [one for one in op.reads if len(one.shape) == 2][-1]
+    n_entries, width = op.constant("n_entries"), rows.shape[1]
+    gathered = n_entries * width * rows.dtype.itemsize
+    other = _bytes(one for one in (*op.reads, *op.writes) if one is not rows)
+    from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH
+    from_cache = (gathered + other) / L2
+    entries = op.constant("ENTRIES")
+    rounds = max(1, math.ceil(n_entries / op.grid[0] / entries))
+    resident = _RESIDENT[op.constant("num_warps")] if op.name == "_sum_bags" else 5
+    latency = math.prod(op.grid) * (2.0e-6 + 0.9e-6 * rounds) / (PROCESSORS * resident)
+    return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
+
+
+def _rest_kernel(op: Op) -> Cost:
+    return Cost(1, 8e-6, "gathering kernel")
+
+
+def _row_kernel(op: Op) -> Cost:
+    """Count a kernel that reads and writes each operand once, in order."""
+    return Cost(1, max(op.bytes / BANDWIDTH / REACHED, LAUNCH), "row kernel")
+
+
+_KERNELS: dict[str, Callable[[Op], Cost]] = {
+    "_sum_bags": _gather_kernel,
+    "_multiply_rows": _gather_kernel,
+    "_add_rest": _rest_kernel,
+}
+_BY_COST: dict[Callable[[Op], Cost], str] = {
+    _product: "addmm mm bmm mv addmv",
+    _fill: "scalar_tensor zeros ones full arange new_zeros new_full fill_ zeros_like ones_like full_like zero_",
+    _gathered: "gather index scatter",
+    _index_put: "index_put index_put_ _index_put_impl_",
+    _selection: "topk",
+    _sort: "sort",
+    _rows_gathered: "index_select",
+    _rows_added: "index_add index_add_",
+    _fused_adam: "_fused_adam_",
+    _small: "_foreach_add_",
+}
+_OPS = {name: cost for cost, names in _BY_COST.items() for name in names.split()}

@@ -1,0 +1,201 @@
+"""Every operation of a step as a GPU runs it: what it reads and writes, and where in the trainer it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from support.fake_gpu import CPU, fake_gpu
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
+
+from trainer.contract.planning.workload import Layout
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+from trainer.saes.kernels import sparse, triton_sparse
+from trainer.training.learner import Learner
+
+# They launch nothing.
+_FREE = {
+    "new_empty", "new_empty_strided", "empty", "empty_like", "empty_strided", "detach", "lift_fresh", "alias", "set_",
+    "_record_function_enter_new", "_record_function_exit", "device",
+}  # fmt: skip
+# The host waits for their result.
+WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
+_TRAINER = f"{Path(sparse.__file__).parents[2]}/"
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation reads or writes."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory: what is expanded has them once."""
+        n = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            n *= size if stride or size == 0 else 1
+        return n * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operation of torch or a launch of a Triton kernel; `at` is the line of the trainer that asks for it."""
+
+    name: str
+    reads: tuple[Operand, ...]
+    writes: tuple[Operand, ...]
+    at: str
+    # Of a kernel: how many programs, and its constants by name.
+    grid: tuple[int, ...] = ()
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def is_kernel(self) -> bool:
+        return bool(self.grid)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read and written if each operand passes once."""
+        return sum(one.bytes for one in (*self.reads, *self.writes))
+
+    def constant(self, name: str) -> Any:
+        return dict(self.constants)[name]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's operations: those of its passes forward and backward with the metrics, and those of its update."""
+
+    passes: tuple[Op, ...]
+    update: tuple[Op, ...]
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return self.passes + self.update
+
+    @property
+    def waits(self) -> list[str]:
+        """Where the host waits for the device."""
+        return [f"{op.name} at {op.at}" for op in self.ops if op.name in WAITS]
+
+
+class OpLog(TorchDispatchMode):
+    """Writes down the operations of torch that are run, and the kernels that would be launched."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Op] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        if name == "_local_scalar_dense":
+            self.ops.append(Op(name, _operands(args), (), _place()))
+            return 0.0 if args[0].is_floating_point() else 0
+        result = func(*args, **(kwargs or {}))
+        if name not in _FREE and not _is_view(func, result):
+            self.ops.append(_op_of(func, name, (args, kwargs), result))
+        return result
+
+    @contextlib.contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Write Triton's kernels down in place of launching them."""
+        log = self.ops
+
+        def launcher(kernel: Any, grid: Any) -> Any:
+            def launch(*args: Any, **constants: Any) -> None:
+                # A kernel's first argument is what it writes, and by name it is `out`; others say what they write.
+                names = getattr(kernel, "arg_names", ())
+                written = {name for name in names if name.startswith("out")}
+                pairs = [(name, one) for name, one in zip(names, args, strict=False) if isinstance(one, Tensor)]
+                pairs += [(name, one) for name, one in constants.items() if isinstance(one, Tensor)]
+                reads = tuple(_operand(one) for name, one in pairs if name not in written)
+                writes = tuple(_operand(one) for name, one in pairs if name in written)
+                known = tuple((name, one) for name, one in constants.items() if not isinstance(one, Tensor))
+                numbers = tuple((n, a) for n, a in zip(names, args, strict=False) if not isinstance(a, Tensor))
+                shape = tuple(int(n) for n in (grid(constants) if callable(grid) else grid))
+                log.append(Op(kernel.__name__, reads, writes, _place(), shape, known + numbers))
+
+            return launch
+
+        with (
+            mock.patch.object(KernelInterface, "__getitem__", launcher),
+            mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
+        ):
+            yield
+
+
+def recorded_step(job: JobConfig, d_in: int, *, dead: bool = False, parallel: Parallel | None = None) -> Step:
+    """Return the operations of a job's second step on one GPU; with `dead` latents there may be dead ones."""
+    with fake_gpu():
+        log = OpLog()
+        learner = Learner(job, d_in, None, parallel or Parallel(CPU))
+        x = torch.empty(Layout(job, 1).micro_batch, d_in)
+        for number in range(2):
+            if dead:
+                learner.sae._longest_silence = 10**12
+            log.ops.clear()
+            with log.kernels(), log:
+                learner.begin_step(number)
+                learner.accumulate(x, x)
+                n_of_passes = len(log.ops)
+                learner.update()
+    return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]))
+
+
+def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
+    reads, writes = _operands(arguments), _operands(result)
+    if func._schema.is_mutable:
+        # What is changed in place is returned, or among the arguments where nothing is.
+        writes = writes or _mutated(func, arguments)
+    return Op(name, reads, writes, _place())
+
+
+def _mutated(func: Any, arguments: Any) -> tuple[Operand, ...]:
+    args, kwargs = arguments
+    named = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | (kwargs or {})
+    changed = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return _operands([named.get(name) for name in changed])
+
+
+def _is_view(func: Any, result: Any) -> bool:
+    returns = func._schema.returns
+    aliases = any(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+    return aliases and not func._schema.is_mutable and any(isinstance(one, Tensor) for one in tree_leaves(result))
+
+
+def _operands(tree: Any) -> tuple[Operand, ...]:
+    return tuple(_operand(one) for one in tree_leaves(tree) if isinstance(one, Tensor))
+
+
+def _operand(tensor: Tensor) -> Operand:
+    return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+
+def _place() -> str:
+    """Return the innermost line of the trainer that is being run, as "saes/topk.py:43"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_TRAINER):
+            return f"{name.removeprefix(_TRAINER)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch's autograd"
