@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest pictures numerics model install lock clean
+.PHONY: demo test check pytest pictures numerics test-fake-cuda model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -27,6 +27,11 @@ pictures: $(VENV)/.dev
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default $(BIN)/pytest tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
+
+# What a GPU does in a step, with torch's build for CUDA (5 GB into build/) and tensors that say cuda:0, but no GPU; and
+# all kernels compiled for ten kinds of card.
+test-fake-cuda:
+	tests/fake_cuda/run.sh build/fake_cuda
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

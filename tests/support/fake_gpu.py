@@ -1,18 +1,22 @@
 """The path that a step takes on a GPU, on tensors without memory: shapes, types and operations without a driver.
 
 With a build of torch for CPUs the tensors say "cpu" and only `is_cuda` is true, since autograd asks for a driver where
-they say "cuda". What asks a tensor for its numbers gets made-up ones.
+they say "cuda". With one for CUDA and the stubs of `tests/fake_cuda` they say "cuda:0", so that a tensor that was left
+on the CPU shows. What asks a tensor for its numbers gets made-up ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trainer.contract.planning import first_look
@@ -23,6 +27,9 @@ from trainer.parallel.group import Group, own_part
 from trainer.saes.kernels import reused_buffer
 
 CPU = torch.device("cpu")
+# Set by `make test-fake-cuda`.
+SAYS_CUDA = bool(os.environ.get("FAKE_CUDA"))
+DEVICE = torch.device("cuda", 0) if SAYS_CUDA else CPU
 
 
 class Elsewhere(Group):
@@ -43,20 +50,16 @@ class Elsewhere(Group):
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Let whatever is made within the context pass for a tensor on a GPU."""
+    """Let whatever is made on `DEVICE` within the context pass for a tensor on a GPU."""
     with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        enter(mock.patch.object(FakeTensor, "is_cuda", True))
-        enter(mock.patch.object(FakeTensor, "nonzero", _half_of_them))
-        enter(mock.patch.object(FakeTensor, "__bool__", return_value=False))
-        enter(mock.patch.object(torch.cuda, "device_of", _anywhere))
-        # A GPU's allocator keeps the memory of a product by itself.
-        enter(mock.patch.object(reused_buffer, "put_back", _let_go))
-        enter(mock.patch.object(first_look, "multiplies_bf16", return_value=False))
-        enter(mock.patch.dict(tiled._TILE, {"cpu": tiled._TILE["cuda"]}))
-        # Fake parameters cannot be moved, and are where they should be.
-        enter(mock.patch.object(nn.Module, "to", lambda self, *args: self))
-        enter(FakeTensorMode(allow_non_fake_inputs=True))
+        for target, name, value in (*_ALWAYS, *(_WITH_CUDA if SAYS_CUDA else _WITHOUT)):
+            stack.enter_context(mock.patch.object(target, name, value))
+        if SAYS_CUDA:
+            torch._C._ensureCUDADeviceGuardSet()
+            ctypes.CDLL(None).fake_cuda_on()
+        else:
+            stack.enter_context(mock.patch.dict(tiled._TILE, {"cpu": tiled._TILE["cuda"]}))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
@@ -64,14 +67,63 @@ def _anywhere(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _let_go(matrix: Tensor) -> None:
-    """Keep no reference, as a mock would."""
-
-
 def _half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
     """Choose half of the candidates, since how many are chosen depends on numbers, which fake tensors do not have."""
-    places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
+    places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64, device=mask.device)
     return places.unbind(1) if as_tuple else places
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Make a module's tensors anew where they should be, since fake parameters cannot be moved."""
+    for part in module.modules():
+        for name, one in part._parameters.items():
+            part._parameters[name] = one if one is None else nn.Parameter(_like(one, device))
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = buffer if buffer is None else _like(buffer, device)
+    return module
+
+
+def _like(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _from_host(*args: Any, device: Any = None, **others: Any) -> Tensor:
+    """Make a tensor of numbers of the host: filled on the device, since copying asks for a driver."""
+    made = _TENSOR(*args, **others)
+    return made if device is None else torch.full(tuple(made.shape), 1, dtype=made.dtype, device=device)
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+_TENSOR = torch.tensor
+_ALWAYS = (
+    (FakeTensor, "nonzero", _half_of_them),
+    (FakeTensor, "__bool__", _no),
+    (torch.cuda, "device_of", _anywhere),
+    # A GPU's allocator keeps the memory of a product by itself; nothing here may keep a reference, as a mock would.
+    (reused_buffer, "put_back", _nothing),
+    (first_look, "multiplies_bf16", _no),
+)
+_WITHOUT = ((FakeTensor, "is_cuda", True), (nn.Module, "to", lambda self, *args: self))
+_WITH_CUDA = (
+    (fake_tensor, "init_gpu_context", _nothing),
+    (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+    (torch.cuda, "is_bf16_supported", _yes),
+    (torch.cuda, "is_current_stream_capturing", _no),
+    (torch.cuda, "synchronize", _nothing),
+    (torch, "tensor", _from_host),
+    (nn.Module, "to", _moved),
+)
 
 
 def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any] | None = None) -> JobConfig:

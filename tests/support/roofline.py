@@ -167,14 +167,14 @@ def _gather_kernel(op: Op) -> Cost:
     """Count a kernel that gathers rows: bytes from memory, bytes from the cache, and the latency of its programs."""
     # Rows are what is gathered from: the last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
-    n_entries, width = op.constant("n_entries"), rows.shape[1]
+    n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not rows)
     from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH
     from_cache = (gathered + other) / L2
-    entries = op.constant("ENTRIES")
+    entries = op.argument("ENTRIES")
     rounds = max(1, math.ceil(n_entries / op.grid[0] / entries))
-    resident = _RESIDENT[op.constant("num_warps")] if op.name == "_sum_bags" else 5
+    resident = _RESIDENT[op.argument("num_warps")] if op.name == "_sum_bags" else 5
     latency = math.prod(op.grid) * (2.0e-6 + 0.9e-6 * rounds) / (PROCESSORS * resident)
     return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from support.fake_gpu import CPU, fake_gpu
+from support.fake_gpu import DEVICE, fake_gpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -39,6 +39,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
     @property
     def bytes(self) -> int:
@@ -64,21 +65,28 @@ class Op:
     reads: tuple[Operand, ...]
     writes: tuple[Operand, ...]
     at: str
-    # Of a kernel: how many programs, and its constants by name.
+    # Of a Triton kernel: itself, how many programs, and all it is called with by name; tensors as operands.
+    kernel: Any = None
     grid: tuple[int, ...] = ()
-    constants: tuple[tuple[str, Any], ...] = ()
+    arguments: tuple[tuple[str, Any], ...] = ()
 
     @property
     def is_kernel(self) -> bool:
-        return bool(self.grid)
+        return self.kernel is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Tell whether it has tensors of two devices."""
+        return len({one.device for one in (*self.reads, *self.writes)}) > 1
 
     @property
     def bytes(self) -> int:
         """Bytes that are read and written if each operand passes once."""
         return sum(one.bytes for one in (*self.reads, *self.writes))
 
-    def constant(self, name: str) -> Any:
-        return dict(self.constants)[name]
+    def argument(self, name: str) -> Any:
+        """Return what a kernel is called with."""
+        return dict(self.arguments)[name]
 
 
 @dataclass(frozen=True)
@@ -121,20 +129,7 @@ class OpLog(TorchDispatchMode):
         log = self.ops
 
         def launcher(kernel: Any, grid: Any) -> Any:
-            def launch(*args: Any, **constants: Any) -> None:
-                # A kernel's first argument is what it writes, and by name it is `out`; others say what they write.
-                names = getattr(kernel, "arg_names", ())
-                written = {name for name in names if name.startswith("out")}
-                pairs = [(name, one) for name, one in zip(names, args, strict=False) if isinstance(one, Tensor)]
-                pairs += [(name, one) for name, one in constants.items() if isinstance(one, Tensor)]
-                reads = tuple(_operand(one) for name, one in pairs if name not in written)
-                writes = tuple(_operand(one) for name, one in pairs if name in written)
-                known = tuple((name, one) for name, one in constants.items() if not isinstance(one, Tensor))
-                numbers = tuple((n, a) for n, a in zip(names, args, strict=False) if not isinstance(a, Tensor))
-                shape = tuple(int(n) for n in (grid(constants) if callable(grid) else grid))
-                log.append(Op(kernel.__name__, reads, writes, _place(), shape, known + numbers))
-
-            return launch
+            return lambda *args, **named: log.append(_launch(kernel, grid, args, named))
 
         with (
             mock.patch.object(KernelInterface, "__getitem__", launcher),
@@ -147,8 +142,8 @@ def recorded_step(job: JobConfig, d_in: int, *, dead: bool = False, parallel: Pa
     """Return the operations of a job's second step on one GPU; with `dead` latents there may be dead ones."""
     with fake_gpu():
         log = OpLog()
-        learner = Learner(job, d_in, None, parallel or Parallel(CPU))
-        x = torch.empty(Layout(job, 1).micro_batch, d_in)
+        learner = Learner(job, d_in, None, parallel or Parallel(DEVICE))
+        x = torch.empty(Layout(job, 1).micro_batch, d_in, device=DEVICE)
         for number in range(2):
             if dead:
                 learner.sae._longest_silence = 10**12
@@ -159,6 +154,17 @@ def recorded_step(job: JobConfig, d_in: int, *, dead: bool = False, parallel: Pa
                 n_of_passes = len(log.ops)
                 learner.update()
     return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]))
+
+
+def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
+    called = dict(zip(kernel.arg_names, args, strict=False)) | named
+    arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
+    tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
+    # By its name is known what is written.
+    writes = tuple(one for name, one in tensors if name.startswith("out"))
+    reads = tuple(one for name, one in tensors if not name.startswith("out"))
+    shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))
+    return Op(kernel.__name__, reads, writes, _place(), kernel, shape, tuple(arguments.items()))
 
 
 def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
@@ -187,7 +193,7 @@ def _operands(tree: Any) -> tuple[Operand, ...]:
 
 
 def _operand(tensor: Tensor) -> Operand:
-    return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return Operand(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 
 def _place() -> str:

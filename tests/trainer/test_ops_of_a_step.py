@@ -1,0 +1,55 @@
+"""What a step asks of a GPU: how much, all of it on the device, and never the host's waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fake_gpu import job_of
+from support.step_ops import Step, recorded_step
+from support.step_table import ARCHITECTURES, COLUMNS, rows
+from torch import Tensor
+
+from trainer.saes.topk import TopK
+
+TABLE = Path(__file__).with_name("ops_of_a_step.csv")
+SMALL = {"d_sae": 1024, "k": 16}
+
+
+def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:
+    return recorded_step(job_of(SMALL | sae, {"batch_size": 512} | train), 128, dead=True)
+
+
+def test_a_step_asks_for_no_more_than_the_table_says() -> None:
+    now, before = list(rows()), TABLE.read_text().splitlines()
+    changed = [f"{was}  ->  {row}" for was, row in zip(before, now, strict=True) if was != row]
+    assert not changed, f"if it is meant, renew the table (support/step_table.py): {COLUMNS}\n" + "\n".join(changed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_host_never_waits_and_all_is_on_the_device(architecture: str, precision: str) -> None:
+    step = step_of({"architecture": architecture}, {"precision": precision})
+    assert not step.waits
+    assert not [op for op in step.ops if op.is_mixed]
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{"state": "bf16"}, {"state": "int8"}, {"optimizer": "signum"}, {"optimizer": "muon"}, {"grad_clip": 0.0}],
+    ids=str,
+)
+def test_so_it_is_with_every_optimizer(train: dict[str, Any]) -> None:
+    step = step_of({"architecture": "topk"}, train | {"precision": "bf16"})
+    assert not step.waits
+    assert not [op for op in step.ops if op.is_mixed]
+
+
+def test_a_wait_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn_from(sae: TopK, sums: Tensor) -> None:
+        float(sums[0])
+
+    monkeypatch.setattr(TopK, "learn_from", learn_from)
+    (wait,) = step_of({"architecture": "topk"}, {"precision": "bf16"}).waits
+    assert wait.startswith("_local_scalar_dense")
