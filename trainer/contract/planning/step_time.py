@@ -152,7 +152,7 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and first_look.pays(n_seen, int(own)):
         # The rounded product's pre-activations have half the bytes.
-        product_s *= first_look.ROUNDED + first_look.COST * n_seen / own
+        product_s *= first_look.rounded_share() + first_look.COST * n_seen / own
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s

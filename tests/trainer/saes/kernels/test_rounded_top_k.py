@@ -84,7 +84,7 @@ def test_the_memory_of_a_first_look_serves_the_next() -> None:
 
 @pytest.mark.parametrize("n_tokens", [0, 1])
 def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
     case = factors(n_tokens, 16, 512, 0, 0.1)
     assert Product(*case).largest(4)[1].shape == (n_tokens, 4)
     assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
@@ -113,14 +113,14 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
 
 
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 64)
     assert not rounded_top_k.pays(case, 128)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert not rounded_top_k.pays(case, 64)
-    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(first_look, "rounded_share", lambda: 1.0)
     assert not rounded_top_k.pays(case, 64)
 
 

@@ -119,7 +119,7 @@ def test_the_nth_largest_of_everybodys_values_is_found() -> None:
 def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
     looked, plain = [], rounded_top_k.candidates
     monkeypatch.setattr(rounded_top_k, "candidates", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
