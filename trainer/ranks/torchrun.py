@@ -11,6 +11,7 @@ from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.printable import printable
+from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
@@ -38,6 +39,8 @@ def join(job: JobConfig, run_dir: Path) -> int:
         message = 'torchrun starts a rank for each GPU, so that none is left for the model alone; use 0 or "auto"'
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
+    # Before PyTorch is loaded, which `_device` does.
+    os.environ.update(cuda_variables.presets() | dict(os.environ))
     job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,

@@ -69,6 +69,15 @@ def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: P
     assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
 
 
+def test_gpu_ranks_are_ready_for_deterministic_products_before_the_first(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda")
+    srun = {f"SLURM_{name}": value for name, value in dict(NTASKS="2", NNODES="1", PROCID="0", LOCALID="0").items()}
+    for environment_of in (lambda base: rank_environment(cuda, 0, base), lambda base: srun_environment(cuda, base)):
+        assert environment_of(srun)["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert environment_of(srun | {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert "CUBLAS_WORKSPACE_CONFIG" not in rank_environment(spec(tmp_path), 0, {})
+
+
 def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path) -> None:
     srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)

@@ -17,7 +17,7 @@ from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.planning.hardware import Box, read_box
-from trainer.contract.runs import nccl
+from trainer.contract.runs import cuda_variables, nccl
 from trainer.contract.settings.knobs import show
 from trainer.contract.store.rows import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
@@ -123,8 +123,7 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
         **pinned,
     }
     if spec.device == "cuda":
-        presets = nccl.presets(read_box(spec.box_file)) if spec.on_one_host else {}
-        environment = presets | environment
+        environment = _presets(spec, read_box(spec.box_file)) | environment
     else:
         # Huge pages: memory that torch returns and allocates anew in each step takes fewer page faults, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
@@ -140,15 +139,19 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
     if n_started != spec.n_processes:
         reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
         raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
-    presets = nccl.presets(Box()) if spec.on_one_host and spec.device == "cuda" else {}
     return {
-        **presets,
+        **(_presets(spec, Box()) if spec.device == "cuda" else {}),
         **srun,
         "RANK": str(_number(srun, "SLURM_PROCID")),
         "LOCAL_RANK": str(_number(srun, "SLURM_LOCALID")),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_WORLD_SIZE": str(spec.world_size // max(1, _number(srun, "SLURM_NNODES"))),
     }
+
+
+def _presets(spec: RankSpec, box: Box) -> dict[str, str]:
+    """Return what ranks on GPUs get unless the user has set it."""
+    return cuda_variables.presets() | (nccl.presets(box) if spec.on_one_host else {})
 
 
 def _number(srun: Mapping[str, str], name: str) -> int:
