@@ -13,7 +13,7 @@ import torch
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory, step_time
 from trainer.contract.planning.choose_mode import Place, Settled, settle
-from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds, read_box, write_box
+from trainer.contract.planning.hardware import AUTO, CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings import catalog
@@ -49,7 +49,8 @@ def arrange(
     data, `box_file` holds the speeds measured earlier, `may_take` is the most bytes that a rank may take, and
     `model_why` says why its language model is where it is.
     """
-    precision, device = resolve_precision(job.train.precision, world.device), world.device
+    precision, device = _precision_of_all(world, job.train.precision), world.device
+    job = job.replace("train", precision=precision)
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
@@ -74,6 +75,18 @@ def arrange(
     parallel: Parallel = mode(world, settled.job, shares)
     parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
     return Arranged(settled.job, parallel, _plan(settled, place.speeds, parallel.shares, model_why))
+
+
+def _precision_of_all(world: World, asked: str) -> str:
+    """Return the precision of the products, for "auto" the one that all ranks are fast at, whatever their cards.
+
+    Gradients of ranks with unlike scales of the loss could not be added.
+    """
+    own = resolve_precision(asked, world.device)
+    if asked != "auto":
+        return own
+    of_all = world.group.gather(torch.tensor([AUTO.index(own)], device=world.device))
+    return AUTO[int(of_all.min())]
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:

@@ -16,21 +16,15 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def resolve_precision(precision: str, device: torch.device) -> str:
     """Replace "auto" by what suits this device, whose compute capability is known here."""
-    return auto_precision(device.type, computes_bf16(device)) if precision == "auto" else precision
+    if precision != "auto":
+        return precision
+    return auto_precision(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0))
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context that narrows matrix products where the resolved `precision` asks for it."""
     narrow = _NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
-
-
-def computes_bf16(device: torch.device) -> bool:
-    """Tell whether a device is fast at bf16.
-
-    Cards before compute capability 8.0 only emulate it, which is slower than fp32, as it mostly is on CPUs.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def set_matmul_precision(precision: str) -> None:

@@ -35,15 +35,16 @@ class Skips:
             return skipped
         row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
         if ends:
-            self._give_up(label, row, f"{in_a_row} steps in a row up to step {now.step}")
+            self._give_up(label, learner, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
             reason = row or "the gradient was not finite"
             self._report.event("skipped", f"{skipped} steps skipped up to step {now.step}: {reason}", label)
         return skipped
 
-    def _give_up(self, label: str, row: str | None, when: str) -> None:
+    def _give_up(self, label: str, learner: Learner, row: str | None, when: str) -> None:
         """Give up an SAE; raise `UserError` where the data is to blame, or no SAE is left that learns."""
-        cure = "extract the data again" if row else "choose a lower rate"
+        narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
+        cure = "extract the data again" if row else f"choose a lower rate{narrow}"
         where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
         if row or self.given_up | {label} == self._report.values.keys():
             raise UserError(f"{where}, {when}; {cure}")

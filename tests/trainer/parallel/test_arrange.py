@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.workloads import workload
 
 from trainer.contract.planning import memory
@@ -10,6 +11,9 @@ from trainer.contract.planning.choose_mode import Place, settle
 from trainer.contract.planning.hardware import CPU, assumed_speeds
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Workload
+from trainer.parallel import arrange
+from trainer.parallel.process_group import World
+from trainer.parallel.threads import Threads, on_all
 
 
 @pytest.mark.timeout(200)
@@ -28,3 +32,16 @@ def test_ranks_take_no_more_than_they_were_given(make_job, start_ranks, tmp_path
     assert plan
     assert plan.mode != "ddp"
     assert plan.needs_bytes <= (ddp + tensor) // 2
+
+
+@pytest.mark.parametrize(("cards", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])
+def test_ranks_on_unlike_cards_agree_on_a_precision_that_all_are_fast_at(
+    cards: tuple[str, str], agreed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrange, "resolve_precision", lambda asked, device: cards[device.index])
+
+    def of_rank(group: Threads) -> str:
+        world = World(torch.device("cpu", group.index), group)
+        return arrange._precision_of_all(world, "auto")
+
+    assert on_all(2, of_rank) == [agreed, agreed]

@@ -15,7 +15,6 @@ from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import (
     autocast,
-    computes_bf16,
     resolve_precision,
     set_deterministic,
     set_matmul_precision,
@@ -61,15 +60,17 @@ def test_a_precision_by_name_is_taken_as_it_is(chosen: str) -> None:
     assert resolve_precision(chosen, CPU) == chosen == resolve_precision(chosen, CUDA)
 
 
-@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "tf32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
-def test_auto_is_bf16_only_on_cards_that_compute_it(
+CARDS = [((6, 1), "tf32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")]
+
+
+@pytest.mark.parametrize(("capability", "expected"), CARDS)
+def test_auto_is_the_narrow_type_that_a_card_is_fast_at(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # No machine has cards of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", CUDA) == expected
     assert resolve_precision("auto", CPU) == "fp32"
-    assert not computes_bf16(CPU)
 
 
 @pytest.mark.parametrize(

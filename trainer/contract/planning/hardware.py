@@ -41,8 +41,15 @@ _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # Speed of products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# Cards of compute capability below 8.0, whose tensor cores know no bf16: Pascal, Volta and Turing.
-_WITHOUT_BF16 = re.compile(r"\b(K80|M60|P100|P40|P4|V100|T4|T4G|GTX|TITAN|Quadro|RTX 20[678]0)\b")
+# Cards below compute capability 8.0 know neither bf16 nor tf32. Of Volta and Turing, 7.0 and 7.5, fp16 is 2 to 8 times
+# as fast as fp32; before them it is as slow, or slower.
+BF16_FROM, FP16_FROM = (8, 0), (7, 0)
+_VOLTA_OR_TURING = re.compile(
+    r"\b(V100S?|GV100|TITAN (V|RTX)|T4G?|RTX 20[678]0|Quadro (RTX|T\d+)|GTX 16\d0|T(4|5|6|10|12)00)\b"
+)
+_OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
+# What "auto" can mean, from what every device can do to what few can.
+AUTO = ("fp32", "tf32", "fp16", "bf16")
 
 # Expected times are divided by it, so it must not be 0.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -103,16 +110,24 @@ class Box(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
 
 
-def auto_precision(device: str, fast_at_bf16: bool) -> str:
-    """Return what `train.precision = "auto"` means on a "cuda" or "cpu" device: bf16 where it is fast, else tf32."""
+def auto_precision(device: str, capability: tuple[int, int]) -> str:
+    """Return what `train.precision = "auto"` means on a "cuda" device of this compute capability, or on a "cpu".
+
+    It is bf16 where products of that are fast, fp16 with a scaled loss where only those are, and else tf32, which cards
+    that do not know it take for fp32.
+    """
     if device != "cuda":
         return "fp32"
-    return "bf16" if fast_at_bf16 else "tf32"
+    if capability >= BF16_FROM:
+        return "bf16"
+    return "fp16" if capability >= FP16_FROM else "tf32"
 
 
-def is_fast_at_bf16(name: str) -> bool:
-    """Tell whether a card of this name multiplies bf16 fast; any that is not known as an old one does."""
-    return not _WITHOUT_BF16.search(name)
+def usual_capability(name: str) -> tuple[int, int]:
+    """Return a compute capability of cards of this name, as far as precision depends on it; unknown ones are new."""
+    if _VOLTA_OR_TURING.search(name):
+        return FP16_FROM
+    return (6, 0) if _OLDER.search(name) else BF16_FROM
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from trainer.contract.planning.hardware import CPU, auto_precision, is_fast_at_bf16
+from trainer.contract.planning.hardware import CPU, auto_precision, usual_capability
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
 from trainer.contract.settings.job_file import AnyJob, members
@@ -169,7 +169,7 @@ class Workload(Layout, frozen=True, dict=True):
     def precision(self) -> str:
         """The arithmetic of the matrix products."""
         asked = self.job.train.precision
-        return auto_precision(self.device, is_fast_at_bf16(self.device_name)) if asked == "auto" else asked
+        return auto_precision(self.device, usual_capability(self.device_name)) if asked == "auto" else asked
 
     @property
     def product_bytes(self) -> int:
