@@ -37,6 +37,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("port", "another process has the port; resume it, which takes a new one"),
     ),
     (
+        r"CUDA driver error: (operation )?not supported",
+        Remedy("version", "start it with PYTORCH_ALLOC_CONF=expandable_segments:False, as virtual GPUs need it", False),
+    ),
+    (
         r"driver version is insufficient|no kernel image|sees \d+ GPUs, so rank|forward compatibility|CUDA driver",
         Remedy("version", "the PyTorch build does not suit this driver; see `sae-tui doctor`", False),
     ),

@@ -32,6 +32,7 @@ from sae_tui.jobs.known_failures import remedy
         ("RuntimeError: Gloo connectFullMesh failed with [..] no error", "port", True),
         ("RuntimeError: The NVIDIA driver version is insufficient for CUDA runtime version", "version", False),
         ("CUDA error: no kernel image is available for execution on the device", "version", False),
+        ("RuntimeError: CUDA driver error: operation not supported", "version", False),
         ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)", "time-out", True),
         ("NCCL communicator timed out", "time-out", True),
         ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp", "time-out", True),

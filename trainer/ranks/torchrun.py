@@ -40,7 +40,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
     # Before PyTorch is loaded, which `_device` does.
-    os.environ.update(cuda_variables.presets() | dict(os.environ))
+    os.environ.update(cuda_variables.presets(os.environ) | dict(os.environ))
     job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,

@@ -78,6 +78,16 @@ def test_gpu_ranks_are_ready_for_deterministic_products_before_the_first(tmp_pat
     assert "CUBLAS_WORKSPACE_CONFIG" not in rank_environment(spec(tmp_path), 0, {})
 
 
+def test_memory_of_gpu_ranks_grows_unless_the_user_set_the_allocator_under_either_name(tmp_path: Path) -> None:
+    cuda, names = spec(tmp_path, device="cuda"), {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+    free = rank_environment(cuda, 0, {})
+    assert {free[name] for name in names} == {"expandable_segments:True"}
+    for name in names:
+        chosen = rank_environment(cuda, 0, {name: "backend:cudaMallocAsync"})
+        assert {other: chosen[other] for other in names & chosen.keys()} == {name: "backend:cudaMallocAsync"}
+    assert not names & rank_environment(spec(tmp_path), 0, {}).keys()
+
+
 def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path) -> None:
     srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
     several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)

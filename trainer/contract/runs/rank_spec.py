@@ -123,7 +123,7 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
         **pinned,
     }
     if spec.device == "cuda":
-        environment = _presets(spec, read_box(spec.box_file)) | environment
+        environment = _presets(spec, read_box(spec.box_file), base) | environment
     else:
         # Huge pages: memory that torch returns and allocates anew in each step takes fewer page faults, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
@@ -140,7 +140,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
         reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
         raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
     return {
-        **(_presets(spec, Box()) if spec.device == "cuda" else {}),
+        **(_presets(spec, Box(), srun) if spec.device == "cuda" else {}),
         **srun,
         "RANK": str(_number(srun, "SLURM_PROCID")),
         "LOCAL_RANK": str(_number(srun, "SLURM_LOCALID")),
@@ -149,9 +149,9 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
     }
 
 
-def _presets(spec: RankSpec, box: Box) -> dict[str, str]:
+def _presets(spec: RankSpec, box: Box, base: Mapping[str, str]) -> dict[str, str]:
     """Return what ranks on GPUs get unless the user has set it."""
-    return cuda_variables.presets() | (nccl.presets(box) if spec.on_one_host else {})
+    return cuda_variables.presets(base) | (nccl.presets(box) if spec.on_one_host else {})
 
 
 def _number(srun: Mapping[str, str], name: str) -> int:
