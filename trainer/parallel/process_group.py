@@ -16,7 +16,7 @@ from trainer.parallel.group import Group, Ranks, peers_expected
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
-# Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
+# For ranks to meet; and for an exchange, unless its caller knows that a rank may be busy for longer.
 TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
 UNMET = "the ranks could not find each other"
@@ -50,9 +50,11 @@ class World:
 class Connected(World):
     """Several processes, which find each other through a store that nobody else writes to."""
 
-    def __init__(self, device: torch.device, store: dist.Store, group: Group, time: Waiting) -> None:
+    def __init__(
+        self, device: torch.device, store: dist.Store, group: Group, time: Waiting, patience: timedelta
+    ) -> None:
         super().__init__(device, group, time)
-        self._store, self._time, self._n_parts = store, time, 0
+        self._store, self._time, self._patience, self._n_parts = store, time, patience, 0
 
     def neighbours(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -63,7 +65,8 @@ class Connected(World):
     def _by_memory(self, members: Sequence[int], device: torch.device, time: Waiting) -> SharedRanks | None:
         """Return the group of `members` that exchanges through shared memory, or None where that is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
-        return open_shared_memory(store, device, len(members), members.index(self.group.index), time)
+        index = members.index(self.group.index)
+        return open_shared_memory(store, device, len(members), index, time, self._patience)
 
 
 class Neighbours(Connected):
@@ -90,7 +93,7 @@ class Joined(Connected):
         with peers_expected(UNMET):
             # Every rank has to know of every group.
             for members in groups:
-                connected = dist.new_group(list(members))
+                connected = dist.new_group(list(members), timeout=self._patience)
                 if self.group.index in members:
                     own = self._by_memory(members, self.device, self._time) or Ranks(connected, self._time)
         return own
@@ -100,7 +103,7 @@ class Joined(Connected):
 
 
 def open_shared_memory(
-    store: dist.Store, device: torch.device, size: int, index: int, time: Waiting
+    store: dist.Store, device: torch.device, size: int, index: int, time: Waiting, patience: timedelta
 ) -> SharedRanks | None:
     """Return the group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
 
@@ -108,16 +111,22 @@ def open_shared_memory(
     """
     if device.type == "cuda":
         return None
-    return among_neighbours(store, size, index, time, TIMEOUT.total_seconds())
+    return among_neighbours(store, size, index, time, patience.total_seconds())
 
 
 def join(
-    device: torch.device, rank: int, world_size: int, rendezvous: Path | None, *, on_one_host: bool = True
+    device: torch.device,
+    rank: int,
+    world_size: int,
+    rendezvous: Path | None,
+    *,
+    on_one_host: bool = True,
+    patience: timedelta = TIMEOUT,
 ) -> World:
     """Connect this rank to the others and return the world of all of them.
 
     Ranks meet through the file `rendezvous`, which all of them see; without one by torchrun's environment variables, on
-    any host.
+    any host. An exchange fails where a rank lets the others wait for longer than `patience`.
     """
     if world_size == 1:
         return World(device)
@@ -126,14 +135,14 @@ def join(
     time = waiting(device)
     with peers_expected(UNMET):
         store = _store(rank, world_size, rendezvous)
-        if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time):
-            return Neighbours(device, store, group, time)
+        if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
+            return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
             # Other hosts need no access; and gloo would look up the host's name, which need not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
-    return Joined(device, store, Ranks(None, time), time)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+    return Joined(device, store, Ranks(None, time), time, patience)
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -34,6 +35,7 @@ from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
 from trainer.ranks.environment import write_environment
 from trainer.ranks.loading import load_trainer
+from trainer.ranks.patience import patience_s
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +45,6 @@ if TYPE_CHECKING:
 
 # A rank that was told to stop and makes no progress for so long is stuck.
 STUCK_AFTER_S = 60.0
-# The limit for the other ranks, which wait in the next step while rank 0 saves, and end with it if it fails.
-OTHERS_STUCK_AFTER_S = 600.0
 
 
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
@@ -91,9 +91,11 @@ def _train(
     if isinstance(job, JobConfig):
         job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
     progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
-    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
+    # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
+    others_s = patience_s(job, spec.world_size)
+    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent)
     try:
-        return _run(spec, rank, job, paths, progress, stop, on_met)
+        return _run(spec, rank, job, paths, progress, stop, on_met, others_s)
     except BaseException as error:
         progress.event("failed", _sentence(error), "error")
         raise
@@ -152,6 +154,7 @@ def _run(
     progress: Progress,
     stop: threading.Event,
     on_met: Callable[[], object],
+    patience_s: float,
 ) -> bool:
     """Connect to the other ranks and train; this process is one rank or, with threads, all of them."""
     attempt = paths.attempt(spec.attempt)
@@ -175,7 +178,8 @@ def _run(
         device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
         if meeting_place:
             refuse_link(meeting_place)
-        world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
+        patience = timedelta(seconds=patience_s)
+        world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop, model_devices(spec, _local_rank()))
 

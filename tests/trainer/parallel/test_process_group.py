@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.parallel import process_group
 from trainer.parallel.group import Group
+from trainer.parallel.process_group import CPU
 from trainer.ranks.rank import meeting_place_of
 
 
@@ -28,6 +30,17 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
     monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
     process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous", on_one_host=on_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[timedelta] = []
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, lambda *_, timeout, **__: waits.append(timeout))
+    monkeypatch.setattr(process_group, "among_neighbours", lambda *arguments: waits.append(arguments[-1]))
+    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    patience = timedelta(hours=2)
+    process_group.join(CPU, 0, 2, tmp_path / "rendezvous", patience=patience).part([[0, 1]])
+    assert waits == [7200.0, patience, patience, 7200.0]
 
 
 def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

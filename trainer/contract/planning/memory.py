@@ -136,10 +136,13 @@ def _can_share(work: Workload) -> bool:
 def on_disk(work: Workload) -> int:
     """Return the most bytes on disk: the newest checkpoints, the best, one being written, and the finished SAEs."""
     n_checkpoints = work.job.train.keep_checkpoints + 2
-    return sum(
-        round((n_checkpoints * (4 + state_bytes(one.train)) + 4) * n_parameters(work, one.sae))
-        for one in work.members.values()
-    )
+    finished = round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
+    return n_checkpoints * checkpoint_bytes(work) + finished
+
+
+def checkpoint_bytes(work: Workload) -> int:
+    """Return the bytes of a checkpoint: weights and optimizer state of all SAEs."""
+    return round(sum((4 + state_bytes(one.train)) * n_parameters(work, one.sae) for one in work.members.values()))
 
 
 def n_parameters(work: Workload, sae: Sae, parts: int = 1) -> float:
