@@ -140,8 +140,17 @@ def join(
         if rendezvous and on_one_host:
             # Other hosts need no access; and gloo would look up the host's name, which need not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        on_gpu = device.type == "cuda"
+        # With its device known NCCL connects the ranks once, and smaller groups and pairs of ranks get their part of
+        # that; each would else connect anew at its first exchange, for half a second and some memory of the GPU.
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=patience,
+            device_id=device if on_gpu else None,
+        )
     return Joined(device, store, Ranks(None, time), time, patience)
 
 

@@ -32,6 +32,21 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
+@pytest.mark.parametrize(
+    ("device", "joined"),
+    [(torch.device("cuda", 1), ("nccl", torch.device("cuda", 1))), (CPU, ("gloo", None))],
+)
+def test_ranks_on_gpus_are_connected_by_the_card_that_is_theirs(
+    device: torch.device, joined: tuple[str, torch.device | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by: list[tuple[str, torch.device | None]] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: by.append((backend, device_id)))
+    monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
+    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    process_group.join(device, 1, 2, tmp_path / "rendezvous")
+    assert by == [joined]
+
+
 def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[timedelta] = []
     for name in ("init_process_group", "new_group"):
