@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
+from sae_tui.gpu.nvml_slices import Place, slices
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeR
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
+# Of a slice; not every driver answers the newer call for one.
+SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 ENERGY_EVERY = 10
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -45,7 +48,10 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All NVIDIA cards of this machine, by NVML's indices, which stay the same when a card fails."""
+    """All NVIDIA cards of this machine, by NVML's indices, which stay the same when a card fails.
+
+    The slices of split cards have the indices after those of the cards.
+    """
 
     name = "nvml"
     cuda = True
@@ -68,8 +74,11 @@ class Nvml:
         if not count:
             self.close()
             raise faults.no_gpus()
-        self._cards = tuple(_Card(self._nvml, index) for index in range(count))
-        return count
+        parts = slices(self._nvml, count)
+        split = {place.card for place in parts}
+        cards = [_Card(self._nvml, index, has_slices=index in split) for index in range(count)]
+        self._cards = (*cards, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
+        return len(self._cards)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(processes=processes)
@@ -84,15 +93,16 @@ class Nvml:
         return self._cards[index].buffered()
 
     def facts(self) -> GpuFacts:
-        handles = [self._ask("nvmlDeviceGetHandleByIndex", card.index) for card in self._cards]
-        readable = [(index, handle) for index, handle in enumerate(handles) if handle is not None]
+        handles = [self._ask("nvmlDeviceGetHandleByIndex", card.card) for card in self._cards]
+        whole = {card.index for card in self._cards if card.index == card.card}
+        readable = [(index, handle) for index, handle in enumerate(handles) if handle is not None and index in whole]
         cuda = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         capabilities = [self._ask("nvmlDeviceGetCudaComputeCapability", handle) for handle in handles]
         return GpuFacts(
             driver=text(self._ask("nvmlSystemGetDriverVersion")),
             cuda=cuda_version(cuda),
             capabilities=tuple(version and (version[0], version[1]) for version in capabilities),
-            nvlinks=tuple(self._nvlinks(handle) for handle in handles),
+            nvlinks=tuple(self._nvlinks(handle) if index in whole else 0 for index, handle in enumerate(handles)),
             pairs=tuple(self._pair(*one, *other) for one, other in combinations(readable, 2)),
         )
 
@@ -133,9 +143,10 @@ class _Card:
     The power limit and whether the card is split seldom change, and are asked as often as its processes are.
     """
 
-    def __init__(self, nvml: ModuleType, index: int) -> None:
-        self.index = index
-        self._nvml = nvml
+    def __init__(self, nvml: ModuleType, index: int, *, has_slices: bool = False) -> None:
+        # Its number here, and that of the card that it is or is a slice of.
+        self.index = self.card = index
+        self._nvml, self._has_slices = nvml, has_slices
         self._handle: Any = None
         self._static: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
@@ -190,6 +201,7 @@ class _Card:
         self._once("name", NAME)
         self._once("uuid", UUID)
         mig = self._once("mig", MIG_MODE)
+        is_split = bool(mig and mig[0])
         self._answered, self._fault = False, None
         began = time.monotonic()
         utilization = self._get("utilization", UTILIZATION)
@@ -200,19 +212,17 @@ class _Card:
             raise _CardFault(faults.card(self._fault))
         is_quick = time.monotonic() - began < SLOW_S
         energy = self._energy() if processes and is_quick else None
-        has_memory = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            "memory_used_bytes": int(memory.used) if has_memory else None,
-            "memory_free_bytes": int(memory.free) if has_memory else None,
-            "memory_total_bytes": int(memory.total) if has_memory else None,
+            # Memory counts once, for its slices.
+            **_sizes(None if is_split and self._has_slices else memory),
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "energy_j": None if energy is None else energy / 1000,
             "processes": self._processes() if processes else None,
             "condition": self._details.condition(self._handle) if processes and is_quick else None,
-            "unusable": faults.SPLIT if mig and mig[0] else "",
+            "unusable": "" if not is_split else faults.SPLIT if self._has_slices else faults.UNCUT,
         }
 
     def _energy(self) -> int | None:
@@ -277,6 +287,53 @@ class _Card:
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
         return tuple(GpuProcess(pid, *_owner(pid), used) for pid, used in memory.items())
+
+
+class _Slice(_Card):
+    """A slice of a card. It has memory and processes of its own; what else a driver measures is of the whole card."""
+
+    def __init__(self, nvml: ModuleType, index: int, place: Place) -> None:
+        super().__init__(nvml, index)
+        self.card, self._place = place.card, place
+
+    def details(self, sample: GpuSample) -> GpuDetails:
+        from sae_tui.gpu.details import GpuDetails
+
+        return GpuDetails(time.time())
+
+    def sm_percents(self) -> Mapping[int, int]:
+        return {}
+
+    def buffered(self) -> tuple[Reading, ...]:
+        return ()
+
+    def _read(self, processes: bool) -> dict[str, Any]:
+        if self._handle is None:
+            # Where it was gone, another may have been cut in its place.
+            self._static = {}
+            self._handle = self._look_up()
+        self._once("name", NAME)
+        self._once("uuid", UUID)
+        self._answered, self._fault = False, None
+        memory = self._get("memory_used_bytes", SLICE_MEMORY)
+        if self._fault is not None and not self._answered:
+            raise _CardFault(faults.card(self._fault))
+        return _sizes(memory) | {"processes": self._processes() if processes else None}
+
+    def _look_up(self) -> Any:
+        try:
+            return self._place.look_up(self._nvml)
+        except self._nvml.NVMLError as error:
+            raise _CardFault(faults.card(error.value)) from None
+
+
+def _sizes(memory: Any) -> dict[str, int | None]:
+    """Return the fields of a sample from NVML's answer; None where it tells nothing.
+
+    A total of 0 is what some chips with unified memory answer.
+    """
+    is_known = memory is not None and memory.total > 0
+    return {f"memory_{one}_bytes": int(getattr(memory, one)) if is_known else None for one in ("used", "free", "total")}
 
 
 def _import_pynvml() -> Any:

@@ -14,7 +14,8 @@ NO_LIBRARY = 12
 # A function that this driver or this pynvml does not have, or has with another layout of its arguments.
 MISSING = frozenset({13, 25})
 
-SPLIT = "it is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
+SPLIT = "it is split into MIG slices, which are GPUs of their own"
+UNCUT = "MIG is on, but it has no slices; make some by `nvidia-smi mig -cgi`, or undo it by `nvidia-smi -mig 0`"
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",

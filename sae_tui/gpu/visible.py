@@ -37,8 +37,6 @@ def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.e
     """Return why no card can be used, and what to do, where all are hidden."""
     variable = _variables(source_name)
     limit = environ.get(variable)
-    if limit is not None and limit.strip().startswith("MIG-"):
-        return f"{variable}={limit} names MIG instances, which sae-tui cannot choose yet; name whole GPUs"
     value = "" if limit is None else f'="{limit}"'
     return f"{variable}{value} leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it"
 

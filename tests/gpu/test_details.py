@@ -109,7 +109,7 @@ def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_
 
 
 def test_the_parts_of_a_split_card_are_told_with_their_memory(read) -> None:
-    split, whole = read({0: "mig"}, GPUS=2)
+    split, whole, *_ = read({0: "mig"}, GPUS=2)
     assert [part["name"] for part in split["instances"]] == ["NVIDIA H200 MIG 3g.71gb"] * 2
     assert all(0 < part["memory_used_bytes"] < part["memory_total_bytes"] for part in split["instances"])
     assert whole["instances"] == []

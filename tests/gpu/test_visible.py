@@ -44,11 +44,11 @@ def test_where_no_card_is_left_the_reason_is_told(start, until, monkeypatch):
     assert monitor.latest() == ()
 
 
-def test_instances_of_a_split_card_are_told_to_be_beyond_us(start, until, monkeypatch):
+def test_a_slice_that_is_not_here_leaves_no_card(start, until, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
     monitor = start(Cards(2))
     until(lambda: monitor.problem)
-    assert "names MIG instances, which sae-tui cannot choose yet" in monitor.problem
+    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="MIG-1/2/0" leaves 0 of 2 GPUs; unset it, or name GPUs in it'
 
 
 def test_simulated_cards_are_no_devices_of_cuda(start, until, monkeypatch):

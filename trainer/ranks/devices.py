@@ -66,13 +66,13 @@ def visible_gpus() -> list[Device]:
     return msgspec.json.decode(done.stdout, type=list[Device])
 
 
-def _list_by_torch(uuid_prefix: str) -> list[Device]:
+def _list_by_torch(vendor: Vendor) -> list[Device]:
     import torch
 
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        uuid = f"{uuid_prefix}{properties.uuid}"
+        uuid = f"{vendor.prefix_of(properties.name)}{properties.uuid}"
         devices.append(Device(index, uuid, properties.name, properties.total_memory))
     return devices
 
@@ -104,5 +104,5 @@ def _uuids_on_the_bus() -> list[str]:
 
 if __name__ == "__main__":
     whose = VENDORS[sys.argv[1]]
-    gpus = numbered(_list_by_torch(whose.uuid_prefix), _uuids_on_the_bus(), whose, whose.visible_devices())
+    gpus = numbered(_list_by_torch(whose), _uuids_on_the_bus(), whose, whose.visible_devices())
     sys.stdout.buffer.write(msgspec.json.encode(gpus))

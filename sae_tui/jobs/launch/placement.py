@@ -14,9 +14,16 @@ from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlo
 from sae_tui.jobs.launch.pytorch import cuda_problem
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import AnyOutlook, Machine, MachineGpu, memory_problems, wanted_devices
+from trainer.contract.planning.check_job import (
+    AnyOutlook,
+    Machine,
+    MachineGpu,
+    exchanges,
+    memory_problems,
+    wanted_devices,
+)
 from trainer.contract.planning.forecast import Room
-from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_mixture
+from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.planning.workload import Workload
@@ -65,7 +72,8 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     """Recommend up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
-        obstacle = _obstacle(choice, needed_bytes)
+        alone = "a slice of a card, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
+        obstacle = alone or _obstacle(choice, needed_bytes)
         reasons[choice.index] = obstacle or f"{gibibytes(choice.memory_free_bytes or 0)} free"
         if not obstacle:
             usable.append(choice)
@@ -105,6 +113,8 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
     if any_gpus:
         _refuse_too_many(choices, count)
     chosen = _find_gpus(gpus, choices) if isinstance(gpus, list) else []
+    if exchanges(job) and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
+        raise _refusal(refusal)
     vendor = _one_vendor([one for one in choices if one.state != "unhealthy"] if any_gpus else chosen)
     is_cuda = VENDORS[vendor].device == "cuda" if vendor else source_cuda
     device: Device = "cuda" if is_cuda else "cpu"
@@ -145,6 +155,7 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box, promises: Pr
             unhealthy=choice.reason if choice.state == "unhealthy" else "",
             memory_total_bytes=choice.memory_usable_bytes or choice.memory_total_bytes,
             vendor=choice.vendor,
+            is_slice=is_slice(choice.uuid),
         )
         for choice in choices
     )
@@ -233,7 +244,7 @@ def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
     """Raise `JobFileError` where too few GPUs can be used; busy ones count, since the job waits for them."""
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    usable = [choice for choice in choices if choice.state != "unhealthy"]
+    usable = [choice for choice in choices if choice.state != "unhealthy" and (count == 1 or not is_slice(choice.uuid))]
     if len(usable) < count:
         raise _refusal(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]

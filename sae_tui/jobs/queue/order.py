@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.gpu import resolve
-from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.gpu_vendors import VENDORS, is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
@@ -45,7 +45,8 @@ class Card(msgspec.Struct, frozen=True):
 
     def is_for(self, job: Job) -> bool:
         """Tell whether the job could have the card once other jobs have ended."""
-        wanted = job.any_gpus or self.uuid in job.gpu_uuids
+        any_will_do = job.any_gpus and (job.gpus_wanted == 1 or not is_slice(self.uuid))
+        wanted = any_will_do or self.uuid in job.gpu_uuids
         return wanted and not self.unusable and (job.shares_gpus or not self.stranger) and self.has_memory(job)
 
     def takes_now(self, job: Job) -> bool:
@@ -165,6 +166,8 @@ def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) ->
     """Return why the job cannot have this card now; "" where it can."""
     if card.unusable:
         return f"GPU {card.index} cannot be used ({card.unusable})"
+    if job.any_gpus and job.gpus_wanted > 1 and is_slice(card.uuid):
+        return f"GPU {card.index} is a slice of a card"
     if card.stranger and not job.shares_gpus:
         return f"GPU {card.index} is {card.stranger}"
     if not card.has_memory(job) and card.free_bytes is None:

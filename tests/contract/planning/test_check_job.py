@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.workloads import workload
 
@@ -184,6 +185,25 @@ def test_a_number_of_gpus_is_not_had_from_a_machine_without(
     (problem,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
     assert (problem.path, problem.severity) == ("launch.gpus", "error")
     assert problem.message == f'asks for {asked}, but this machine has none; use "cpu:{ranks}"'
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        ([2], ""),
+        ([2, 3], "GPU 2 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
+        ([0, 3], "GPU 3 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
+        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used"),
+    ],
+)
+def test_a_training_has_one_slice_or_whole_gpus(
+    checked: Callable[..., list[Problem]], machine: Machine, gpus: Any, message: str
+) -> None:
+    cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (2, 3))
+    split = MachineGpu(1, "H200", None, unhealthy="it is split into MIG slices")
+    box = msgspec.structs.replace(machine, gpus=(MachineGpu(0, "H200", 140 * GIB), split, *cut))
+    problems = checked(box, train=SMALL, launch={"gpus": gpus})
+    assert [(one.path, one.message) for one in problems] == ([("launch.gpus", message)] if message else [])
 
 
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_slices
 
 CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
 
@@ -37,3 +37,33 @@ def test_a_list_ends_before_what_names_no_card_and_twice_the_same_is_none(text, 
 
 def test_numbers_are_those_of_the_cards_that_can_be_read():
     assert VENDORS["nvml"].visible_indices("2,1", [(0, "GPU-a"), (2, "GPU-c")]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("MIG-b", [3]),
+        ("MIG-b,MIG-a", [3, 2]),
+        ("MIG-b,GPU-whole", [3, 1]),
+        ("3", []),
+        ("1,2", [1]),
+    ],
+)
+def test_slices_are_named_by_their_identity_and_by_no_number(text, indices):
+    cards = [(0, "GPU-split"), (1, "GPU-whole"), (2, "MIG-a"), (3, "MIG-b")]
+    assert VENDORS["nvml"].visible_indices(text, cards) == indices
+
+
+@pytest.mark.parametrize(
+    ("gpus", "refused"),
+    [([], False), ([(2, True)], False), ([(0, False), (1, False)], False), ([(2, True), (3, True)], True),
+     ([(0, False), (3, True)], True)],
+)  # fmt: skip
+def test_ranks_that_exchange_are_refused_more_than_one_gpu_where_one_is_a_slice(gpus, refused):
+    assert ("NCCL cannot connect slices" in refusal_of_slices(gpus)) == refused
+
+
+def test_the_name_that_pytorch_has_for_a_slice_tells_it_from_a_card():
+    nvml = VENDORS["nvml"]
+    assert [nvml.prefix_of(name) for name in ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")] == ["GPU-", "MIG-"]

@@ -60,6 +60,13 @@ def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> 
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
+def test_each_rank_sees_only_its_own_slice_which_is_all_that_cuda_would_show_it(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("MIG-b", "MIG-a"), gpu_vendor="nvml")
+    environments = [rank_environment(cuda, rank, {}) for rank in (0, 1)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["MIG-b", "MIG-a"]
+    assert [(one["RANK"], one["LOCAL_RANK"]) for one in environments] == [("0", "0"), ("1", "0")]
+
+
 def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: Path) -> None:
     cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})

@@ -22,7 +22,7 @@
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
  *       idle (nothing in use, utilisation 0)
- *       bad_name (name with invalid UTF-8) long_name mig (MIG on, 2 instances) util_hi (util 105) power_w=N  throttle_on
+ *       bad_name (name with invalid UTF-8) long_name mig=N (MIG on, N slices of at most 7; without a number 2) util_hi (util 105) power_w=N  throttle_on
  *       xid=N (an error with this number is reported once, when it begins)
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
@@ -54,7 +54,8 @@ enum { OK = 0, UNINIT = 1, INVAL = 2, NOTSUP = 3, NOPERM = 4, NOTFOUND = 6, INSU
 typedef struct dev { int i; int mig; /* -1 = whole GPU, else the instance */ } dev;
 typedef dev *D;
 #define MAXG 64
-static dev gpus[MAXG], migs[MAXG][2];
+#define MOST_MIG 7
+static dev gpus[MAXG], migs[MAXG][MOST_MIG];
 static int ngpu = 8, nfault, npid, init_count;
 static int pids[1024];
 static double t_init, t_origin;
@@ -84,7 +85,7 @@ __attribute__((constructor)) static void setup(void) {
   t_origin = (s = getenv("FAKE_NVML_T0")) ? atof(s) : 0;
   for (int i = 0; i < MAXG; i++) {
     gpus[i].i = i; gpus[i].mig = -1;
-    for (int k = 0; k < 2; k++) { migs[i][k].i = i; migs[i][k].mig = k; }
+    for (int k = 0; k < MOST_MIG; k++) { migs[i][k].i = i; migs[i][k].mig = k; }
   }
   if ((s = getenv("FAKE_NVML_PIDS")) && *s) {
     char *c = strdup(s), *sv, *t;
@@ -167,6 +168,13 @@ static int whole(int g) {
   if (fault(g, "irq", 0)) return IRQ;
   return OK;
 }
+static u32 n_slices(int g) { double v; return !fault(g, "mig", &v) ? 0 : v < 2 ? 2 : v > MOST_MIG ? MOST_MIG : (u32)v; }
+/* what is only known of a whole card, as the driver says of a slice's handle */
+static int of_card(const char *x) {
+  static const char *const xs[] = {"temp", "power", "power_limit", "util", "energy", "clock", "max_clock", "fan", "throttle", "pcie", "samples"};
+  for (u32 k = 0; k < sizeof xs / sizeof *xs; k++) if (!strcmp(x, xs[k])) return 1;
+  return 0;
+}
 static int bad(D d) { return !init_count ? UNINIT : (!d || d->i < 0 || d->i >= ngpu) ? INVAL : OK; }
 static int field(D d, const char *x) {
   static const struct { const char *p; int r; } pre[] = {{"no_", NOTSUP}, {"err_", UNKNOWN}, {"perm_", NOPERM}, {"fnf_", FNF},
@@ -175,6 +183,8 @@ static int field(D d, const char *x) {
   if (r) return r;
   if ((r = whole(d->i))) return r;
   if (!nfault || !x) return OK;
+  if (d->mig >= (int)n_slices(d->i)) return NOTFOUND;
+  if (d->mig >= 0 && of_card(x)) return NOTSUP;
   char b[64];
   double v;
   snprintf(b, sizeof b, "slow_%s", x);
@@ -203,7 +213,7 @@ static double tt(void) { return wall() - t_origin; }
 static double wave(int g, double period, double phase) { return 0.5 + 0.5 * sin(2 * M_PI * tt() / period + g * 0.8 + phase); }
 static u32 util(int g) { return fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
 static double memfrac(int g) { return fault(g, "idle", 0) ? 0 : 0.06 + 0.85 * wave(g, 180, 1.0); }
-static u64 tot(D d) { return fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? 2 : 1); }
+static u64 tot(D d) { return fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? n_slices(d->i) : 1); }
 static u64 reserved(D d) { return d->mig >= 0 ? 0 : 600ull << 20; }
 static u32 power_mw(int g) { double v; if (fault(g, "power_w", &v)) return (u32)(v * 1000); return 78000 + (u32)(610000 * wave(g, 60, 0.1)); }
 static u32 temp(int g) { return 31 + (u32)(48 * wave(g, 60, -0.5)); }
@@ -272,7 +282,7 @@ X int nvmlDeviceGetHandleByUUID(const char *u, D *o) {
   if (!u) return INVAL;
   for (int i = 0; i < ngpu; i++) {
     uuid(&gpus[i], b); if (!strcmp(b, u)) return handle(i, o);
-    for (int k = 0; k < 2; k++) { uuid(&migs[i][k], b); if (!strcmp(b, u)) { *o = &migs[i][k]; return whole(i); } }
+    for (int k = 0; k < (int)n_slices(i); k++) { uuid(&migs[i][k], b); if (!strcmp(b, u)) { *o = &migs[i][k]; return whole(i); } }
   }
   return NOTFOUND;
 }
@@ -290,7 +300,7 @@ X int nvmlDeviceGetName(D d, char *o, u32 n) {
   char b[200];
   if (fault(d->i, "bad_name", 0)) snprintf(b, sizeof b, "NVIDIA \xff\xfe GPU");
   else if (fault(d->i, "long_name", 0)) snprintf(b, sizeof b, "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition Extra");
-  else if (d->mig >= 0) snprintf(b, sizeof b, "%s MIG 3g.71gb", gpu_name);
+  else if (d->mig >= 0) snprintf(b, sizeof b, "%s MIG %ug.%llugb", gpu_name, MOST_MIG / n_slices(d->i), (mem_mib >> 10) / n_slices(d->i) + 1);
   else snprintf(b, sizeof b, "%s", gpu_name);
   return str(o, n, b);
 }
@@ -358,7 +368,7 @@ X int nvmlDeviceGetMemoryBusWidth(D d, u32 *n) { ENTER("nvmlDeviceGetMemoryBusWi
 /* MIG */
 X int nvmlDeviceGetMigMode(D d, u32 *c, u32 *p) { ENTER("nvmlDeviceGetMigMode", "mig"); *c = *p = fault(d->i, "mig", 0); return OK; }
 X int nvmlDeviceGetMaxMigDeviceCount(D d, u32 *n) { ENTER("nvmlDeviceGetMaxMigDeviceCount", "mig"); *n = fault(d->i, "mig", 0) ? 7 : 0; return OK; }
-X int nvmlDeviceGetMigDeviceHandleByIndex(D d, u32 i, D *o) { ENTER("nvmlDeviceGetMigDeviceHandleByIndex", "mig"); if (!fault(d->i, "mig", 0)) return NOTSUP; if (i >= 2) return NOTFOUND; *o = &migs[d->i][i]; return OK; }
+X int nvmlDeviceGetMigDeviceHandleByIndex(D d, u32 i, D *o) { ENTER("nvmlDeviceGetMigDeviceHandleByIndex", "mig"); if (!fault(d->i, "mig", 0)) return NOTSUP; if (i >= n_slices(d->i)) return NOTFOUND; *o = &migs[d->i][i]; return OK; }
 X int nvmlDeviceIsMigDeviceHandle(D d, u32 *o) { ENTER("nvmlDeviceIsMigDeviceHandle", 0); *o = d->mig >= 0; return OK; }
 X int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(D d, D *o) { ENTER("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", 0); *o = &gpus[d->i]; return OK; }
 X int nvmlDeviceGetGpuInstanceId(D d, u32 *o) { ENTER("nvmlDeviceGetGpuInstanceId", "mig"); if (d->mig < 0) return NOTSUP; *o = 1 + d->mig; return OK; }
@@ -372,7 +382,7 @@ static int procs_of(D d, int want_g, P2 *out, int cap) {
   if (fault(d->i, "bad_pids", 0)) { out[n++] = (P2){0, 0, ~0u, ~0u}; out[n++] = (P2){~0u, 0, ~0u, ~0u}; }
   if (fault(d->i, "dead_pids", 0)) { for (int k = 0; k < 2 && n < cap; k++, n++) out[n] = (P2){3999990 + k + 10 * d->i, pid_mib << 20, ~0u, ~0u}; return n; }
   if (fault(d->i, "many_procs", &v)) { for (int k = 0; k < (int)v && n < cap && npid; k++, n++) out[n] = (P2){pids[k % npid], pid_mib << 20, ~0u, ~0u}; }
-  else for (int k = 0; k < npid; k++) if (ngpu && k % ngpu == d->i && n < cap) out[n++] = (P2){pids[k], pid_mib << 20, ~0u, ~0u};
+  else for (int k = 0; k < npid; k++) if (ngpu && k % ngpu == d->i && (d->mig < 0 || k / ngpu % (int)n_slices(d->i) == d->mig) && n < cap) out[n++] = (P2){pids[k], pid_mib << 20, ~0u, ~0u};
   if (fault(d->i, "procs_na", 0)) for (int k = 0; k < n; k++) out[k].used = ~0ull;
   return n;
 }

@@ -12,7 +12,7 @@ from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory
 from trainer.contract.planning.extraction import ExtractionOutlook, check_extraction, outlook_of_extraction
 from trainer.contract.planning.forecast import NO_ROOM, Room
-from trainer.contract.planning.gpu_vendors import refusal_of_mixture
+from trainer.contract.planning.gpu_vendors import refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
@@ -41,6 +41,7 @@ class MachineGpu(msgspec.Struct, frozen=True):
     memory_total_bytes: int | None = None
     # By its name in `VENDORS`, where the machine has GPUs of several vendors.
     vendor: str = ""
+    is_slice: bool = False
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -133,6 +134,7 @@ def _check_devices(job: AnyJob, machine: Machine) -> list[Problem]:
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += _check_vendors(job, machine)
+    problems += _check_slices(job, machine)
     problems += check_backend(job)
     problems += [] if job.cluster else _check_count(job, machine)
     if machine.cuda_problem and not job.cluster and machine.gpus and not job.on_cpu:
@@ -148,6 +150,19 @@ def _check_vendors(job: AnyJob, machine: Machine) -> list[Problem]:
     gpus = [(gpu.index, gpu.vendor) for gpu in machine.gpus if not gpu.unhealthy and (not named or gpu.index in named)]
     message = refusal_of_mixture(gpus)
     return [Problem("launch.gpus", message)] if message else []
+
+
+def _check_slices(job: AnyJob, machine: Machine) -> list[Problem]:
+    """Report slices of cards among several GPUs of a job whose ranks exchange; those of an extraction only read."""
+    named = chosen_indices(job)
+    gpus = [(gpu.index, gpu.is_slice) for gpu in machine.gpus if gpu.index in named]
+    message = refusal_of_slices(gpus) if exchanges(job) else ""
+    return [Problem("launch.gpus", message)] if message else []
+
+
+def exchanges(job: AnyJob) -> bool:
+    """Tell whether the GPUs of a job exchange tensors, or are all used by one process."""
+    return job.model.spread if isinstance(job, ExtractJob) else True
 
 
 def _check_mode(layout: Layout) -> list[Problem]:
@@ -183,7 +198,8 @@ def _check_mode(layout: Layout) -> list[Problem]:
 
 def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
-    devices, usable = wanted_devices(job), sum(not gpu.unhealthy for gpu in machine.gpus)
+    devices = wanted_devices(job)
+    usable = sum(not gpu.unhealthy and not (gpu.is_slice and devices > 1) for gpu in machine.gpus)
     if str(job.launch.gpus).startswith("auto:") and devices > usable:
         here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{devices}"'
         return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]

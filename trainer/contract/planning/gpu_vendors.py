@@ -36,6 +36,8 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
+    # What the identity of a slice begins with, where cards can be split into slices that are GPUs of their own.
+    slice_prefix: str = ""
     device: Device = "cuda"
     # Beginnings of a card's name that a narrow column leaves out, in this order.
     brands: tuple[str, ...] = ()
@@ -52,6 +54,10 @@ class Vendor(msgspec.Struct, frozen=True):
         """Return the environment in which a process sees exactly these cards, in this order."""
         return {self.variable: ",".join(uuids), **self.order}
 
+    def prefix_of(self, name: str) -> str:
+        """Return what the UUID of a card of this name begins with; slices have their profile at the end of it."""
+        return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
+
     def visible_devices(self) -> str | None:
         """Return the variable as the environment has it; None where it is not set and every GPU may be used."""
         return os.environ.get(self.variable)
@@ -60,17 +66,17 @@ class Vendor(msgspec.Struct, frozen=True):
         """Return the indices of the cards that the variable's `text` leaves, in its order, of all (index, UUID).
 
         Entries are read as CUDA reads them: numbers, or UUIDs that may be shortened; the list ends before the first
-        entry that names no card, and a list that names a card twice is empty. Instances of a split card (`MIG-...`) are
-        no cards.
+        entry that names no card, and a list that names a card twice is empty. A number is never that of a slice.
         """
         all_cards = list(cards)
         if text is None:
             return [index for index, _ in all_cards]
-        names_uuids = text.strip().startswith(self.uuid_prefix)
+        names_uuids = text.strip().startswith(self._prefixes)
         look_up: Callable[[str, Cards], int | None] = self._by_uuid if names_uuids else _by_number
+        named = all_cards if names_uuids else [(index, uuid) for index, uuid in all_cards if not is_slice(uuid)]
         indices: list[int] = []
         for entry in text.split(","):
-            index = look_up(entry.strip(), all_cards)
+            index = look_up(entry.strip(), named)
             if index is None:
                 break
             if index in indices:
@@ -78,9 +84,13 @@ class Vendor(msgspec.Struct, frozen=True):
             indices.append(index)
         return indices
 
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        return (self.uuid_prefix, self.slice_prefix) if self.slice_prefix else (self.uuid_prefix,)
+
     def _by_uuid(self, entry: str, cards: Cards) -> int | None:
         """Find the card whose UUID begins with the entry; None where no card, or more than one, does."""
-        if not entry.startswith(self.uuid_prefix):
+        if not entry.startswith(self._prefixes):
             return None
         indices = [index for index, uuid in cards if uuid.lower().startswith(entry.lower())]
         return indices[0] if len(indices) == 1 else None
@@ -96,11 +106,28 @@ VENDORS: dict[str, Vendor] = {
         variable="CUDA_VISIBLE_DEVICES",
         tool="nvidia-smi",
         order={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        slice_prefix="MIG-",
         brands=("NVIDIA ", "GeForce ", "Tesla "),
         pci_vendor="0x10de",
         version_file="/sys/module/nvidia/version",
     ),
 }
+
+
+def is_slice(uuid: str) -> bool:
+    """Tell whether this is the identity of a slice of a card, as against that of a whole one."""
+    return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
+
+
+def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
+    """Return why ranks that exchange cannot run on these GPUs (index, whether it is a slice); "" where they can.
+
+    NCCL takes slices of one card for the same device, and CUDA shows a process one slice at most.
+    """
+    cut = [index for index, is_cut in gpus if is_cut]
+    if not cut or len(gpus) < 2:
+        return ""
+    return f"GPU {cut[0]} is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"
 
 
 def vendors_here() -> list[str]:

@@ -41,6 +41,8 @@ _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # Speed of products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
+# The name of a slice ends in its profile: how many of seven parts of the card compute, and its memory.
+_SLICE = re.compile(r" MIG (\d)g\.")
 # Cards below compute capability 8.0 know neither bf16 nor tf32. Of Volta and Turing, 7.0 and 7.5, fp16 is 2 to 8 times
 # as fast as fp32; before them it is as slow, or slower.
 BF16_FROM, FP16_FROM = (8, 0), (7, 0)
@@ -136,8 +138,10 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
     figures_of_card = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
     tflops, gigabytes, nvlink = figures_of_card
+    of_card = int(match[1]) / 7 if (match := _SLICE.search(device)) else 1.0
     bus = nvlink * 1e9 or (_STAGED_BUS if "GeForce" in device else _PCIE_BUS)
-    return Speeds(_REACHED * tflops * 1e12 * _SLOWER[precision], _REACHED * gigabytes * 1e9, bus, _LATENCY_S)
+    reached = _REACHED * of_card
+    return Speeds(reached * tflops * 1e12 * _SLOWER[precision], reached * gigabytes * 1e9, bus, _LATENCY_S)
 
 
 def slowest(names: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
 from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
-from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
+from trainer.contract.planning.gpu_vendors import VENDORS, hide_all, is_slice
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.runs import cuda_variables, nccl
 from trainer.contract.settings.knobs import show
@@ -111,11 +111,17 @@ def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's."""
-    pinned = VENDORS[spec.gpu_vendor].pin(spec.gpu_uuids) if spec.gpu_vendor in VENDORS else {}
+    """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's.
+
+    CUDA shows a process no more than one slice of a card, so that each rank is told only its own.
+    """
+    uuids, local_rank = spec.gpu_uuids, rank
+    if any(map(is_slice, uuids)):
+        uuids, local_rank = uuids[rank : rank + 1], 0
+    pinned = VENDORS[spec.gpu_vendor].pin(uuids) if spec.gpu_vendor in VENDORS else {}
     environment = dict(base) | {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(spec.world_size),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads_per_rank(spec.world_size))),

@@ -1,0 +1,51 @@
+"""Finds the slices (MIG instances) of NVIDIA cards that are split, each of which is a GPU of its own for a program."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+# A card that hangs in the driver must not keep the others from being shown.
+_LIMIT_S = 2.0
+
+
+class Place(NamedTuple):
+    """Where a slice is: its card by NVML's index, and its number there, of which some may be free."""
+
+    card: int
+    number: int
+
+    def look_up(self, nvml: ModuleType) -> Any:
+        """Return the handle of the slice; raise NVML's error where it is there no longer."""
+        return nvml.nvmlDeviceGetMigDeviceHandleByIndex(nvml.nvmlDeviceGetHandleByIndex(self.card), self.number)
+
+
+def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
+    """Return the slices of all cards that answer in time, in the order of the cards."""
+    found: dict[int, list[Place]] = {}
+
+    def ask(card: int) -> None:
+        found[card] = list(_slices_of(nvml, card))
+
+    threads = [threading.Thread(target=ask, args=(card,), daemon=True) for card in range(n_cards)]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _LIMIT_S
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [place for card in range(n_cards) for place in found.get(card, ())]
+
+
+def _slices_of(nvml: ModuleType, card: int) -> Iterator[Place]:
+    # Cards and drivers that know of no slices answer with an error, as an older pynvml without these functions does.
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        handle = nvml.nvmlDeviceGetHandleByIndex(card)
+        is_split, _ = nvml.nvmlDeviceGetMigMode(handle)
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if is_split else 0):
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+                yield Place(card, number)

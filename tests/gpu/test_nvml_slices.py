@@ -1,0 +1,108 @@
+"""Slices (MIG instances) of cards as GPUs of their own, by the real pynvml on a library in place of NVIDIA's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+Run = Callable[..., Any]
+Read = Callable[..., list[dict[str, Any]]]
+
+FACTS = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+n = nvml.open()
+samples = [nvml.sample(index, processes=True) for index in range(n)]
+print(json.dumps([asdict(nvml.facts()), asdict(nvml.details(n - 1, samples[-1])), nvml.buffered(n - 1)]))
+"""
+
+
+def test_slices_are_gpus_of_their_own_after_the_cards(read_all: Read) -> None:
+    split, whole, *slices = read_all({0: "mig=3"}, GPUS=2, PIDS="")
+    assert [one["index"] for one in slices] == [2, 3, 4]
+    assert {one["uuid"][:4] for one in slices} == {"MIG-"}
+    assert len({one["uuid"] for one in slices}) == 3
+    assert {one["name"] for one in slices} == {"NVIDIA H200 MIG 2g.47gb"}
+    assert sum(one["memory_total_bytes"] for one in slices) <= whole["memory_total_bytes"]
+    assert all(0 < one["memory_used_bytes"] < one["memory_total_bytes"] for one in slices)
+    assert split["name"] == "NVIDIA H200"
+
+
+def test_what_is_measured_of_a_whole_card_is_not_told_of_its_slices(read_all: Read) -> None:
+    split, *slices = read_all({0: "mig"}, GPUS=1, PIDS="")
+    for one in slices:
+        assert (one["utilization"], one["temperature_c"], one["power_w"]) == (None, None, None)
+        assert (one["failed"], one["healthy"], one["unusable"]) == ({}, True, "")
+    assert split["temperature_c"] is not None
+    # Its memory counts once, for the slices.
+    assert split["memory_total_bytes"] is None
+    assert split["unusable"].startswith("it is split into MIG slices, which are GPUs of their own")
+
+
+def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
+    pids = (os.getpid(), os.getppid())
+    _, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
+    assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
+
+
+def test_a_card_that_hangs_keeps_neither_others_nor_their_slices_from_being_read(on_nvml: Run) -> None:
+    script = """
+import json, os, sys
+from sae_tui.gpu import nvml_slices
+from sae_tui.gpu.nvml import Nvml
+nvml_slices._LIMIT_S = 0.2
+nvml = Nvml()
+n = nvml.open()
+print(json.dumps([n, nvml.sample(3, processes=False).uuid]))
+sys.stdout.flush()
+os._exit(0)
+"""
+    n, uuid = on_nvml(script, GPUS=2, FAULTS="0:hang,1:mig", PIDS="")
+    assert (n, uuid[:4]) == (4, "MIG-")
+
+
+def test_a_slice_that_is_gone_is_a_card_that_cannot_be_read_until_it_is_back(on_nvml: Run) -> None:
+    script = """
+import json, pynvml
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+nvml.open()
+seen = [nvml.sample(1, processes=True)]
+look_up = pynvml.nvmlDeviceGetMigDeviceHandleByIndex
+def gone(*arguments):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+memory, pynvml.nvmlDeviceGetMemoryInfo = pynvml.nvmlDeviceGetMemoryInfo, gone
+pynvml.nvmlDeviceGetMigDeviceHandleByIndex = gone
+seen += [nvml.sample(1, processes=True) for _ in range(2)]
+pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlDeviceGetMigDeviceHandleByIndex = memory, look_up
+seen.append(nvml.sample(1, processes=True))
+print(json.dumps([[one.healthy, one.reason] for one in seen]))
+"""
+    lost = [False, "the driver no longer knows this GPU"]
+    assert on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="") == [[True, ""], lost, lost, [True, ""]]
+
+
+def test_slices_have_the_capability_of_their_card_and_no_links(on_nvml: Run) -> None:
+    facts, details, remembered = on_nvml(FACTS, GPUS=2, FAULTS="1:mig", PIDS="")
+    assert facts["capabilities"] == [[9, 0]] * 4
+    assert facts["nvlinks"] == [18, 18, 0, 0]
+    assert [(pair["first"], pair["second"]) for pair in facts["pairs"]] == [(0, 1)]
+    assert (details["sm_clock_mhz"], remembered) == (None, [])
+
+
+def test_a_card_with_mig_on_but_not_yet_cut_says_so(on_nvml: Run) -> None:
+    script = """
+import json, pynvml
+from sae_tui.gpu.nvml import Nvml
+pynvml.nvmlDeviceGetMaxMigDeviceCount = lambda handle: 0
+nvml = Nvml()
+n = nvml.open()
+sample = nvml.sample(0, processes=True)
+print(json.dumps([n, sample.unusable, sample.memory_total_bytes]))
+"""
+    n, unusable, total = on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="")
+    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it has no slices")
+    assert total is not None
