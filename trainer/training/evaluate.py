@@ -17,6 +17,12 @@ from trainer.parallel.group import own_part
 from trainer.training.learner import Learner
 
 
+# Beyond it more tokens at once are no faster; they take memory that training may have no need of.
+MOST_TOKENS = 8192
+# PyTorch before 2.7 does not find what is marked in a larger matrix on a GPU.
+MOST_VALUES = 2**31 - 1
+
+
 @torch.no_grad()
 def evaluate(
     learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int, outliers: Sequence[Outliers]
@@ -27,7 +33,7 @@ def evaluate(
     """
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        batches = data.of_hook(learner.hook).held_out(batch_size)
+        batches = data.of_hook(learner.hook).held_out(min(batch_size, most_tokens(learner.sae.d_sae)))
         of_sae = _measure(learner, batches, parallel, outliers[learner.hook])
         parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
     totals = parallel.sum_parts(parts, parallel.data)
@@ -35,6 +41,11 @@ def evaluate(
         label: {held_out(name): metric.value(totals[f"{name}@{label}"]) for name, metric in _new_metrics().items()}
         for label in learners
     }
+
+
+def most_tokens(d_sae: int) -> int:
+    """Return how many tokens to encode at once for so many latents of all ranks."""
+    return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 
 def _new_metrics() -> dict[str, Metric]:

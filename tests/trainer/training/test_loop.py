@@ -15,6 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import Row
+from trainer.training import evaluate
 from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
 
@@ -323,9 +324,17 @@ def test_a_run_that_resumes_says_where_it_is_before_its_first_step(
     assert places == [("preparing", 10, 1280)]
 
 
+@pytest.mark.parametrize("at_once", [60, evaluate.MOST_TOKENS])
 def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
-    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+    at_once: int,
+    make_job: MakeJob,
+    make_trainer: MakeTrainer,
+    kept,
+    activations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(evaluate, "MOST_TOKENS", at_once)
     trainer = make_trainer(make_job(data={"held_out_tokens": 500}, train={"eval_every": 7}), kept)
     trainer.run()
     assert [row.step for row in kept.reported if row.name == "heldout_fvu"] == [7, 14, 20]
@@ -337,6 +346,10 @@ def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
     x_hat = torch.zeros_like(pre_acts).scatter(1, indices, values.relu()) @ weights["W_dec"] + weights["b_dec"]
     fvu = (x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()
     assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(fvu), rel=1e-4)
+
+
+def test_no_matrix_of_an_evaluation_has_more_values_than_a_gpu_looks_through() -> None:
+    assert [evaluate.most_tokens(d_sae) for d_sae in (24_576, 65_536, 2**20, 2**32)] == [8192, 8192, 2047, 1]
 
 
 def test_a_run_of_finished_length_is_only_exported(

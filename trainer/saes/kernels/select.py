@@ -36,10 +36,23 @@ def above(pre_acts: PreActs, bound: Tensor | float, *, may_wait: bool = False) -
     matrix = pre_acts.matrix
     if matrix.is_cuda and not may_wait:
         return None
-    # Beside a bf16 matrix torch would round the bound to bf16 before it compares.
-    exact = matrix.to(bound.dtype) if isinstance(bound, Tensor) else matrix
-    places = where(~(exact <= bound))
+    if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
+        # Torch would round it to the nearest number; and a copy of the matrix in fp32 would be twice as large as it is.
+        bound = rounded_down(bound, matrix.dtype)
+    places = where(~(matrix <= bound))
     return None if places is None else (places, _at(matrix, places))
+
+
+def rounded_down(bound: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest numbers of a 16-bit type that are not above `bound`.
+
+    Whatever has that type is above both or neither.
+    """
+    nearest = bound.detach().to(dtype)
+    bits = nearest.view(torch.int16)
+    # Numbers of one sign are ordered as their bits; below 0 comes the smallest negative number.
+    below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).view(dtype)
+    return torch.where(nearest.to(bound.dtype) > bound, below, nearest)
 
 
 def where(mask: Tensor) -> Places | None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.saes.kernels.pre_acts import PreActs
-from trainer.saes.kernels.select import k_per_batch, k_per_token, where
+from trainer.saes.kernels.select import k_per_batch, k_per_token, rounded_down, where
 from trainer.saes.kernels.top_k import SAMPLE_ROWS, are_largest
 from trainer.saes.sparse_acts import Places
 
@@ -123,3 +123,14 @@ def test_many_marked_ones_are_left_to_a_dense_product() -> None:
     nothing = where(torch.zeros(10, 10, dtype=torch.bool))
     assert nothing is not None
     assert_consistent(nothing, 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_is_above_a_bound_rounded_down_as_it_is_above_the_bound(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    near = torch.randn(60, generator=generator) * 10.0 ** torch.randint(-40, 6, (60,), generator=generator)
+    edges = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 65520.0, -65520.0, torch.inf, -torch.inf, torch.nan])
+    bounds = torch.cat([near, edges, every[::997].float()])
+    rounded = rounded_down(bounds, dtype)
+    assert torch.equal(every[:, None] <= rounded, every[:, None].float() <= bounds)
