@@ -13,7 +13,7 @@ from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import World
 from trainer.runtime.out_of_memory import hand_back, is_shortage
-from trainer.runtime.precision import autocast
+from trainer.runtime.precision import NARROW, autocast
 
 T = TypeVar("T")
 
@@ -91,7 +91,13 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
     """Return the FLOP/s of a product with the encoder's shape, of 1/`parts` of the latents."""
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
-    x, weights = torch.ones(n_tokens, d_in, device=device), torch.ones(d_in, n_latents, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    # A GPU that multiplies constants draws less power and clocks higher than it ever will in training; and operands are
+    # narrowed before, for several products.
+    x, weights = (
+        torch.randn(shape, generator=generator, device=device).to(NARROW.get(precision, torch.float32))
+        for shape in ((n_tokens, d_in), (d_in, n_latents))
+    )
     with autocast(precision, device):
         seconds = fastest(lambda: x @ weights, device)
     return 2 * n_tokens * d_in * n_latents / seconds

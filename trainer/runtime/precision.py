@@ -11,7 +11,8 @@ import torch
 
 from trainer.contract.planning.hardware import auto_precision
 
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# The type to which products narrow their operands.
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
@@ -23,7 +24,7 @@ def resolve_precision(precision: str, device: torch.device) -> str:
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context that narrows matrix products where the resolved `precision` asks for it."""
-    narrow = _NARROW.get(precision)
+    narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
 

@@ -16,7 +16,6 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.group import own_part
 from trainer.training.learner import Learner
 
-
 # Beyond it more tokens at once are no faster; they take memory that training may have no need of.
 MOST_TOKENS = 8192
 # PyTorch before 2.7 does not find what is marked in a larger matrix on a GPU.

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from support.rank_faults import starve
+from torch import Tensor
 
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.plan import Plan
@@ -55,6 +56,27 @@ def test_a_rank_with_hardly_any_memory_is_measured_by_less_or_not_at_all_and_tra
     if not is_kept:
         # What was assumed of one rank is no reason to give it more than another.
         assert len(set(plan.token_shares)) == len(set(plan.latent_shares)) == 1
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_products_are_measured_on_data_that_varies_without_a_trace_in_the_runs_random_numbers(
+    precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    products: list[Tensor] = []
+
+    def run_once(work: Callable[[], Tensor], device: torch.device) -> float:
+        products.append(work())
+        return 1.0
+
+    monkeypatch.setattr(calibrate, "fastest", run_once)
+    torch.manual_seed(7)
+    calibrate.products_per_s(torch.device("cpu"), precision, parts=4)
+    (product,) = products
+    assert product.dtype == dtype
+    assert len(product.unique()) > 1000
+    drawn = torch.rand(1)
+    torch.manual_seed(7)
+    assert torch.equal(drawn, torch.rand(1))
 
 
 def test_less_is_tried_until_there_is_memory_for_it() -> None:
