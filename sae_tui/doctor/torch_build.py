@@ -15,6 +15,9 @@ from trainer.contract.wording import join_words, plural
 
 # In seconds: a first import from a network disk takes half a minute.
 LIMIT_S = 60.0
+# Compute capabilities of cards that multiply fp64 at a 32nd or 64th of their speed: GeForce and their like.
+_SLOW_AT_FP64 = {(6, 1), (7, 5), (8, 6), (8, 9), (12, 0), (12, 1)}
+_ADAM_IN_FP32 = (2, 8)
 # Nothing that it loads is garbage, and both looking for some and shutting torch down took a third of its time.
 _ASK = """
 import gc
@@ -64,6 +67,7 @@ def check_torch(box: Box) -> Iterator[Finding]:
     if build.cuda is None:
         return
     yield from _knows_cards(build, gpus)
+    yield from _updates_fast(build, gpus)
     if len(gpus.samples) > 1:
         yield _exchanges(build)
     if build.triton is None:
@@ -116,6 +120,20 @@ def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
         cards = join_words([f"GPU {index}" for index in unknown])
         sentence = f"{build.version} has no code for {cards} (sm_{major}{minor}), only for {' '.join(build.archs)}"
         yield Finding("error", "torch", sentence, OTHER_BUILD)
+
+
+def _updates_fast(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
+    """Advise a newer torch where a fused Adam that computes in fp64 slows a card down."""
+    numbers = build.version.split(".")[:2]
+    if not all(map(str.isdecimal, numbers)) or tuple(map(int, numbers)) >= _ADAM_IN_FP32:
+        return
+    slow = [index for index, capability in enumerate(gpus.facts.capabilities) if capability in _SLOW_AT_FP64]
+    if slow:
+        cards = join_words([f"GPU {index}" for index in slow])
+        sentence = (
+            f"Adam of {build.version} computes in fp64, at which {cards} {'is' if len(slow) == 1 else 'are'} slow"
+        )
+        yield Finding("note", "torch", sentence, "install torch 2.8 or newer, whose Adam computes in fp32")
 
 
 def _covers(arch: str, capability: tuple[int, int]) -> bool:

@@ -15,7 +15,7 @@ from sae_tui.gpu.base import GpuFacts
 
 TORCH = """
 from types import SimpleNamespace as N
-__version__ = "2.9.0"
+__version__ = {version!r}
 version = N(cuda={cuda!r})
 distributed = N(is_available=lambda: True, is_nccl_available=lambda: {nccl!r} is not None)
 cuda = N(is_available=lambda: {available!r}, device_count=lambda: 2, get_arch_list=lambda: {archs!r},
@@ -27,18 +27,19 @@ ON_12 = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=((9, 0), (9, 0)))
 @pytest.fixture
 def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
     def check(
-        cuda="12.8", nccl=(2, 27, 5), available=True, archs=("sm_80", "sm_90"), *, gpus=2, installed="", **environ
-    ) -> list[Finding]:
+        cuda="12.8", nccl=(2, 27, 5), available=True, archs=("sm_80", "sm_90"), *, gpus=2, installed="",
+        version="2.9.0", facts=ON_12, **environ,
+    ) -> list[Finding]:  # fmt: skip
         site = tmp_path / "site"
         (site / "torch").mkdir(parents=True, exist_ok=True)
-        text = TORCH.format(cuda=cuda, nccl=nccl, available=available, archs=list(archs))
+        text = TORCH.format(version=version, cuda=cuda, nccl=nccl, available=available, archs=list(archs))
         (site / "torch/__init__.py").write_text(text)
         for name, version in (("triton", "3.5.0"), ("nvidia_nccl_cu12", installed)):
             if version:
                 info = site / f"{name}-{version}.dist-info"
                 info.mkdir(exist_ok=True)
                 (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-        box = sandbox.box(Cards(gpus, ON_12), PYTHONPATH=str(site), **environ)
+        box = sandbox.box(Cards(gpus, facts), PYTHONPATH=str(site), **environ)
         return list(check_torch(box))
 
     return check
@@ -49,6 +50,16 @@ def test_a_build_that_suits_driver_and_cards_is_ok(torch_says) -> None:
     assert (torch.level, nccl.level) == ("ok", "ok")
     assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver runs (up to 12.8)"
     assert nccl.sentence.startswith("2.27.5")
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "advised"),
+    [("2.7.1", (8, 9), True), ("2.8.0", (8, 9), False), ("2.7.1+cu128", (9, 0), False), ("next", (8, 9), False)],
+)
+def test_a_newer_torch_is_advised_for_cards_that_are_slow_at_fp64(torch_says, version, capability, advised) -> None:
+    facts = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=(capability, (9, 0)))
+    notes = [finding for finding in torch_says(version=version, facts=facts) if finding.level == "note"]
+    assert [one.sentence for one in notes] == [f"Adam of {version} computes in fp64, at which GPU 0 is slow"] * advised
 
 
 def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
