@@ -7,10 +7,15 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import Sae as SaeSettings
+from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
 # Of rows from their mean: sums of squares of d values have to stay below 3e38.
 LARGEST_SPREAD = 1e15
+# Values drawn at a time: of 2^20 latents 4,096 wide, all would be 16 GiB of a host's memory for each of its ranks.
+_AT_ONCE = 2**24
+# PyTorch draws normal numbers by so many; blocks of a multiple of it get the numbers that all together would get.
+_DRAWN_BY = 16
 
 
 @torch.no_grad()
@@ -59,16 +64,31 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
 
 def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
     """Draw random unit decoder rows; set the encoder to their transpose, or to other random rows, at another scale."""
-    # All ranks draw the same rows and keep those of their own latents.
-    sae.W_dec.copy_(sae.latents.part(_unit_rows(sae.d_sae, sae.d_out, generator), 0))
-    tied = settings.encoder_init == "tied" and not sae.is_transcoder
-    directions = sae.W_dec if tied else sae.latents.part(_unit_rows(sae.d_sae, sae.d_in, generator), 0)
+    _draw_unit_rows(sae.W_dec, sae.latents, generator)
+    directions: Tensor = sae.W_dec
+    if settings.encoder_init != "tied" or sae.is_transcoder:
+        directions = torch.empty_like(sae.W_enc.T)
+        _draw_unit_rows(directions, sae.latents, generator)
     scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
 
 
-def _unit_rows(n: int, d: int, generator: torch.Generator) -> Tensor:
-    return torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -> None:
+    """Set this rank's rows, [n_own, d], to random unit vectors: those of its latents among the rows of all.
+
+    All ranks draw all rows, block by block, so that they are the same however the latents are dealt out.
+    """
+    ids, d = latents.own, own.shape[1]
+    n_rows = max(_DRAWN_BY, _AT_ONCE // d // _DRAWN_BY * _DRAWN_BY)
+    first = 0
+    while first < latents.n_total:
+        # The last block takes what would be too little for one more.
+        left = latents.n_total - first
+        count = left if left < n_rows + _DRAWN_BY else n_rows
+        rows = torch.nn.functional.normalize(torch.randn(count, d, generator=generator), dim=1)
+        begin, end = torch.searchsorted(ids, torch.tensor([first, first + count])).tolist()
+        own[begin:end] = rows if len(rows) == end - begin else rows[ids[begin:end] - first]
+        first += count
 
 
 def _centre(points: Tensor, how: str) -> Tensor:

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
+from trainer.parallel.latents import Latents
+from trainer.parallel.threads import Threads, on_all
+from trainer.saes import initial_weights
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.initial_weights import geometric_median, initialise, unit_scale
 from trainer.saes.topk import TopK
@@ -41,6 +44,27 @@ def test_the_scale_brings_the_mean_distance_from_the_mean_to_the_root_of_the_wid
     assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
     torch.testing.assert_close(unit_scale(x + 1000), unit_scale(x), rtol=1e-3, atol=0)
     torch.testing.assert_close(unit_scale(8 * x), unit_scale(x) / 8)
+
+
+@pytest.mark.parametrize(("n_latents", "d"), [(100, 7), (97, 16), (33, 1), (5, 2)])
+@pytest.mark.parametrize("at_once", [1, 320])
+def test_rows_drawn_in_blocks_by_two_ranks_are_those_of_one_that_draws_all_at_once(
+    n_latents: int, d: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(initial_weights, "_AT_ONCE", at_once)
+    whole = torch.nn.functional.normalize(torch.randn(n_latents, d, generator=torch.Generator().manual_seed(4)), dim=1)
+
+    def of_rank(group: Threads) -> tuple[Tensor, Tensor]:
+        latents = Latents(n_latents, group, [1.0, 2.0])
+        own = torch.empty(len(latents.own), d)
+        initial_weights._draw_unit_rows(own, latents, torch.Generator().manual_seed(4))
+        return latents.own, own
+
+    for ids, own in on_all(2, of_rank):
+        assert torch.equal(own, whole[ids])
+    alone = torch.empty(n_latents, d)
+    initial_weights._draw_unit_rows(alone, Latents(n_latents), torch.Generator().manual_seed(4))
+    assert torch.equal(alone, whole)
 
 
 @pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
