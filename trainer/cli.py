@@ -17,6 +17,7 @@ from trainer.contract.errors import UsageError, UserError
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ranks_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import take_back_signals
@@ -316,6 +317,26 @@ def _probe(flags: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
+def _self_test(flags: argparse.Namespace) -> int:
+    world_size, uuids = parse_target(flags.gpus)
+    if world_size != 1:
+        raise UsageError("--gpus: name one GPU, or cpu")
+    if not uuids and flags.gpus != "cpu":
+        raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
+    from trainer.self_test.base import Check
+    from trainer.self_test.run import run
+
+    def tell(check: Check) -> None:
+        if not flags.json and not check.ok:
+            _say(f"wrong: {check.part}: {check.name}: {json.dumps(check.found)}")
+
+    found = run(VENDORS[torch_vendor()].pin(uuids) if uuids else {}, full=flags.full, tell=tell)
+    right = "trains right" if found["ok"] else f"is wrong in {len(found['failed'])} of them"
+    seconds = f"{found['checks']} checks in {found['seconds']:.0f} s"
+    _say(json.dumps(found) if flags.json else f"{found['device']} {right}: {seconds}")
+    return EXIT_FINISHED if found["ok"] else EXIT_FAILED
+
+
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_any(flags.job, flags.overrides)
     estimate = ExtractionEstimate.of(job) if isinstance(job, ExtractJob) else _estimate_of_training(job)
@@ -357,5 +378,6 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "estimate": _estimate,
     "bench": _bench,
     "probe": _probe,
+    "self-test": _self_test,
     "rank": _rank,
 }

@@ -7,7 +7,21 @@ from pathlib import Path
 
 from trainer.contract.output import Parser
 from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
-from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, IMPORT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
+from trainer.help import (
+    BENCH,
+    ESTIMATE,
+    EVAL,
+    EXPORT,
+    EXTRACT,
+    IMPORT,
+    INSPECT,
+    JOIN,
+    OVERVIEW,
+    PROBE,
+    RESUME,
+    RUN,
+    SELF_TEST,
+)
 
 
 def make_parser() -> Parser:
@@ -19,7 +33,7 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="{run,extract,inspect,join,resume,export,import,eval,estimate,bench,probe}"
+        required=True, metavar="{run,extract,inspect,join,resume,export,import,eval,estimate,bench,probe,self-test}"
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
@@ -78,6 +92,10 @@ def make_parser() -> Parser:
     probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
     probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    test = add("self-test", "whether a GPU trains right: against float64, the CPU and itself", SELF_TEST)
+    test.add_argument("--gpus", default="auto:1", metavar="GPU", help='one GPU by number, or "cpu"; default the first')
+    test.add_argument("--full", action="store_true", help="longer trainings, and memory: 6 minutes instead of 2")
+    test.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.add_argument("--any-owner", action="store_true", help="run whoever owns the files of the run")

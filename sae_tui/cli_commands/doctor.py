@@ -13,7 +13,7 @@ from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.doctor.examine import CHECKS, PROBES, examine, level_words, summary
+from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
@@ -31,7 +31,8 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     box = Box(context.data, source)
     findings = []
-    for finding in examine(box, (*CHECKS, *PROBES) if flags.probe else CHECKS):
+    asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
+    for finding in examine(box, asked):
         findings.append(finding)
         if not context.as_json:
             _show(finding)

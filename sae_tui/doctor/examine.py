@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build, trust
+from sae_tui.doctor import bus, driver, links, machine, self_test, session, slurm, storage, terminal, torch_build, trust
 from sae_tui.doctor.base import SIGNS, Box, Finding
 from trainer.contract.wording import plural
 
@@ -40,6 +40,7 @@ CHECKS: tuple[Check, ...] = (
 )
 # Checks that run only on request, since they put work on the GPUs.
 PROBES: tuple[Check, ...] = (bus.check_bus,)
+SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
 def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:

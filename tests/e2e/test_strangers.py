@@ -363,6 +363,7 @@ TRAINER_WORDS = {
     "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
     "bench": [["{path}"]],
     "probe": [["--gpus", "{hostile}"]],
+    "self-test": [["--gpus", "{hostile}"]],
     "rank": [["{hostile}"]],
 }
 # Texts that no command prints.

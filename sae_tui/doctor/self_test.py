@@ -1,0 +1,88 @@
+"""Runs the trainer's self-test on a GPU that nobody uses, or on the CPU where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.cards.availability import GpuChoice, choices
+from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
+from sae_tui.jobs.cards.occupancy import Occupancy
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import decode_as
+from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.wording import plural
+
+SUBJECT = "self-test"
+LIMIT_S = 600.0
+# Names of wrong checks in one line of findings.
+_MOST_NAMED = 3
+
+
+class Tested(msgspec.Struct, frozen=True):
+    """The output of `python -m trainer self-test --json`."""
+
+    device: str
+    ok: bool
+    checks: int
+    failed: list[dict[str, Any]]
+    seconds: float
+
+
+def check_training(box: Box) -> Iterator[Finding]:
+    """Train in small on the first idle GPU, which a lock keeps jobs from meanwhile."""
+    if not box.gpus.cuda:
+        yield _finding(box, {}, "cpu")
+        return
+    usable = choices(box.gpus.samples, Occupancy(box.data).holders())
+    idle = [choice for choice in usable if choice.uuid and choice.state == "available"]
+    if not idle:
+        yield Finding("note", SUBJECT, "not run, for no GPU is idle", "repeat it when one is")
+        return
+    with _kept(box, idle[0]) as why:
+        if why:
+            yield Finding("note", SUBJECT, f"not run, for {why}", "repeat it later")
+            return
+        vendor = VENDORS[idle[0].vendor or box.gpus.source_name]
+        yield _finding(box, vendor.pin([idle[0].uuid]), "auto:1")
+
+
+@contextlib.contextmanager
+def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
+    """Keep jobs off a GPU while the context lasts; yield why that cannot be, if it cannot."""
+    try:
+        box.data.create()
+    except UserError as error:
+        yield str(error)
+        return
+    locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid])
+    if not locks.take():
+        yield locks.why or "a job takes the GPU just now"
+        return
+    try:
+        yield ""
+    finally:
+        locks.release()
+
+
+def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
+    command = [sys.executable, "-P", "-m", "trainer", "self-test", "--gpus", gpus, "--json"]
+    answer, failure = box.output(command, LIMIT_S, **visible)
+    try:
+        tested = decode_as(answer.rpartition("\n")[2], Tested)
+    except ValueError:
+        remedy = "see `python -m trainer self-test`"
+        return Finding("error", SUBJECT, f"it ended without a result: {failure or 'its answer is no JSON'}", remedy)
+    figures = f"{plural(tested.checks, 'check')} in {tested.seconds:.0f} s"
+    if tested.ok:
+        return Finding("ok", SUBJECT, f"this box trains right: {figures} on {tested.device}")
+    names = [f"{one['part']} ({one['name']})" for one in tested.failed[:_MOST_NAMED]]
+    more = f" and {plural(len(tested.failed) - len(names), 'other')}" if len(tested.failed) > len(names) else ""
+    sentence = f"{len(tested.failed)} of {figures} on {tested.device} are wrong: {', '.join(names)}{more}"
+    remedy = "train elsewhere, and see `python -m trainer self-test`: a driver, a card or this program is at fault"
+    return Finding("error", SUBJECT, sentence, remedy)

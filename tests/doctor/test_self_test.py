@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.cards import Cards
+
+from sae_tui.doctor.self_test import check_training
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
+
+FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seconds": 118.4}
+
+
+@pytest.fixture
+def tested(sandbox, tmp_path, monkeypatch):
+    """Return a function that makes a box whose trainer answers what the test says and records how it was called."""
+    monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
+    package = tmp_path / "site" / "trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+
+    def box(source, **found):
+        code = f"""import os, sys
+open({str(tmp_path / "asked")!r}, 'w').write(' '.join([*sys.argv[1:], os.environ.get('CUDA_VISIBLE_DEVICES', '-')]))
+print({json.dumps(FOUND | found)!r})
+"""
+        (package / "__main__.py").write_text(code)
+        return sandbox.box(source, PYTHONPATH=str(package.parent))
+
+    return box
+
+
+def test_an_idle_gpu_is_tested_and_found_right(tested, tmp_path) -> None:
+    (finding,) = check_training(tested(Cards(3)))
+    assert (finding.level, finding.sentence) == ("ok", "this box trains right: 214 checks in 118 s on NVIDIA H100")
+    assert (tmp_path / "asked").read_text() == "self-test --gpus auto:1 --json GPU-0"
+
+
+def test_what_is_wrong_is_named(tested) -> None:
+    failed = [{"part": "curves", "name": f"topk {n}", "ok": False, "found": {}} for n in range(5)]
+    (finding,) = check_training(tested(Cards(1), ok=False, failed=failed))
+    assert finding.level == "error"
+    assert finding.sentence == (
+        "5 of 214 checks in 118 s on NVIDIA H100 are wrong: "
+        "curves (topk 0), curves (topk 1), curves (topk 2) and 2 others"
+    )
+
+
+def test_a_gpu_that_a_job_takes_is_left_alone(tested, tmp_path) -> None:
+    box = tested(Cards(1))
+    box.data.create()
+    locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), ["GPU-0"])
+    assert locks.take()
+    (finding,) = check_training(box)
+    locks.release()
+    assert finding.level == "note"
+    assert not (tmp_path / "asked").exists()
+
+
+def test_without_real_gpus_it_is_the_cpu_that_is_tested(tested, tmp_path) -> None:
+    (finding,) = check_training(tested(Simulated(), device="CPU"))
+    assert finding.level == "ok"
+    assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json -"

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels import sparse
+from trainer.self_test import run
+from trainer.self_test.base import CPU, Check
+from trainer.self_test.learning import check_curves, check_resuming
+from trainer.self_test.products import check_products, check_selections
+from trainer.training.sharded_state import ShardedState
+
+
+def wrong(checks: Iterator[Check]) -> list[Check]:
+    return [check for check in checks if not check.ok]
+
+
+def test_products_and_selections_of_a_cpu_are_right() -> None:
+    assert not wrong(check_products(CPU))
+    assert not wrong(check_selections(CPU))
+
+
+def test_a_product_that_is_slightly_off_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = sparse.bag_sums
+    monkeypatch.setattr(sparse, "bag_sums", lambda *args, **named: right(*args, **named) * 1.0001)
+    assert {check.name.partition(":")[0] for check in wrong(check_products(CPU))} == {"decoding", "gradient of weights"}
+
+
+def test_state_that_a_checkpoint_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = ShardedState.tensors
+
+    def without_moments(state: ShardedState) -> Iterator[tuple[str, Tensor]]:
+        return ((name, one) for name, one in tensors(state) if "optimizer." not in name)
+
+    monkeypatch.setattr(ShardedState, "tensors", without_moments)
+    monkeypatch.setattr("trainer.self_test.learning.ARCHITECTURES", ("topk",))
+    monkeypatch.setattr("trainer.self_test.learning.OTHERS", ())
+    (check,) = check_resuming(CPU, half=2)
+    assert not check.ok
+    assert "sae.W_dec" in check.found["differing"]
+
+
+def test_a_curve_that_strays_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.self_test.learning.ARCHITECTURES", ("topk",))
+    fvus = iter([0.5, 0.2, 0.5, 0.22])
+    monkeypatch.setattr("trainer.self_test.learning._fvu", lambda *_: next(fvus))
+    (check,) = check_curves(CPU, n_steps=6)
+    assert not check.ok
+
+
+def test_a_part_that_raises_is_a_check_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_selections(device: torch.device) -> Iterator[Check]:
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    monkeypatch.setattr(run, "SHORT", (check_selections,))
+    (check,) = run.checks(CPU, full=False)
+    assert (check.part, check.ok) == ("selections", False)
+    assert check.found == {"error": "RuntimeError: an illegal memory access"}
+
+
+def test_without_a_gpu_the_command_says_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "trainer", "self-test"], capture_output=True, text=True)
+    if done.returncode == 0:
+        pytest.skip("there is a GPU")
+    assert done.returncode == 2
+    assert done.stderr == "--gpus: there is no GPU here; cpu checks this machine's CPU\n"
+
+
+def test_the_result_counts_the_checks_and_names_those_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Check("products", "a", True, {}), Check("products", "b", False, {"off": 0.1})
+    monkeypatch.setattr(run, "SHORT", (lambda device: iter(checks),))
+    found = run.run({}, full=False, tell=lambda check: None)
+    assert (found["device"], found["ok"], found["checks"]) == ("CPU", False, 2)
+    assert json.dumps(found["failed"]) == '[{"part": "products", "name": "b", "ok": false, "found": {"off": 0.1}}]'

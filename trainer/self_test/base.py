@@ -1,0 +1,75 @@
+"""What the parts of the self-test share: a check's result, learners and rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.activations.batches import Batch
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
+from trainer.parallel.base import Parallel
+from trainer.runtime.precision import resolve_precision, set_matmul_precision
+from trainer.training.learner import Learner
+from trainer.training.step import take_step
+
+CPU = torch.device("cpu")
+ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
+
+
+class Check(NamedTuple):
+    """One thing that was looked at: whether it is right, and the figures that were found."""
+
+    part: str
+    name: str
+    ok: bool
+    found: dict[str, Any]
+
+
+class Size(NamedTuple):
+    """A training small enough for a self-test."""
+
+    d_in: int
+    d_sae: int
+    k: int
+    batch_size: int
+
+
+SMALL, TINY = Size(128, 2048, 16, 1024), Size(32, 256, 4, 256)
+
+
+def job_of(size: Size, sae: dict[str, Any], train: dict[str, Any]) -> JobConfig:
+    """Return the job of this size with these settings, and all others by default."""
+    sizes = {"d_sae": size.d_sae, "k": size.k}, {"batch_size": size.batch_size, "n_steps": 1000}
+    job, problems = parse_job({"data": {"path": "unused"}, "sae": sizes[0] | sae, "train": sizes[1] | train})
+    assert job is not None, problems
+    return job
+
+
+def learner_of(job: JobConfig, d_in: int, device: torch.device) -> Learner:
+    """Return a learner on the device, with the process' products set to the job's precision."""
+    set_matmul_precision(resolve_precision(job.train.precision, device))
+    return Learner(job, d_in, None, Parallel(device))
+
+
+def take(learner: Learner, number: int, x: Tensor) -> None:
+    """Take step `number` on a batch of raw data [n_tokens, d_in]."""
+    take_step([learner], Parallel(x.device), number, [Batch([(x, x)], len(x))])
+
+
+def rows(n: int, d_in: int, seed: int = 0) -> Tensor:
+    """Return rows [n, d_in] on the CPU, alike on every machine: sparse sums of fixed directions and a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.nn.functional.normalize(torch.randn(2 * d_in, d_in, generator=generator), dim=1)
+    used = torch.rand(n, len(directions), generator=generator) < 12 / len(directions)
+    sums = (used * torch.rand(used.shape, generator=generator)) @ directions
+    return sums + 0.02 * torch.randn(n, d_in, generator=generator)
+
+
+def let_some_die(learner: Learner) -> None:
+    """Count a few latents in a hundred as silent for long, so that AuxK takes part."""
+    silent = learner.sae.n_tokens_since_fired
+    silent[: max(1, len(silent) // 32)] = 10**9
+    learner.sae.note_silence(silent)

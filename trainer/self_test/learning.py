@@ -1,0 +1,165 @@
+"""Short trainings on the device: against the CPU's, resumed to the last bit, and without the host's waiting."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.runtime.precision import set_deterministic
+from trainer.self_test.base import (
+    ARCHITECTURES,
+    CPU,
+    SMALL,
+    TINY,
+    Check,
+    Size,
+    job_of,
+    learner_of,
+    let_some_die,
+    rows,
+    take,
+)
+from trainer.training.learner import Learner
+
+# How far the FVU after the first steps, and after all, may be from the CPU's in fp32, as a share of it. What is chosen
+# among nearly equal activations differs, and so the paths part.
+NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
+FIRST_STEPS, N_BATCHES = 5, 40
+# What else than each architecture's defaults is checked.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"optimizer": "signum"},
+    {"optimizer": "muon"},
+    {"state": "bf16"},
+    {"state": "int8"},
+    {"precision": "fp16"},
+)
+
+
+def _size(device: torch.device) -> Size:
+    return SMALL if device.type == "cuda" else TINY
+
+
+def check_curves(device: torch.device, n_steps: int) -> Iterator[Check]:
+    """Train each architecture on the CPU and on the device, in every precision, and compare FVU."""
+    size = _size(device)
+    data = rows(N_BATCHES * size.batch_size, size.d_in)
+    precisions = ("fp32", "tf32", "bf16", "fp16") if device.type == "cuda" else ("fp32",)
+    for architecture in ARCHITECTURES:
+        reference = _curve(size, architecture, "fp32", CPU, data, n_steps)
+        for precision in precisions:
+            first, last = _curve(size, architecture, precision, device, data, n_steps)
+            off = abs(first / reference[0] - 1), abs(last / reference[1] - 1)
+            is_near = all(a < b for a, b in zip(off, NEAR[precision], strict=True))
+            found = {"fvu": last, "fvu_cpu": reference[1], "off_at_first": off[0], "off_at_last": off[1]}
+            yield Check("curves", f"{architecture}, {precision}", is_near, found)
+
+
+def _curve(
+    size: Size, architecture: str, precision: str, device: torch.device, data: Tensor, n_steps: int
+) -> tuple[float, float]:
+    """Return the FVU of the first rows after a few steps and after all."""
+    job = job_of(size, {"architecture": architecture}, {"precision": precision, "n_steps": n_steps})
+    learner = learner_of(job, size.d_in, device)
+    sample = data[: 8 * size.batch_size].to(device)
+    learner.initialise(sample, sample)
+    batches = itertools.cycle(data.split(size.batch_size))
+    first = float("nan")
+    for number, batch in zip(range(n_steps), batches, strict=False):
+        take(learner, number, batch.to(device))
+        if number + 1 == min(FIRST_STEPS, n_steps):
+            first = _fvu(learner, sample)
+    return first, _fvu(learner, sample)
+
+
+@torch.no_grad()
+def _fvu(learner: Learner, x: Tensor) -> float:
+    x = x * learner.sae.x_scale
+    with learner.evaluating():
+        x_hat = learner.forward(x, x).x_hat.float()
+    return float((x - x_hat).double().square().sum() / (x - x.mean(dim=0)).double().square().sum())
+
+
+def check_resuming(device: torch.device, half: int) -> Iterator[Check]:
+    """Train, save to the host's memory, load and go on: not a bit may differ from a run without a break."""
+    was = torch.are_deterministic_algorithms_enabled()
+    set_deterministic(True)
+    try:
+        for sae, train in _settings():
+            yield Check("resuming", _name(sae, train), *_resumed_alike(device, sae, train, half))
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def _resumed_alike(
+    device: torch.device, sae: dict[str, Any], train: dict[str, Any], half: int
+) -> tuple[bool, dict[str, Any]]:
+    size = _size(device)
+    batches = rows(8 * size.batch_size, size.d_in).split(size.batch_size)
+
+    def fresh() -> Learner:
+        job = job_of(size, sae | {"dead_after_tokens": 4 * size.batch_size}, train | {"n_steps": 2 * half})
+        learner = learner_of(job, size.d_in, device)
+        sample = torch.cat(batches).to(device)
+        learner.initialise(sample, sample)
+        return learner
+
+    def go(learner: Learner, first: int, last: int) -> None:
+        for number in range(first, last):
+            take(learner, number, batches[number % len(batches)].to(device))
+
+    whole, broken, resumed = fresh(), fresh(), fresh()
+    go(whole, 0, 2 * half)
+    go(broken, 0, half)
+    saved = broken.state.collect() or {}
+    resumed.state.load({name: tensor.to(CPU, copy=True).contiguous() for name, tensor in saved.items()})
+    go(resumed, half, 2 * half)
+    expected = dict(whole.state.tensors())
+    differing = [name for name, tensor in resumed.state.tensors() if not torch.equal(tensor, expected[name])]
+    return not differing, {"differing": differing}
+
+
+def check_waits(device: torch.device) -> Iterator[Check]:
+    """Ask the driver whether the host waits for the device in a step that does not log."""
+    if device.type != "cuda":
+        return
+    x = rows(SMALL.batch_size, SMALL.d_in).to(device)
+    for sae, train in _settings():
+        learner = learner_of(job_of(SMALL, sae, {"precision": "bf16"} | train), SMALL.d_in, device)
+        learner.initialise(x, x)
+        let_some_die(learner)
+        for number in range(3):
+            take(learner, number, x)
+        places = _waits(learner, x)
+        yield Check("waits", _name(sae, train), not places, {"places": dict(places)})
+
+
+def _waits(learner: Learner, x: Tensor) -> Counter[str]:
+    torch.cuda.synchronize(x.device)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            take(learner, 3, x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchroniz" in str(one.message))
+
+
+def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield settings of the SAE and of training: all architectures, and of topk every kind of optimizer."""
+    for architecture in ARCHITECTURES:
+        yield {"architecture": architecture}, {}
+    for train in OTHERS:
+        if train != {"precision": "fp16"} or torch.cuda.is_available():
+            yield {"architecture": "topk"}, train
+
+
+def _name(sae: dict[str, Any], train: dict[str, Any]) -> str:
+    return " ".join([sae["architecture"], *map(str, train.values())])

@@ -1,0 +1,91 @@
+"""Sparse products and selections of the device against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels import sparse, top_k
+from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.self_test.base import CPU, Check
+
+PART = "products"
+# Sums of fp32 numbers: of a thousand terms the last few bits are rounded off.
+TOLERANCE = 1e-5
+# Active latents of each token, latents, width: few, empty tokens and odd widths, a single number, bags that are split,
+# and the widths of real models.
+CASES: dict[str, tuple[list[int], int, int]] = {
+    "few entries": ([3, 5, 1, 0, 2], 7, 16),
+    "odd widths and empty tokens": ([0, 33, 40, 0, 0], 9, 37),
+    "one number": ([1], 1, 1),
+    "a latent active everywhere": ([300] * 40, 1, 96),
+    "d_in 2304": ([64] * 512, 4096, 2304),
+    "d_in 768, uneven": ([0, 64] * 256, 24576, 768),
+}
+
+
+def check_products(device: torch.device) -> Iterator[Check]:
+    """Compare the three sparse products in every type the device computes with, repeatable or not."""
+    types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
+    if device.type == "cuda":
+        yield Check(PART, "Triton compiles here", sparse.triton_for(torch.zeros(2, 2, device=device)) is not None, {})
+    was = torch.are_deterministic_algorithms_enabled()
+    try:
+        for repeatable, (name, case), dtype in itertools.product((False, True), CASES.items(), types):
+            torch.use_deterministic_algorithms(repeatable, warn_only=True)
+            label = f"{name}, {str(dtype).removeprefix('torch.')}{', repeatable' if repeatable else ''}"
+            for product, off in _errors(*case, dtype, device).items():
+                yield Check(PART, f"{product}: {label}", off < TOLERANCE, {"off": off})
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Return how far each product is from float64's, as a share of its norm."""
+    generator = torch.Generator().manual_seed(0)
+    per_token = torch.tensor(counts)
+    n = int(per_token.sum())
+    latents = torch.randint(d_sae, (n,), generator=generator)
+    tokens, starts = torch.arange(len(counts)).repeat_interleave(per_token), per_token.cumsum(0) - per_token
+    values = torch.randn(n, generator=generator)
+    rows, dense = (torch.randn(length, d, generator=generator).to(dtype) for length in (d_sae, len(counts)))
+    acts = SparseActs(values.to(device), Places(*(one.to(device) for one in (latents, tokens, starts))), d_sae)
+    exact = torch.zeros(len(counts), d_sae, dtype=torch.float64)
+    exact.index_put_((tokens, latents), values.double(), accumulate=True)
+    on_device = rows.to(device), dense.to(device)
+    with torch.no_grad():
+        return {
+            "decoding": _off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
+            "gradient of weights": _off(sparse.transposed_product(acts, on_device[1]), exact.T @ dense.double()),
+            "gradient of activations": _off(
+                sparse.row_products(on_device[1], on_device[0], acts.places),
+                (dense.double()[tokens] * rows.double()[latents]).sum(dim=1),
+            ),
+        }
+
+
+def _off(found: Tensor, exact: Tensor) -> float:
+    found = found.to(CPU, torch.float64)
+    return float((found - exact).norm() / exact.norm()) if bool(found.isfinite().all()) else float("inf")
+
+
+def check_selections(device: torch.device) -> Iterator[Check]:
+    """Compare what is chosen with a full sort, NaN first."""
+    types = (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,)
+    matrix = torch.randn(257, 6144, generator=torch.Generator().manual_seed(0))
+    matrix[3, 5] = float("nan")
+    for dtype, k in itertools.product(types, (1, 32, 100)):
+        values = matrix.to(dtype)
+        chosen = values.gather(1, top_k.of_each(values.to(device), k).to(CPU))
+        expected = values.nan_to_num(1e9).sort(dim=1, descending=True).values[:, :k]
+        is_same = bool((chosen.nan_to_num(1e9).sort(dim=1, descending=True).values == expected).all())
+        yield Check(PART, f"the {k} largest of each token, {dtype}".replace("torch.", ""), is_same, {})
+        finite, n = values.nan_to_num(0), k * len(values)
+        flat = top_k.of_all(finite.to(device), n).to(CPU)
+        best = finite.flatten().sort(descending=True).values[:n]
+        is_same = len(flat) == n and bool((flat.diff() > 0).all())
+        is_same = is_same and bool((finite.flatten()[flat].sort(descending=True).values == best).all())
+        yield Check(PART, f"the {n} largest of a batch, {dtype}".replace("torch.", ""), is_same, {})

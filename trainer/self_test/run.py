@@ -1,0 +1,69 @@
+"""Runs the parts of the self-test on one device: each check as soon as it is done, then how many were right."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.contract.errors import first_line
+from trainer.self_test.base import Check
+from trainer.self_test.learning import check_curves, check_resuming, check_waits
+from trainer.self_test.memory_need import check_memory
+from trainer.self_test.products import check_products, check_selections
+
+Part = Callable[[torch.device], Iterator[Check]]
+# The short half takes two minutes of a GPU.
+SHORT: tuple[Part, ...] = (
+    check_products,
+    check_selections,
+    check_waits,
+    partial(check_resuming, half=10),
+    partial(check_curves, n_steps=40),
+)
+FULL: tuple[Part, ...] = (
+    *SHORT[:3],
+    partial(check_resuming, half=20),
+    partial(check_curves, n_steps=200),
+    check_memory,
+)
+
+
+def checks(device: torch.device, *, full: bool) -> Iterator[Check]:
+    """Yield the checks of a device, each as soon as it is done; a part that fails yields one that says so."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for part in FULL if full else SHORT:
+        name = getattr(part, "func", part).__name__.removeprefix("check_")
+        try:
+            yield from part(device)
+        except Exception as error:
+            yield Check(name, "it could be run", False, {"error": f"{type(error).__name__}: {first_line(error)}"})
+
+
+def run(gpu: dict[str, str], *, full: bool, tell: Callable[[Check], None]) -> dict[str, Any]:
+    """Check the GPU that the variables `gpu` make the only visible one, or the CPU without any; `tell` each result.
+
+    Return `{"device", "ok", "checks", "failed", "seconds"}`, with the checks that failed.
+    """
+    # Before anything asks the driver.
+    os.environ.update(gpu)
+    began = time.monotonic()
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    found = []
+    for check in checks(device, full=full):
+        found.append(check)
+        tell(check)
+    failed = [check for check in found if not check.ok]
+    name = torch.cuda.get_device_name(device) if gpu else "CPU"
+    return {
+        "device": name,
+        "ok": not failed,
+        "checks": len(found),
+        "failed": [check._asdict() for check in failed],
+        "seconds": round(time.monotonic() - began, 1),
+    }
