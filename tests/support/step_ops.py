@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from support.fake_gpu import DEVICE, fake_gpu
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import KernelInterface
@@ -30,6 +31,7 @@ _FREE = {
 }  # fmt: skip
 # The host waits for their result.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
+WAITS |= {"__bool__", "cpu", "numpy", "tolist"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
 
 
@@ -137,21 +139,44 @@ class OpLog(TorchDispatchMode):
         ):
             yield
 
+    @contextlib.contextmanager
+    def questions(self) -> Iterator[None]:
+        """Write down what is asked of a tensor that its stand-in on fake tensors answers without an operation."""
+
+        def noted(name: str) -> Any:
+            answer = getattr(FakeTensor, name)
+
+            def ask(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+                self.ops.append(Op(name, _operands(tensor), (), _place()))
+                return False if name == "__bool__" else answer(tensor, *args, **kwargs)
+
+            return ask
+
+        with contextlib.ExitStack() as stack:
+            for name in ("nonzero", "__bool__", "cpu", "numpy", "tolist"):
+                stack.enter_context(mock.patch.object(FakeTensor, name, noted(name)))
+            yield
+
 
 def recorded_step(job: JobConfig, d_in: int, *, dead: bool = False, parallel: Parallel | None = None) -> Step:
-    """Return the operations of a job's second step on one GPU; with `dead` latents there may be dead ones."""
+    """Return the operations of a job's second step on one GPU; with `dead` latents there may be dead ones.
+
+    Of several ranks, which are `parallel`, it is one of them.
+    """
     with fake_gpu():
         log = OpLog()
-        learner = Learner(job, d_in, None, parallel or Parallel(DEVICE))
+        ranks = parallel or Parallel(DEVICE)
+        learner = Learner(job, d_in, None, ranks)
         x = torch.empty(Layout(job, 1).micro_batch, d_in, device=DEVICE)
         for number in range(2):
             if dead:
                 learner.sae._longest_silence = 10**12
             log.ops.clear()
-            with log.kernels(), log:
+            with log.kernels(), log.questions(), log:
                 learner.begin_step(number)
-                learner.accumulate(x, x)
+                learner.accumulate(x, x, len(x) * ranks.data.size)
                 n_of_passes = len(log.ops)
+                ranks.sum_step_([learner.tensors_to_exchange()], (False,))
                 learner.update()
     return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]))
 

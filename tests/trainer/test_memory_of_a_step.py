@@ -29,11 +29,11 @@ class Kernels:
     """A stand-in for Triton's kernels that allocates what they do: their results."""
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, splits: bool) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any, *, splits: bool) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
 
     @staticmethod
-    def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
+    def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
         return rows.new_empty(len(indices), dtype=torch.float32)
 
 
@@ -47,7 +47,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     """Return the bytes at the peak of the second step, from which on the optimizer has its state."""
     others = Elsewhere(n_ranks) if n_ranks > 1 else None
-    parallel = Parallel(CPU, **({"data": others} if job.parallel.mode == "ddp" else {"latents": others}))
+    groups = {"world": others, "data" if job.parallel.mode == "ddp" else "latents": others}
+    parallel = Parallel(CPU, **groups)
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
@@ -71,7 +72,7 @@ def take_step(
         x = torch.empty(job.train.batch_size, d_in)
         y = x if d_out is None else torch.empty(job.train.batch_size, d_out)
         for learner in learners:
-            learner.accumulate(x, y)
+            learner.accumulate(x, y, len(x) * learner.sae.data.size)
             tracker.reset_mod_stats()
     for learner in learners:
         learner.update()
@@ -113,12 +114,16 @@ def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
     assert of_tensors == pytest.approx(counted(job, d_in, d_out, n_ranks), rel=0.05)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("n_ranks", [2, 4])
-def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: int, fake: None) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "n_ranks", "accumulate"),
+    [("topk", 2, 1), ("topk", 4, 1), ("topk", 2, 2), ("topk", 4, 2), ("batch_topk", 8, 1)],
+)
+def test_so_it_is_where_replicas_share_the_optimizer(
+    architecture: str, n_ranks: int, accumulate: int, fake: None
+) -> None:
     wide, d_in, batch = SHAPES[1]
     train = {"batch_size": batch, "precision": "bf16", "accumulate": accumulate}
-    job = job_of(wide, train, {"mode": "ddp"})
+    job = job_of(wide | {"architecture": architecture}, train, {"mode": "ddp"})
     estimate = memory.estimate(workload(job, d_in, n_ranks))
     of_tensors = estimate.total - estimate.context - estimate.slack
     assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)

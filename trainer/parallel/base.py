@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group
+from trainer.parallel.group import Group, split_by
 from trainer.parallel.shares import Shares, even
 from trainer.parallel.stop_flags import Wishes, wishes_reader
 from trainer.parallel.waiting import Waiting
@@ -98,11 +98,16 @@ class Parallel:
         # Filled on the device, since a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
         sums = StepSums.concatenate(several)
-        with self._as_sent(sums.of_latents) as sent, self._as_sent(sums.dealt) as sent_parts:
-            transfers = self.data.start_sums(sent)
+        # Vectors are summed whole, with all else that is small.
+        vectors, matrices = split_by(lambda tensor: tensor.dim() < 2, sums.dealt)
+        of_world = [*([] if self.learns_alone else sums.of_all), wanted]
+        with self._as_sent(sums.of_latents) as sent, self._as_sent(matrices) as sent_parts:
+            of_latents = [*sent, *vectors]
+            if self.data is self.world:
+                of_latents, of_world = [], of_latents + of_world
+            transfers = self.data.start_sums(of_latents)
             self.data.sum_parts_(sent_parts)
-            of_all = [] if self.learns_alone else sums.of_all
-            self.world.finish([*transfers, *self.world.start_sums([*of_all, wanted])])
+            self.world.finish([*transfers, *self.world.start_sums(of_world)])
         return self._wishes.read(wanted)
 
     @contextlib.contextmanager

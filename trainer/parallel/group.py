@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,10 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
+# Tensors of fewer values are summed together: a GPU copies 4 MB twice in the tenth of the time that a sum begins in.
+SMALL = 2**20
+
+_coalescing: Any = dist.distributed_c10d._coalescing_manager
 # By the names of torch 2.13, or else by the older ones.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -113,35 +117,46 @@ class Ranks(Processes):
 
     def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group), waiting)
-        self._group = group
+        self._group = dist.group.WORLD if group is None else group
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
+        small, large = split_by(lambda tensor: tensor.numel() < SMALL, tensors)
         with exchanging(self._waiting):
-            return [dist.all_reduce(dense(tensor), group=self._group, async_op=True) for tensor in tensors]
+            transfers: list[Any] = [_PackedSum(pack, self._start_sum(pack.flat)) for pack in packs(small)]
+            return [*transfers, *(self._start_sum(dense(tensor)) for tensor in large)]
+
+    def _start_sum(self, tensor: Tensor) -> Any:
+        return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        # The collective that adds parts needs equally long ones, and not every version of gloo has it.
+        even, others = split_by(lambda tensor: tensor.is_cuda and len(tensor) % self.size == 0, tensors)
         with exchanging(self._waiting):
-            for tensor in tensors:
-                # This collective needs parts of equal size, and not every version of gloo has it.
-                if tensor.is_cuda and len(tensor) % self.size == 0:
+            with self._at_once(even):
+                for tensor in even:
                     _reduce_scatter(tensor.tensor_split(self.size)[self.index], tensor, group=self._group)
-                else:
-                    dist.all_reduce(tensor, group=self._group)
+            for tensor in others:
+                dist.all_reduce(tensor, group=self._group)
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        even, others = split_by(lambda tensor: len(tensor) % self.size == 0, tensors)
         with exchanging(self._waiting):
-            for tensor in tensors:
-                parts = tensor.tensor_split(self.size)
-                if len(tensor) % self.size == 0:
-                    _all_gather(tensor, parts[self.index], group=self._group)
-                    continue
-                for rank, part in enumerate(parts):
+            with self._at_once(even):
+                for tensor in even:
+                    _all_gather(tensor, tensor.tensor_split(self.size)[self.index], group=self._group)
+            for tensor in others:
+                for rank, part in enumerate(tensor.tensor_split(self.size)):
                     dist.broadcast(part, group=self._group, group_src=rank)
+
+    def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+        """Let a GPU begin the transfers of all these tensors, made inside, together."""
+        is_worth_it = len(tensors) > 1 and tensors[0].is_cuda
+        return _coalescing(self._group) if is_worth_it else contextlib.nullcontext()
 
     def gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty(self.size, *tensor.shape)
         with exchanging(self._waiting):
-            dist.all_gather(list(gathered), tensor.contiguous(), group=self._group)
+            _all_gather(gathered.view(-1), tensor.contiguous().view(-1), group=self._group)
         return gathered
 
     def to_owners(self, tensor: Tensor) -> Tensor:
@@ -174,6 +189,48 @@ class Ranks(Processes):
         with exchanging(self._waiting):
             dist.recv(into, group=self._group, group_src=rank)
         return into
+
+
+class Pack(NamedTuple):
+    """Copies of `tensors` of one type, one after the other in `flat`."""
+
+    flat: Tensor
+    tensors: list[Tensor]
+
+    def unpack(self) -> None:
+        """Copy what `flat` holds now into the tensors."""
+        parts = self.flat.split([tensor.numel() for tensor in self.tensors])
+        torch._foreach_copy_(
+            self.tensors, [part.view_as(tensor) for part, tensor in zip(parts, self.tensors, strict=True)]
+        )
+
+
+def packs(tensors: Iterable[Tensor]) -> list[Pack]:
+    """Copy the tensors of each type into one."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    return [Pack(torch.cat([tensor.reshape(-1) for tensor in alike]), alike) for alike in by_type.values()]
+
+
+def split_by(test: Callable[[Tensor], bool], tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Separate the tensors that pass a test from those that do not."""
+    passing: list[Tensor] = []
+    others: list[Tensor] = []
+    for tensor in tensors:
+        (passing if test(tensor) else others).append(tensor)
+    return passing, others
+
+
+class _PackedSum(NamedTuple):
+    """A transfer of small tensors together."""
+
+    pack: Pack
+    transfer: Any
+
+    def wait(self) -> None:
+        self.transfer.wait()
+        self.pack.unpack()
 
 
 def dense(tensor: Tensor) -> Tensor:

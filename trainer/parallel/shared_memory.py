@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from trainer.parallel.group import Processes, dense, exchanging, part_sizes
+from trainer.parallel.group import Processes, dense, exchanging, packs, part_sizes, split_by
 from trainer.parallel.rendezvous import Line, join
 from trainer.parallel.waiting import Waiting
 
@@ -42,16 +42,12 @@ class SharedRanks(Processes):
 
     def add_up(self, tensors: list[Tensor]) -> None:
         """Replace every tensor by its sum over the group."""
-        small = [tensor for tensor in tensors if tensor.numel() < SMALL]
-        for kind in dict.fromkeys(tensor.dtype for tensor in small):
-            alike = [tensor for tensor in small if tensor.dtype == kind]
-            packed = torch.cat([tensor.reshape(-1) for tensor in alike])
-            self._add_up(packed)
-            for tensor, total in zip(alike, packed.split([tensor.numel() for tensor in alike]), strict=True):
-                tensor.copy_(total.view(tensor.shape))
-        for tensor in tensors:
-            if tensor.numel() >= SMALL:
-                self._add_up(dense(tensor).view(-1))
+        small, large = split_by(lambda tensor: tensor.numel() < SMALL, tensors)
+        for pack in packs(small):
+            self._add_up(pack.flat)
+            pack.unpack()
+        for tensor in large:
+            self._add_up(dense(tensor).view(-1))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):

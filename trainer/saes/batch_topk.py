@@ -61,7 +61,7 @@ class BatchTopK(TopK):
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
 
     def _largest(self, pre_acts: PreActs) -> Chosen:
-        return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.peers)
+        return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.peers, may_wait=not self.W_enc.is_cuda)
 
     def _above_threshold(self, pre_acts: PreActs) -> Chosen | None:
         return above(pre_acts, self.threshold, may_wait=True)

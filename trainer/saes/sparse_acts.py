@@ -15,42 +15,63 @@ class ByLatent(NamedTuple):
     starts: Tensor
 
 
+class Filled(NamedTuple):
+    """How many entries count, `n` (0-dim, on their device), and how many of them are to be expected."""
+
+    n: Tensor
+    expected: int
+
+
 class Places:
     """Where the entries of sparse activations are: flat, ordered by token.
 
-    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`.
+    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`. Where the host
+    does not know how many there are, only those that are `filled` count. The rest follow them in any order: no two are
+    at the same place, and their values are 0.
     """
 
-    def __init__(self, latents: Tensor, tokens: Tensor, starts: Tensor) -> None:
-        self.latents, self.tokens, self.starts = latents, tokens, starts
-        self._sorted = _Sorted(latents)
+    def __init__(self, latents: Tensor, tokens: Tensor, starts: Tensor, filled: Filled | None = None) -> None:
+        self.latents, self.tokens, self.starts, self.filled = latents, tokens, starts, filled
+        self._sorted = _Sorted(latents, filled)
 
     def by_latent(self, d_sae: int) -> ByLatent:
         """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
         return self._sorted.by_latent(d_sae)
 
-    def regroup(self, tokens: Tensor, starts: Tensor) -> Places:
-        """Return the same latents in the same order under other tokens; both share one sorting."""
-        places = Places(self.latents, tokens, starts)
+    def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
+        """Return the same latents in the same order under other tokens, ascending [n]; both share one sorting."""
+        if self.filled is not None:
+            tokens = fill_rest(tokens, self.filled, n_tokens - 1)
+        starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=tokens.device))
+        places = Places(self.latents, tokens, starts, self.filled)
         places._sorted = self._sorted
         return places
 
 
+def fill_rest(numbers: Tensor, filled: Filled, number: int) -> Tensor:
+    """Return a copy of the entries' numbers [n] with `number` for those that do not count."""
+    return numbers.masked_fill(torch.arange(len(numbers), device=numbers.device) >= filled.n, number)
+
+
 class _Sorted:
-    def __init__(self, latents: Tensor) -> None:
-        self._latents = latents
+    def __init__(self, latents: Tensor, filled: Filled | None) -> None:
+        self._latents, self._filled = latents, filled
         self._found: ByLatent | None = None
 
     def by_latent(self, d_sae: int) -> ByLatent:
         if self._found is None:
-            self._found = _sorted_by_latent(self._latents, d_sae)
+            self._found = _sorted_by_latent(self._latents, self._filled, d_sae)
         return self._found
 
 
-def _sorted_by_latent(latents: Tensor, d_sae: int) -> ByLatent:
+def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByLatent:
+    n_keys = d_sae
+    if filled is not None:
+        # Behind all others.
+        n_keys, latents = d_sae + 1, fill_rest(latents, filled, d_sae)
     # A radix sort's time goes with the width of its keys: for 131,072 of them on one core 0.8 ms for 16 bits, 2 ms
     # for 32 and 4 ms for 64.
-    dtype, lowest = (torch.int16, -(2**15)) if d_sae <= 2**16 else (torch.int32, 0)
+    dtype, lowest = (torch.int16, -(2**15)) if n_keys <= 2**16 else (torch.int32, 0)
     keys, order = (latents + lowest).to(dtype).sort(stable=True)
     first = torch.arange(lowest, lowest + d_sae, dtype=dtype, device=latents.device)
     return ByLatent(order, torch.searchsorted(keys, first))

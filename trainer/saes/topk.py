@@ -58,7 +58,7 @@ class TopK(Sae):
     def encode_latents(self, x: Tensor) -> Acts:
         """Return the activations of the latents chosen for x [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
-        choose = partial(k_per_token, k=k, group=self.latents.group)
+        choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not x.is_cuda)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 

@@ -6,7 +6,7 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import Sae
 
-# Candidates that a rank sends per token for each value chosen from it on average.
+# Candidates that a rank sends per token for each value chosen from it on average; on a GPU it sends all that could be.
 MARGIN_PER_TOKEN = 4
 
 
@@ -25,7 +25,7 @@ def exchanged_bytes(work: Workload, sae: Sae) -> int:
 def candidates_of_token(work: Workload, sae: Sae) -> int:
     """Return how many candidates each of the ranks that share the latents sends per token for the top k."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.knobs.most_active(work.d_in)
-    return min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
+    return k if work.device == "cuda" else min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
 class _Pass:
@@ -54,13 +54,16 @@ class _Pass:
     def candidates(self) -> float:
         """Return the bytes of the candidate buffers: sent, received and reordered copies and two bool masks.
 
-        Architectures that choose per batch also gather every rank's candidates, with int64 indices.
+        Architectures that choose per batch also gather every rank's candidates, with int64 indices; a GPU gathers from
+        each as many as are chosen of all ranks together.
         """
-        if self.entry.dense_matrices or self.replicas * self.sharing == 1:
+        n_ranks = self.replicas * self.sharing
+        if self.entry.dense_matrices or n_ranks == 1:
             return 0.0
         if self.entry.per_batch:
             of_token = self.most_active * self.replicas
-            return self.n_tokens * of_token * (1.5 * (2 * self.product + 1) + 8)
+            of_all = (1.5 if self.work.device == "cpu" else n_ranks) * (self.product + 1)
+            return self.n_tokens * of_token * (of_all + 2 * self.product + 24)
         of_token = candidates_of_token(self.work, self.sae)
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
@@ -94,8 +97,12 @@ class _Chosen(_Pass):
         super().__init__(work, sae)
         self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # Indices and values of the chosen latents, of which a rank has its share.
-        self.entries = 32 * self.n_tokens * self.most_active / min(self.sharing, 2)
+        # Indices and values of the chosen latents, of which a rank has its share. A GPU of several has room for all
+        # that could be chosen of it, which of a batch is as much as is chosen of all ranks.
+        of_rank = self.n_tokens * self.most_active
+        is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
+        self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
+        self.entries = self.spare + 32 * of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
         # Bytes of a weight matrix's 16-bit copy for the products, per d_in or width; 0 where products are in fp32.
         self.narrow = 2 * self.n_own if self.product == 2 else 0
 
@@ -132,7 +139,7 @@ class _Chosen(_Pass):
     def joined(self) -> float:
         """Return the bytes while AuxK's gradients are added to the others: both and their sum, all equally large."""
         weights = 4 * self.n_own * self.d_in + self.matrix
-        beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets
+        beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
         levels = self.n_tokens * self.n_prefixes * self.width * (4 + 2 * (self.product == 2))
         return beside + max(2 * weights, weights + self.matrix + self.narrow * self.width + levels)
 

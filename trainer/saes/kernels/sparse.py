@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Decode(torch.autograd.Function):
         rows = W_dec.to(product_dtype(W_dec)) if triton_for(W_dec) else W_dec
         ctx.save_for_backward(values, rows)
         ctx.places, ctx.dtype = places, W_dec.dtype
-        return bag_sums(values, places.latents, places.starts, rows)
+        return bag_sums(values, places.latents, places.starts, rows, places.filled)
 
     @staticmethod
     @once_differentiable
@@ -57,26 +57,38 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     order, starts = acts.places.by_latent(acts.d_sae)
     # index_select, since indexing with one tensor takes three times as long on a CPU.
     tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
-    return bag_sums(values, tokens, starts, dense, is_uneven=True)
+    return bag_sums(values, tokens, starts, dense, acts.places.filled, is_uneven=True)
 
 
-def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, is_uneven: bool = False) -> Tensor:
+def bag_sums(
+    values: Tensor,
+    indices: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    filled: Filled | None = None,
+    *,
+    is_uneven: bool = False,
+) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: [n_bags, d]; bag b's entries begin at `starts[b]`.
 
     The sum is fp32 or wider and has a fixed order, unless bags `is_uneven`: then a GPU may split a long bag, which
-    torch's deterministic mode forbids.
+    torch's deterministic mode forbids. Entries that are not `filled`, where that is given, have the value 0.
     """
     if triton := triton_for(rows):
         splits = is_uneven and not torch.are_deterministic_algorithms_enabled()
-        sums: Tensor = triton.bag_sums(values, indices, starts, rows, splits=splits)
+        sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled, splits=splits)
         return sums
+    # Entries that do not count add nothing to the last bag.
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
 
 
 def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
-    """Return each entry's inner product of its token's row of `dense` [n_tokens, d] and its latent's of `rows`: [n]."""
+    """Return each entry's inner product of its token's row of `dense` [n_tokens, d] and its latent's of `rows`: [n].
+
+    For entries that do not count it may be any finite number.
+    """
     if triton := triton_for(rows):
-        by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts)
+        by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
         return by_kernel
     # What autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
     # takes 23 times as long.

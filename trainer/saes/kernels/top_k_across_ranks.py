@@ -4,6 +4,11 @@ A rank sends only some of its largest values, and with them a ceiling that none 
 ceiling is above the smallest chosen value, a value that was not sent might belong among the chosen: for those tokens
 all values that could be chosen are exchanged in a second round. Each rank decides for its share of the tokens, or all
 see the same values and decide alike. A rank alone chooses directly.
+
+Whether a second round is needed, and how many values are chosen of a rank, depends on the values. The host of a GPU
+would have to wait for the answer, so that a rank there sends at once all that could be chosen, and keeps as many
+entries, of which those that were chosen count. The candidates are few beside the reconstructions and gradients that
+are exchanged as well, and the products read only the entries that count.
 """
 
 from __future__ import annotations
@@ -20,24 +25,31 @@ from trainer.parallel.group import Group
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.sparse_acts import Places
+from trainer.saes.sparse_acts import Filled, Places, fill_rest
 
 # As `MARGIN_PER_TOKEN` for the k of a whole batch, where chance matters less.
 MARGIN_PER_BATCH = 1.5
 
 
-def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:
-    """Choose the k largest of each token over all ranks; return those of this rank's latents, `pre_acts`."""
+def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = True) -> Chosen:
+    """Choose the k largest of each token over all ranks; return those of this rank's latents, `pre_acts`.
+
+    Unless the host `may_wait` for a GPU there are more entries, of which those count that were chosen.
+    """
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
+    if not may_wait:
+        columns, values, is_chosen = among_largest(pre_acts, k, group)
+        tokens = torch.arange(len(columns), device=columns.device).repeat_interleave(columns.shape[1])
+        entries = _Entries(columns.flatten(), tokens, values.flatten(), is_chosen.flatten())
+        return entries.chosen_first(len(columns), len(tokens) // group.size)
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_own = min(n_sent, pre_acts.shape[1])
     columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
     sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
     verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
     local = _Found(columns, values, verdict[:, : columns.shape[1]])
-    # A GPU's candidates are its largest for certain: k from each rank leave none out.
-    if (n_sent < k or not values.is_cuda) and len(rows := verdict[:, -1].nonzero().flatten()):
+    if len(rows := verdict[:, -1].nonzero().flatten()):
         local = local.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
 
@@ -76,6 +88,24 @@ class _Found(NamedTuple):
         return places, self.values.flatten().index_select(0, flat)
 
 
+class _Entries(NamedTuple):
+    """Values of latents and tokens (ascending), and which of them are chosen: all [n]."""
+
+    latents: Tensor
+    tokens: Tensor
+    values: Tensor
+    is_chosen: Tensor
+
+    def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
+        """Return all entries, those that are chosen first; only they count. About `n_expected` will be chosen."""
+        order = self.is_chosen.logical_not().byte().argsort(stable=True)
+        filled = Filled(self.is_chosen.sum(), n_expected)
+        latents, tokens = self.latents.index_select(0, order), self.tokens.index_select(0, order)
+        ascending = fill_rest(tokens, filled, n_tokens)
+        starts = torch.searchsorted(ascending, torch.arange(n_tokens, device=tokens.device))
+        return Places(latents, tokens, starts, filled), self.values.where(self.is_chosen, 0).index_select(0, order)
+
+
 def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's largest for each token: columns, values, and which are among the k largest of all ranks.
 
@@ -88,18 +118,34 @@ def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tens
     return columns, values, group.from_owners(is_chosen.movedim(0, 1), len(values))[:, : columns.shape[1]]
 
 
-def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group) -> Chosen:
-    """Choose the k · n_tokens largest of all tokens and ranks together; return this rank's."""
+def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group, *, may_wait: bool = True) -> Chosen:
+    """Choose the k · n_tokens largest of all tokens and ranks together; return this rank's.
+
+    Unless the host `may_wait` for a GPU there are more entries, of which those count that were chosen.
+    """
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)
     n = round(k * n_tokens)
+    if not may_wait:
+        flat, values, is_chosen = _among_largest_of_all(pre_acts, n, n, group)
+        rows, d_sae = pre_acts.shape
+        tokens = flat // d_sae
+        is_own = is_chosen[group.index, : len(flat)]
+        return _Entries(flat - tokens * d_sae, tokens, values, is_own).chosen_first(rows, n // group.size)
     for n_sent in (min(n, int(MARGIN_PER_BATCH * n / group.size) + 1), n):
-        flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
-        is_chosen = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)[0][0]
+        flat, values, is_chosen = _among_largest_of_all(pre_acts, n, n_sent, group)
         if n_sent == n or not is_chosen.all(dim=1).any():
             break
     own = is_chosen[group.index, : len(flat)].nonzero().flatten()
     return select.places_of(flat[own], *pre_acts.shape), values[own]
+
+
+def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's `n_sent` largest, as ascending indices into its flattened matrix, and their values; for all
+    ranks which of theirs are among the n largest together, bool [n_ranks, n_sent]."""
+    flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
+    is_chosen, _ = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)
+    return flat, values, is_chosen[0]
 
 
 def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.saes.sparse_acts import Filled
+
 # Entries that one program adds up; a bag of more is shared by several. A latent active for every one of 4,096 tokens
 # would else keep one program busy long after all others are done.
 LONGEST = 256
@@ -21,49 +23,60 @@ TILE = 4096
 SLAB_BYTES = 16 * 2**20
 
 
-def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, splits: bool) -> Tensor:
+def bag_sums(
+    values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None, *, splits: bool
+) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    With `splits` the entries of a bag beyond its first `LONGEST` are added atomically, in any order.
+    With `splits` the entries of a bag beyond its first `LONGEST` are added atomically, in any order. Entries that are
+    not `filled` are in no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
+    n_filled, n_expected = filled or (None, n_entries)
     out = rows.new_empty(n_bags, n_columns, dtype=torch.float32)
     tensors = out, values.contiguous(), indices, starts, rows.contiguous()
     longest = LONGEST if splits else n_entries
-    n_entries_at_once = _power_of_two(n_entries // max(n_bags, 1), least=4, most=32)
+    n_entries_at_once = _power_of_two(n_expected // max(n_bags, 1), least=4, most=32)
     shape = _tile(n_entries_at_once, n_columns)
     column_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     if not out.numel():
         return out
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(rows):
-        _sum_bags[n_bags, column_blocks](*tensors, n_entries, n_columns, longest, **shape)
+        _sum_bags[n_bags, column_blocks](*tensors, n_filled, n_entries, n_columns, longest, **shape)
         if n_entries > longest:
-            _add_the_rest(*tensors, longest)
+            _add_the_rest(*tensors, n_filled, longest)
     return out
 
 
-def _add_the_rest(out: Tensor, values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, longest: int) -> None:
+def _add_the_rest(
+    out: Tensor, values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, n_filled: Tensor | None, longest: int
+) -> None:
     n_entries, (n_bags, n_columns) = len(values), out.shape
     windows = torch.arange(0, n_entries, longest, device=starts.device)
     # The last of several bags that begin at the same entry is the one that has it.
     bags = torch.searchsorted(starts, windows, right=True) - 1
     shape = _tile(32, n_columns)
     grid = len(windows), triton.cdiv(n_columns, shape["COLUMNS"])
-    _add_rest[grid](out, values, indices, starts, rows, bags, n_entries, n_bags, n_columns, longest, **shape)
+    tensors = out, values, indices, starts, rows, bags
+    _add_rest[grid](*tensors, n_filled, n_entries, n_bags, n_columns, longest, **shape)
 
 
-def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """Return dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n]; the order of the sums is fixed."""
+def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
+    """Return dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n]; the order of the sums is fixed.
+
+    Entries that are not `filled` are in no bag and get 0.
+    """
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
     shape = _tile(32, n_columns)
     # Where all rows are more than the cache holds, each program multiplies a part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))
     n_parts = triton.cdiv(n_blocks, blocks_per_part)
-    out = rows.new_empty(n_parts, n_entries, dtype=torch.float32)
+    make = rows.new_empty if filled is None else rows.new_zeros
+    out = make(n_parts, n_entries, dtype=torch.float32)
     if n_entries:
-        tensors = out, dense.contiguous(), rows.contiguous(), indices, starts
+        tensors = out, dense.contiguous(), rows.contiguous(), indices, starts, filled and filled.n
         with torch.cuda.device_of(rows):
             _multiply_rows[n_bags, n_parts](*tensors, n_entries, n_columns, blocks_per_part * shape["COLUMNS"], **shape)
     return out[0] if n_parts == 1 else out.sum(dim=0)
@@ -94,12 +107,23 @@ def _tile(entries: int, n_columns: int) -> dict[str, int]:
 
 @triton.jit
 def _sum_bags(
-    out, values, indices, starts, rows, n_entries, n_columns, longest, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr
+    out,
+    values,
+    indices,
+    starts,
+    rows,
+    n_filled,
+    n_entries,
+    n_columns,
+    longest,
+    ENTRIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     """Sum one bag, or its first `longest` entries, in one block of columns."""
     bag = tl.program_id(0)
+    end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)
-    last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=n_entries).to(tl.int32)
+    last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=end).to(tl.int32)
     last = tl.minimum(last, first + longest)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = _sum_rows(values, indices, rows, first, last, columns, n_columns, ENTRIES, COLUMNS)
@@ -114,6 +138,7 @@ def _add_rest(
     starts,
     rows,
     bags,
+    n_filled,
     n_entries,
     n_bags,
     n_columns,
@@ -127,8 +152,9 @@ def _add_rest(
     """
     window = tl.program_id(0)
     bag = tl.load(bags + window)
+    end = n_entries if n_filled is None else tl.load(n_filled)
     bag_first = tl.load(starts + bag).to(tl.int32)
-    bag_last = tl.load(starts + bag + 1, mask=bag + 1 < n_bags, other=n_entries).to(tl.int32)
+    bag_last = tl.load(starts + bag + 1, mask=bag + 1 < n_bags, other=end).to(tl.int32)
     first = tl.maximum(window * longest, bag_first + longest)
     last = tl.minimum((window + 1) * longest, bag_last)
     if first < last:
@@ -157,6 +183,7 @@ def _multiply_rows(
     rows,
     indices,
     starts,
+    n_filled,
     n_entries,
     n_columns,
     columns_per_part,
@@ -165,8 +192,9 @@ def _multiply_rows(
 ):
     """Multiply the rows of one bag's entries in one part of the columns."""
     bag, part = tl.program_id(0), tl.program_id(1)
+    end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)
-    last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=n_entries).to(tl.int32)
+    last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=end).to(tl.int32)
     left = part * columns_per_part
     for begin in range(first, last, ENTRIES):
         entries = begin + tl.arange(0, ENTRIES)

@@ -49,7 +49,7 @@ def test_every_kernel_compiles_for_a_gpu(
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
     types |= dict.fromkeys({"out", "values", "dense"} & types.keys(), "*fp32")
-    types |= dict.fromkeys({"indices", "starts", "bags"} & types.keys(), "*i64")
+    types |= dict.fromkeys({"indices", "starts", "bags", "n_filled"} & types.keys(), "*i64")
     types |= {"rows": f"*{element}", "ENTRIES": "constexpr", "COLUMNS": "constexpr"}
     options: dict[str, Any] = kernels._tile(32, 768)
     constants = {key: options.pop(key) for key in ("ENTRIES", "COLUMNS")}

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.select import k_per_token
-from trainer.saes.sparse_acts import Places, SparseActs
+from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 # As a share of the largest sum. The reference gets the rounded bf16 inputs: only the rounding of sums differs.
@@ -35,7 +35,9 @@ class Case(NamedTuple):
         """Return the activations as float64 [n_tokens, d_sae]; a place that is named twice counts twice."""
         places = self.acts.places
         whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
-        return whole.index_put((places.tokens, places.latents), self.acts.values.double(), accumulate=True)
+        n = len(places.tokens) if places.filled is None else int(places.filled.n)
+        entries = (places.tokens[:n], places.latents[:n])
+        return whole.index_put(entries, self.acts.values[:n].double(), accumulate=True)
 
 
 def make(
@@ -53,8 +55,24 @@ def make(
     return Case(acts, rows.to(DEVICE, dtype), dense.to(DEVICE, dtype))
 
 
+def followed(case: Case) -> Case:
+    """Let entries that do not count follow those of the case; their values, which have to be 0, are not."""
+    acts, (n, most) = case.acts, (len(case.acts.values), case.acts.d_sae - 1)
+    places = acts.places
+    rest = torch.arange(5, device=DEVICE)
+    latents, tokens = (
+        torch.cat([one, rest.clamp_max(top)])
+        for one, top in ((places.latents, most), (places.tokens, len(places.starts) - 1))
+    )
+    filled = Filled(torch.tensor(n, device=DEVICE), n)
+    values = torch.cat([acts.values, acts.values.new_full((5,), 9.0)])
+    return case._replace(acts=SparseActs(values, Places(latents, tokens, places.starts, filled), acts.d_sae))
+
+
 def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(make([3, 5, 1, 0, 2], 7, 16), id="few")
+    yield pytest.param(followed(make([3, 5, 1, 0, 2], 7, 16)), id="few that count")
+    yield pytest.param(followed(make([0, 0], 3, 8)), id="none that counts")
     yield pytest.param(make([0, 33, 40, 0, 0], 9, 37), id="empty tokens, more entries and odd widths than a tile has")
     yield pytest.param(make([4] * 3, 40, 24), id="latents never used")
     yield pytest.param(make([2, 2, 2], 5, 150, latents=torch.tensor([1, 1, 0, 4, 4, 4])), id="places named twice")
@@ -100,7 +118,10 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
     monkeypatch.setattr(triton_sparse, "TILE", 512)
     places = case.acts.places
     products = sparse.row_products(case.dense, case.rows, places)
-    assert_near(products, (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents])
+    expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
+    if places.filled is not None:
+        expected[places.filled.n :] = 0
+    assert_near(products, expected)
 
 
 @CASES
@@ -115,7 +136,7 @@ def test_latents_of_any_number_of_tokens_are_shared_by_programs(
     # One latent is active for all tokens, others for few or none, so that windows begin and end anywhere.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
-    case = make([2] * 16, 7, 20, latents=latents)
+    case = followed(make([2] * 16, 7, 20, latents=latents))
     assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
 
 

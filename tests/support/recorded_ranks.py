@@ -1,0 +1,123 @@
+"""Ranks as threads that write down their exchanges: what each of them asks for, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group, own_part
+from trainer.parallel.threads import Meeting, Threads, on_all
+from trainer.training.learner import Learner
+from trainer.training.step import take_step
+
+CPU = torch.device("cpu")
+# Until a rank that waits for others that ask for something else, or for nothing more, is let go.
+TIMEOUT_S = 20.0
+
+
+class Call(NamedTuple):
+    """An exchange over a group: `shapes` and types of what is exchanged."""
+
+    group: str
+    kind: str
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class Recorded(Threads):
+    """A group of threads that appends to `calls` what is asked of it."""
+
+    def __init__(self, name: str, calls: list[Call], meeting: Meeting, size: int, index: int) -> None:
+        super().__init__(meeting, size, index)
+        self._name, self._calls = name, calls
+
+    def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
+        return super().start_sums(self._all_noted("sum", tensors))
+
+    def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        # Not by way of its own sums, which would be noted as well.
+        Threads.start_sums(self, self._all_noted("sum parts", tensors))
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        super().spread_parts_(self._all_noted("spread parts", tensors))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return super().gather(*self._all_noted("gather", [tensor]))
+
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        return super().to_owners(*self._all_noted("to owners", [tensor]))
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        # Of its rows each rank has its own number.
+        self._note("from owners", [tensor.new_empty(n_rows, *tensor.shape[2:])])
+        return super().from_owners(tensor, n_rows)
+
+    def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
+        super().copy_from_first_(self._all_noted("copy", tensors))
+
+    def _all_noted(self, kind: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+        listed = list(tensors)
+        self._note(kind, listed)
+        return listed
+
+    def _note(self, kind: str, tensors: list[Tensor]) -> None:
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        self._calls.append(Call(self._name, kind, shapes))
+
+
+class Trained(NamedTuple):
+    """A rank after its steps: its learner, and what it exchanged in them."""
+
+    learner: Learner
+    calls: list[Call]
+
+
+def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int) -> list[Trained]:
+    """Take steps with ranks of which `sharing` share the latents, all on the same batch x [n_tokens, d_in] raw data."""
+    calls: list[list[Call]] = [[] for _ in range(n_ranks)]
+    world = Meeting(n_ranks, TIMEOUT_S)
+    rows = [Meeting(sharing, TIMEOUT_S) for _ in range(n_ranks // sharing)]
+    columns = [Meeting(n_ranks // sharing, TIMEOUT_S) for _ in range(sharing)]
+
+    def run(thread: Threads) -> Trained:
+        torch.set_num_threads(1)
+        rank, noted = thread.index, calls[thread.index]
+        row, column = divmod(rank, sharing)
+        everybody = Recorded("world", noted, world, n_ranks, rank)
+        groups: dict[str, Group] = {"world": everybody}
+        for name, meeting, size, index in (
+            ("latents", rows[row], sharing, column),
+            ("data", columns[column], n_ranks // sharing, row),
+        ):
+            members = f"{name} of {row if name == 'latents' else column}"
+            if size > 1:
+                groups[name] = everybody if size == n_ranks else Recorded(members, noted, meeting, size, index)
+        parallel = Parallel(CPU, **groups)
+        learner = Learner(job, x.shape[1], None, parallel)
+        learner.initialise(x, x)
+        noted.clear()
+        own = own_part(x, parallel.data)
+        for step in range(n_steps):
+            take_step([learner], parallel, step, [([(own, own)], len(x))])
+        return Trained(learner, noted)
+
+    return on_all(n_ranks, run, TIMEOUT_S)
+
+
+def in_step(one: list[Call], other: list[Call]) -> bool:
+    """Tell whether two ranks ask for the same in the same order of the groups that both are in."""
+    shared = {call.group for call in one} & {call.group for call in other}
+    first, second = ([call for call in calls if call.group in shared] for calls in (one, other))
+    return first == second
+
+
+def grids(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield numbers of ranks, and how many of them share the latents: ddp, tensor and all hybrids of each size."""
+    for size in sizes:
+        for sharing in (1, 2, 4, 8):
+            if sharing <= size:
+                yield size, sharing
