@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.parallel import rendezvous, shared_memory
-from trainer.parallel.group import Group, PeerLost, Ranks
+from trainer.parallel.group import Group, PeerLost, Ranks, _coalescing
 from trainer.parallel.process_group import World, join
 
 
@@ -33,6 +33,11 @@ def exchange(group: Group) -> dict[str, Tensor]:
         group.sum_parts_([parts])
         group.spread_parts_([parts])
         tensors[name] = parts
+    pair = {"pair's matrix": torch.randn(4 * group.size, 300), "pair's vector": torch.randn(4 * group.size)}
+    own |= {f"own {name}": tensor.clone() for name, tensor in pair.items()}
+    group.sum_parts_(pair.values())
+    group.spread_parts_(pair.values())
+    tensors |= pair
     n_rows = 4 * group.size
     for name, rows in (("alike", torch.randn(n_rows, 900)), ("unlike", torch.randn(n_rows + 1, 900) > 0)):
         own[f"own {name}"] = rows
@@ -77,6 +82,8 @@ def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
     if is_apart and rank:
         # On another machine nobody has the name of the first.
         rendezvous.DOOR += "elsewhere-"
+    # As on a GPU, where several transfers begin together.
+    setattr(Ranks, "_at_once", lambda ranks, tensors: _coalescing(ranks._group))  # noqa: B010
     world = join(torch.device("cpu"), rank, size, file)
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
     tensors = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.activations.batches import Batch
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, own_part
+from trainer.parallel.group import own_part
 from trainer.parallel.threads import Meeting, Threads, on_all
 from trainer.training.learner import Learner
 from trainer.training.step import take_step
@@ -88,7 +89,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
         rank, noted = thread.index, calls[thread.index]
         row, column = divmod(rank, sharing)
         everybody = Recorded("world", noted, world, n_ranks, rank)
-        groups: dict[str, Group] = {"world": everybody}
+        groups: dict[str, Any] = {"world": everybody}
         for name, meeting, size, index in (
             ("latents", rows[row], sharing, column),
             ("data", columns[column], n_ranks // sharing, row),
@@ -102,7 +103,7 @@ def trained(job: JobConfig, x: Tensor, n_ranks: int, sharing: int, n_steps: int)
         noted.clear()
         own = own_part(x, parallel.data)
         for step in range(n_steps):
-            take_step([learner], parallel, step, [([(own, own)], len(x))])
+            take_step([learner], parallel, step, [Batch([(own, own)], len(x))])
         return Trained(learner, noted)
 
     return on_all(n_ranks, run, TIMEOUT_S)

@@ -51,7 +51,8 @@ def test_what_ranks_exchange_is_the_same_on_all_and_what_each_has(size: int, apa
 def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     """Require that sums are the same bits on all ranks, and that what was gathered is what each has."""
     size = len(ranks)
-    for name in ("matrix", "tiny", "none", "half", "double", "odd", "even", "uneven"):
+    names = ["matrix", "tiny", "none", "half", "double", "odd", "even", "uneven", "pair's matrix", "pair's vector"]
+    for name in names:
         total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
         rough = ranks[0][name].dtype == torch.bfloat16
         torch.testing.assert_close(
