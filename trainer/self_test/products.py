@@ -52,7 +52,8 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
     tokens, starts = torch.arange(len(counts)).repeat_interleave(per_token), per_token.cumsum(0) - per_token
     values = torch.randn(n, generator=generator)
     rows, dense = (torch.randn(length, d, generator=generator).to(dtype) for length in (d_sae, len(counts)))
-    acts = SparseActs(values.to(device), Places(*(one.to(device) for one in (latents, tokens, starts))), d_sae)
+    places = Places(latents.to(device), tokens.to(device), starts.to(device))
+    acts = SparseActs(values.to(device), places, d_sae)
     exact = torch.zeros(len(counts), d_sae, dtype=torch.float64)
     exact.index_put_((tokens, latents), values.double(), accumulate=True)
     on_device = rows.to(device), dense.to(device)
@@ -61,7 +62,7 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
             "decoding": _off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
             "gradient of weights": _off(sparse.transposed_product(acts, on_device[1]), exact.T @ dense.double()),
             "gradient of activations": _off(
-                sparse.row_products(on_device[1], on_device[0], acts.places),
+                sparse.row_products(on_device[1], on_device[0], places),
                 (dense.double()[tokens] * rows.double()[latents]).sum(dim=1),
             ),
         }
