@@ -166,7 +166,7 @@ def _interval(learner: Learner) -> dict[str, float]:
     skipped, in_a_row = learner.take_skipped()
     if is_hopeless(in_a_row, learner):
         raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
-    return learner.values(learner.interval.sums(learner.latents)) | {"skipped_steps": float(skipped)}
+    return learner.values(learner.sums()) | {"skipped_steps": float(skipped)}
 
 
 def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:

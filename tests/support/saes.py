@@ -65,6 +65,11 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter, zeros where it has no part in the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
+    left = sae.row_gradients.take() if isinstance(sae, Sae) else []
+    of_rows = {id(one.parameter): one for one in left}
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if one := of_rows.get(id(parameter)):
+            one.add_to(grad)
     return dict(zip(names, grads, strict=True))
 
 

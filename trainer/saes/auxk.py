@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.parallel.group import part_summed
+from trainer.parallel.group import Group, part_summed
 from trainer.saes.base import Sae
+from trainer.saes.kernels import top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.top_k_across_ranks import among_largest
 from trainer.saes.losses import auxk_error
@@ -51,12 +52,14 @@ class AuxK(nn.Module):
         the step however many are dead, and a fixed number needs no answer from a GPU or from other ranks.
         """
         candidates, is_dead, is_any_dead, n_chosen = self._candidates(sae)
-        pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
-        pre_acts = pre_acts.masked_fill(~is_dead, -torch.inf)
-        strongest = PreActs(pre_acts.detach())
-        columns, _, is_chosen = among_largest(strongest, n_chosen, sae.latents.group)
-        acts = torch.zeros_like(pre_acts).scatter(1, columns, pre_acts.gather(1, columns).relu() * is_chosen)
-        return part_summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
+        dims = {"b_enc": 0, "W_enc": 1, "W_dec": 0}
+        b_enc, W_enc, W_dec = (sae.row_gradients.rows(getattr(sae, name), candidates, dims[name]) for name in dims)
+        fixed = sae.input_bias.detach()
+        # Nothing is added, but this is where input_bias gets its gradient: a product with one vector, not with x's.
+        b_enc = b_enc + W_enc.detach() @ (fixed - sae.input_bias)
+        pre_acts = torch.addmm(b_enc, x - fixed, W_enc.T).masked_fill(~is_dead, -torch.inf)
+        acts = pre_acts.relu() * _are_strongest(pre_acts.detach(), n_chosen, sae.latents.group)
+        return part_summed(acts @ W_dec, sae.latents.group), is_any_dead
 
     def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
         """Find the dead latents silent for longest, at most 2·k_aux on all ranks together.
@@ -69,7 +72,8 @@ class AuxK(nn.Module):
         keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
         largest, candidates = keys.topk(min(n, len(keys)))
         everybodys = sae.latents.group.gather(F.pad(largest, (0, n - len(largest)), value=-1)).flatten()
-        bound = everybodys.topk(n).values[-1].clamp_min(sae.dead_after_tokens * sae.d_sae)
+        nth = largest[-1] if sae.latents.group.size == 1 else everybodys.topk(n).values[-1]
+        bound = nth.clamp_min(sae.dead_after_tokens * sae.d_sae)
         is_candidate, are_candidates = largest >= bound, everybodys >= bound
         if not is_candidate.is_cuda:
             # Counting the dead is free here; without it 2 dead latents of 3,072 would cost as much as a whole step.
@@ -77,3 +81,11 @@ class AuxK(nn.Module):
             n_chosen = max(1, min(n_chosen, int(are_candidates.sum())))
             candidates, is_candidate = candidates[:n_own], is_candidate[:n_own]
         return candidates, is_candidate, are_candidates.any(), n_chosen
+
+
+def _are_strongest(pre_acts: Tensor, k: int, group: Group) -> Tensor:
+    """Mark each token's k largest over all ranks, of which these have the same tokens: bool [n_tokens, n]."""
+    if group.size == 1:
+        return top_k.are_largest(pre_acts, k)[0]
+    columns, _, is_chosen = among_largest(PreActs(pre_acts), k, group)
+    return torch.zeros_like(pre_acts, dtype=torch.bool).scatter(1, columns, is_chosen)

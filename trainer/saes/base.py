@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
 
 # A slice of latents: all of them.
@@ -76,6 +78,7 @@ class Sae(nn.Module, ABC):
         super().__init__()
         self.d_in, self.d_sae = d_in, d_sae
         self.data, self.peers, self.latents = Group(), Group(), Latents(d_sae)
+        self.row_gradients = RowGradients()
         self.is_transcoder = d_out is not None
         self.d_out = d_out or d_in
         # A latent's weights lie side by side, as those of W_dec do: so the gradient comes from the sparse products, and
@@ -237,6 +240,20 @@ class Sae(nn.Module, ABC):
     def note_silence(self, n_tokens_since_fired: Tensor) -> None:
         """Set the host's bound on silence from the counts of all latents, so that all ranks act alike."""
         self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
+
+    @torch.no_grad()
+    def silence_slack(self) -> Tensor:
+        """Return how far the host's bound on silence is above the longest there is, float64 [1] on the device.
+
+        All ranks that learn this SAE have to call it, and all get the same.
+        """
+        # A rank may have no latents.
+        own = F.pad(self.n_tokens_since_fired, (1, 0)).max()
+        return (self._longest_silence - self.latents.group.gather(own).max()).double()[None]
+
+    def take_silence_slack(self, slack: float) -> None:
+        """Lower the bound by what `silence_slack` returned, whichever steps were taken since then."""
+        self._longest_silence -= round(slack)
 
     def n_tokens_in_step(self) -> Tensor:
         """Return the number of tokens in `step_sums`, 0-dim on the device."""

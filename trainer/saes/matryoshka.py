@@ -108,8 +108,10 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
         (errors,) = ctx.saved_tensors
-        grad = errors * (2 * grad_inner)
+        # As a vector, since a CPU multiplies by a single number without its vector units.
+        twice = (2 * grad_inner).repeat(errors.shape[2])
+        grad, above = torch.empty_like(errors), grad_x_hat
         grad[:, -1] = grad_x_hat
         for level in reversed(range(errors.shape[1] - 1)):
-            grad[:, level] += grad[:, level + 1]
+            above = torch.addcmul(above, errors[:, level], twice, out=grad[:, level])
         return grad, grad[:, 0].sum(dim=0) if ctx.is_vector else grad[:, 0], None

@@ -109,6 +109,7 @@ class Learner:
         with phase(BACKWARD):
             # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
             (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+            self.sae.row_gradients.add()
         with phase(METRICS):
             self._observe(target, output, loss)
 
@@ -122,6 +123,7 @@ class Learner:
     def forget_pass(self) -> None:
         """Undo every `accumulate` since the last update."""
         self.sae.zero_grad()
+        self.sae.row_gradients.take()
         self.sae.step_sums.zero_()
         self.interval = Interval(("loss", *self.sae.loss_names))
 
@@ -223,8 +225,17 @@ class Learner:
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
         self.sae.data.copy_from_first_(state.values())
 
+    def sums(self) -> dict[str, Tensor]:
+        """Return by name the sums of a log interval to add over the ranks with the same latents, and begin a new one.
+
+        With them goes what the host wants to know of the device: these are the only numbers that it waits for.
+        """
+        return self.interval.sums(self.latents) | {"silence_slack": self.sae.silence_slack()}
+
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Return the metrics of a log interval by name, from sums added over ranks."""
+        # Replicas have the same, and have to go on alike.
+        self.sae.take_silence_slack(float(totals["silence_slack"]) / self.sae.data.size)
         lr = float(self.optimizer.param_groups[0]["lr"])
         return self.interval.values(totals) | {"lr": lr, "grad_norm": float(self.grad_norm)}
 

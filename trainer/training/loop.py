@@ -248,9 +248,7 @@ class Trainer:
         n_steps = self.position.step - self._logged.step
         pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
         parts = {
-            f"{label}/{name}": sums
-            for label, learner in self.learners.items()
-            for name, sums in learner.interval.sums(learner.latents).items()
+            f"{label}/{name}": sums for label, learner in self.learners.items() for name, sums in learner.sums().items()
         }
         parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self.outliers])
         totals = self._parallel.sum_parts(parts, self._parallel.data)

@@ -77,6 +77,23 @@ def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_
     assert on_all(2, may_have_dead) == [True, True]
 
 
+def test_a_log_interval_tells_all_ranks_alike_that_none_is_dead_or_that_one_of_them_has_some(make_job) -> None:
+    job, x = make_job(sae={"dead_after_tokens": 500}), torch.randn(128, 16)
+
+    def may_have_dead(group: Threads) -> list[bool]:
+        learner, answers = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group)), []
+        for silence_of_first in (0, 600):
+            # As after many steps in which every latent has fired.
+            learner.sae.note_silence(torch.tensor([10**6]))
+            learner.sae.n_tokens_since_fired[0] = silence_of_first * (group.index == 0)
+            learner.accumulate(x, x)
+            learner.values(learner.sums())
+            answers.append(learner.sae.may_have_dead())
+        return answers
+
+    assert on_all(2, may_have_dead) == [[False, True]] * 2
+
+
 def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(make_job) -> None:
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
     tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).state.tensors())

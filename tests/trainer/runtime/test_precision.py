@@ -104,7 +104,7 @@ def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
         for step in range(40):
             take_alone(made, step, batch(step))
-        errors.append(made.values(made.interval.sums(made.latents))["fvu"])
+        errors.append(made.values(made.sums())["fvu"])
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
 
 

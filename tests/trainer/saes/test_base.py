@@ -37,6 +37,19 @@ def test_silence_is_counted_in_the_tokens_that_came_until_a_latent_is_dead() -> 
     assert sae.may_have_dead()
 
 
+def test_the_hosts_bound_on_silence_is_lowered_to_the_longest_even_if_steps_have_come_between() -> None:
+    sae, x = random_topk(), batch(80)
+    for _ in range(3):
+        sae(x, x)
+        sae.end_step(80)
+    sae.n_tokens_since_fired.clamp_max_(90)
+    slack = sae.silence_slack()
+    assert slack.tolist() == [3 * 80 - int(sae.n_tokens_since_fired.max())]
+    sae.end_step(80)
+    sae.take_silence_slack(float(slack))
+    assert sae._longest_silence == int(sae.n_tokens_since_fired.max()) + 80
+
+
 def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> None:
     first, second = random_topk(), random_topk()
     x = batch(60)

@@ -154,7 +154,7 @@ def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     for step in range(60):
         take_alone(narrow, step, batch(step))
         take_alone(wide, step, batch(step))
-    errors = [one.values(one.interval.sums(one.latents))["fvu"] for one in (narrow, wide)]
+    errors = [one.values(one.sums())["fvu"] for one in (narrow, wide)]
     assert narrow.take_skipped() == (0, 0)
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
     assert float(narrow.grad_norm) == pytest.approx(float(wide.grad_norm), rel=0.2)
@@ -169,7 +169,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob)
     assert 1 < skipped < 15
     assert in_a_row == 0
     assert float(one.loss_scale.factor) == first / 2**skipped
-    assert one.values(one.interval.sums(one.latents))["fvu"] < 0.9
+    assert one.values(one.sums())["fvu"] < 0.9
 
 
 def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:

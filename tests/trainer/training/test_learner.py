@@ -90,7 +90,7 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
         for step in range(60):
             rows = slice(200 * (step % 20), 200 * (step % 20) + 200)
             take_alone(learner, step, x[rows], y[rows])
-        fvu.append(learner.values(learner.interval.sums(learner.latents))["fvu"])
+        fvu.append(learner.values(learner.sums())["fvu"])
     assert fvu[1] == pytest.approx(fvu[0], rel=0.05)
     assert fvu[0] < 0.8
 

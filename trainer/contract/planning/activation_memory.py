@@ -96,7 +96,9 @@ class _Chosen(_Pass):
     def __init__(self, work: Workload, sae: Sae) -> None:
         super().__init__(work, sae)
         self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
-        self.n_candidates = min(2 * self.n_aux, self.d_sae)
+        self.n_candidates = min(2 * self.n_aux, self.n_own)
+        # Their weights.
+        self.of_candidates = self.n_candidates * (self.d_in + self.width)
         # Indices and values of the chosen latents, of which a rank has its share. A GPU of several has room for all
         # that could be chosen of it, which of a batch is as much as is chosen of all ranks.
         of_rank = self.n_tokens * self.most_active
@@ -107,7 +109,7 @@ class _Chosen(_Pass):
         self.narrow = 2 * self.n_own if self.product == 2 else 0
 
     def peak(self) -> float:
-        of_auxk = (self.explain(), self.explain_backward(), self.joined()) if self.n_aux else (self.plain(),)
+        of_auxk = (self.explain(), self.explain_backward(), self.backward()) if self.n_aux else (self.plain(),)
         return max(self.encode(), self.nest(), *of_auxk)
 
     def encode(self) -> float:
@@ -126,22 +128,24 @@ class _Chosen(_Pass):
     def explain(self) -> float:
         """Return the bytes while AuxK reconstructs the error from dead latents."""
         of_token = self.product * (self.n_candidates + self.width)
-        weights = self.product * self.n_candidates * (self.d_in + self.width) + self.narrow * self.width
-        return self.rows + self._wide() + self.n_tokens * of_token + self._of_dead() + weights + self.entries
+        # The candidates' weights as they are stay beside their 16-bit copies until their part is summed.
+        weights = (self.product + 4 * (self.sharing > 1 and self.product == 2)) * self.of_candidates
+        copies = self.narrow * (self.d_in + self.width)
+        return self.rows + self._wide() + self.n_tokens * of_token + self._of_dead() + weights + copies + self.entries
 
     def explain_backward(self) -> float:
-        """Return the bytes in AuxK's backward pass: gradients of the candidates and, spread out, of all latents."""
+        """Return the bytes in AuxK's backward pass: gradients of the candidates beside their weights."""
         of_token = self.product * self.n_candidates + 8 * self.width / self.sharing
         weights = self.product * self.n_candidates * self.d_in + self.narrow * self.width
-        gradients = 4 * min(self.n_candidates, self.n_own) * self.width + 2 * self.matrix
+        gradients = 4 * self.of_candidates
         return self.rows + self.n_tokens * of_token + self._of_dead() + weights + gradients + self.entries
 
-    def joined(self) -> float:
-        """Return the bytes while AuxK's gradients are added to the others: both and their sum, all equally large."""
+    def backward(self) -> float:
+        """Return the bytes where the gradients of all weights are made, beside those of AuxK's candidates."""
         weights = 4 * self.n_own * self.d_in + self.matrix
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
         levels = self.n_tokens * self.n_prefixes * self.width * (4 + 2 * (self.product == 2))
-        return beside + max(2 * weights, weights + self.matrix + self.narrow * self.width + levels)
+        return beside + 4 * self.of_candidates + max(weights, self.matrix + self.narrow * self.width + levels)
 
     def _wide(self) -> float:
         """Return the bytes of reconstructions and errors.
@@ -152,6 +156,6 @@ class _Chosen(_Pass):
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)
 
     def _of_dead(self) -> float:
-        """Return AuxK's bytes: a copy of the centred data, dead latents' pre-activations, and the strongest of them."""
-        n_values = self.d_in + self.n_candidates + self.n_aux * (1 + (self.sharing > 1))
-        return self.n_tokens * (self.product * n_values + 10 * self.n_aux)
+        """Return AuxK's bytes: a copy of the centred data, dead latents' pre-activations, and which are strongest."""
+        n_values = self.d_in + self.n_candidates * (1 + (self.sharing > 1))
+        return self.n_tokens * (self.product * n_values + self.n_candidates)

@@ -214,6 +214,8 @@ OPTIMIZERS = {
         "Signs of gradients, weights averaged.",
         optimizers.SignumKnobs,
         state_values=1,
+        # The gradient's signs, where the update cannot be compiled.
+        scratch=1,
         averages=True,
     ),
     "muon": OptimizerEntry(

@@ -1,7 +1,8 @@
 """Finds where the largest values of a matrix are.
 
-On a GPU all shapes are known beforehand, so that the host never waits. On a CPU shapes may depend on the data, and most
-of the work is saved by looking only at what can be among the largest; the result is the same.
+Most of the work is saved by looking only at what can be among the largest; the result is the same. On a GPU all shapes
+are known beforehand, so that the host never waits: of n columns in groups, the groups with the k largest maxima hold
+the k largest. On a CPU shapes may depend on the data.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ LEAST_GROUP = 6
 
 def of_each(values: Tensor, k: int) -> Tensor:
     """Return the columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
-    return _topk(values, k) if values.is_cuda else _by_groups(values, k)
+    return _by_groups(values, k, _topk) if values.is_cuda else _by_groups(values, k)
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
     """Return the n largest of all, as ascending indices into the flattened matrix."""
     if values.is_cuda:
-        return _topk(values.flatten(), n).sort().values
+        return _by_groups(values.reshape(1, -1), n, _topk)[0].sort().values
     candidates = _candidates(values, n)
     is_chosen, _ = are_largest(values.flatten().index_select(0, candidates)[None], n)
     return candidates[is_chosen[0]]
@@ -132,24 +133,25 @@ def _numpy(values: Tensor) -> np.ndarray:
 
 def _group_size(n: int, k: int) -> int:
     """Return the divisor of n for which n / size group maxima and k · size columns are fewest together."""
-    return next(size for size in range(math.isqrt(n // k), -1, -1) if size <= 1 or n % size == 0)
+    return next(size for size in range(math.isqrt(n // max(k, 1)), -1, -1) if size <= 1 or n % size == 0)
 
 
-def _by_groups(values: Tensor, k: int) -> Tensor:
+def _by_groups(values: Tensor, k: int, search: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     """Return the same as `_partition`, but look only at the k groups with the largest maxima.
 
     A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
     every (n / size)th column, which lets the maxima be taken in vectors. The maxima and the chosen groups' columns are
-    searched by groups again.
+    searched by `search`, where there is none by groups again.
     """
     n_rows, n = values.shape
-    if (size := _group_size(n, k)) < LEAST_GROUP:
-        return _partition(values, k)
+    if (size := _group_size(n, k)) < LEAST_GROUP or not k:
+        return (search or _partition)(values, k)
+    search = search or _by_groups
     n_groups = n // size
     grouped = values.view(n_rows, size, n_groups)
-    groups = _by_groups(grouped.amax(dim=1), k)
+    groups = search(grouped.amax(dim=1), k)
     members = grouped.gather(2, groups[:, None].expand(-1, size, -1)).view(n_rows, size * k)
-    places = _by_groups(members, k)
+    places = search(members, k)
     return groups.gather(1, places % k) + places // k * n_groups
 
 

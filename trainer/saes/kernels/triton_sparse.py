@@ -68,7 +68,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     Entries that are not `filled` are in no bag and get 0.
     """
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
-    shape = _tile(32, n_columns)
+    shape = _tile(_power_of_two(n_entries // max(n_bags, 1), least=8, most=32), n_columns)
     # Where all rows are more than the cache holds, each program multiplies a part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))

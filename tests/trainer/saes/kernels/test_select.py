@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import k_per_batch, k_per_token, rounded_down, where
-from trainer.saes.kernels.top_k import SAMPLE_ROWS, are_largest
+from trainer.saes.kernels.top_k import SAMPLE_ROWS, _by_groups, _topk, are_largest
 from trainer.saes.sparse_acts import Places
 
 
@@ -73,6 +73,36 @@ def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: 
     places, _ = k_per_batch(PreActs(pre_acts), k)
     flat = places.tokens * pre_acts.shape[1] + places.latents
     assert (flat.diff() > 0).all()
+
+
+@settings(max_examples=60)
+@given(matrices(), st.booleans())
+def test_a_gpu_finds_by_groups_what_a_full_sort_does(case: tuple[Tensor, int], has_nan: bool) -> None:
+    values, k = case
+    k = -(-k // 8)
+    if has_nan:
+        values[len(values) // 2, 0] = torch.nan
+    for rows, n in ((values, k), (values.reshape(1, -1), k * len(values))):
+        columns = _by_groups(rows, n, _topk)
+        assert (columns.sort(dim=1).values.diff(dim=1) > 0).all()
+        found = rows.gather(1, columns).sort(dim=1, descending=True).values
+        expected = rows.sort(dim=1, descending=True).values[:, :n]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_gpu_finds_the_largest_of_many_columns_by_maxima_of_few_groups() -> None:
+    looked_at: list[int] = []
+
+    def search(values: Tensor, k: int) -> Tensor:
+        looked_at.append(values.numel())
+        return _topk(values, k)
+
+    values = torch.randn(4, 4096)
+    columns = _by_groups(values, 16, search)
+    assert torch.equal(columns.sort().values, values.topk(16).indices.sort().values)
+    # Of 256 groups of 16 the maxima, and of 16 groups all.
+    assert looked_at == [4 * 256, 4 * 256]
+    assert _by_groups(values, 0, search).shape == (4, 0)
 
 
 def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:

@@ -1,0 +1,67 @@
+"""Gradients of a few latents' weights, added as rows to those of all latents.
+
+Autograd would spread them out over a matrix of all latents and add that: with 65,536 latents of width 2,304, of which
+2,304 have one, 3.6 GB go through memory for 42 MB of gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class RowGradient(NamedTuple):
+    """The gradient `rows` [n, ...] of the weights of some latents, given by number [n], each once.
+
+    They lie along `dim` of a parameter.
+    """
+
+    parameter: Tensor
+    dim: int
+    latents: Tensor
+    rows: Tensor
+
+    def add_to(self, whole: Tensor) -> None:
+        """Add the rows to a gradient of all latents, of the parameter's shape."""
+        whole.movedim(self.dim, 0).index_add_(0, self.latents, self.rows)
+
+
+class RowGradients:
+    """The gradients of rows that a backward pass has left; whoever calls it calls `add` when it is over."""
+
+    def __init__(self) -> None:
+        self._left: list[RowGradient] = []
+
+    def rows(self, parameter: Tensor, latents: Tensor, dim: int = 0) -> Tensor:
+        """Return the weights [n, ...] of some latents [n], named once each, which lie along `dim` of a parameter."""
+        rows: Tensor = _Rows.apply(parameter, dim, latents, self._left)  # type: ignore[no-untyped-call]
+        return rows
+
+    def take(self) -> list[RowGradient]:
+        """Return what was left since the last call."""
+        taken = self._left.copy()
+        self._left.clear()
+        return taken
+
+    def add(self) -> None:
+        """Add what was left to the parameters' gradients."""
+        for one in self.take():
+            if one.parameter.grad is None:
+                one.parameter.grad = torch.zeros_like(one.parameter)
+            one.add_to(one.parameter.grad)
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dim: int, latents: Tensor, left: list[RowGradient]) -> Tensor:
+        ctx.parameter, ctx.dim, ctx.latents, ctx.left = parameter, dim, latents, left
+        return parameter.movedim(dim, 0).index_select(0, latents)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.left.append(RowGradient(ctx.parameter, ctx.dim, ctx.latents, grad))
+        return None, None, None, None
