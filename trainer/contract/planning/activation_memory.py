@@ -55,15 +55,17 @@ class _Pass:
         """Return the bytes of the candidate buffers: sent, received and reordered copies and two bool masks.
 
         Architectures that choose per batch also gather every rank's candidates, with int64 indices; a GPU gathers from
-        each as many as are chosen of all ranks together.
+        each as many as are chosen of all ranks together, and finds them by the largest of groups.
         """
         n_ranks = self.replicas * self.sharing
         if self.entry.dense_matrices or n_ranks == 1:
             return 0.0
         if self.entry.per_batch:
             of_token = self.most_active * self.replicas
-            of_all = (1.5 if self.work.device == "cpu" else n_ranks) * (self.product + 1)
-            return self.n_tokens * of_token * (of_all + 2 * self.product + 24)
+            on_cpu = self.work.device == "cpu"
+            of_all = (1.5 if on_cpu else n_ranks) * (self.product + 1)
+            by_groups = 0 if on_cpu else 16 + self.product
+            return self.n_tokens * of_token * (of_all + 2 * self.product + 24 + by_groups)
         of_token = candidates_of_token(self.work, self.sae)
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
