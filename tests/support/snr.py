@@ -6,14 +6,14 @@ import math
 
 from torch import Tensor
 
-from trainer.metrics.base import Observation, SummingMetric, stack
+from trainer.metrics.base import Metric, Observation
 
 
-class Snr(SummingMetric):
+class Snr(Metric):
     """Signal-to-noise ratio of the reconstruction, in decibels: 10 log10(Σ‖y − mean of y‖² / Σ‖y − x_hat‖²)."""
 
-    def of_batch(self, seen: Observation) -> Tensor:
-        return stack(seen.centred.square, seen.error.square, like=seen.y)
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.centred.square, seen.error.square
 
     def value(self, sums: Tensor) -> float:
         signal, noise = sums.tolist()

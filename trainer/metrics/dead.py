@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.metrics.base import Metric, Observation, stack
+from trainer.metrics.base import Metric, Observation
+from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
     """Share of latents that count as dead at the end of the interval; every rank knows the same ones."""
 
-    def __init__(self) -> None:
-        self._dead = torch.zeros(0)
+    is_of_last = True
 
-    def update(self, seen: Observation) -> None:
-        self._dead = seen.dead
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return (seen.dead,)
 
-    def sums(self) -> Tensor:
-        return stack(self._dead.sum(), len(self._dead), like=self._dead)
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        return super().whole(torch.stack([sums.sum(), sums.new_full((), len(sums))]), latents)
 
     def value(self, sums: Tensor) -> float:
         dead, latents = sums.tolist()

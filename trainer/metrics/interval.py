@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from trainer.contract.settings import catalog
-from trainer.metrics.base import Metric, Observation, per_token, stack
+from trainer.contract.settings.catalog import MetricEntry
+from trainer.metrics.base import Metric, Observation, per_token
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 
 
-class TermSums:
-    """Named sums over tokens, which become means per token once added over ranks."""
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = names
-        self._total: Tensor | None = None
-
-    def update(self, terms: dict[str, Tensor], n_tokens: int) -> None:
-        first = terms[self._names[0]]
-        batch = stack(*(terms[name].detach() for name in self._names), n_tokens, like=first)
-        batch = torch.where(batch.isfinite().all(), batch, 0)
-        self._total = batch if self._total is None else self._total + batch
-
-    def sums(self) -> Tensor:
-        """Return the sums since the last call and the tokens they cover, float64 [n + 1], and start anew."""
-        total, self._total = self._total, None
-        assert total is not None, "a log interval has at least one batch"
-        return total
-
-    def means(self, sums: Tensor) -> dict[str, float]:
-        *totals, n_tokens = sums.tolist()
-        return {name: per_token(total, n_tokens) for name, total in zip(self._names, totals, strict=True)}
-
-
 class Interval:
-    """The metrics of the registry and the loss terms."""
+    """The metrics of the registry, or only some `entries` of it, and named loss terms, as means per token.
 
-    def __init__(self, term_names: tuple[str, ...]) -> None:
-        self._metrics: dict[str, Metric] = {name: entry.load()() for name, entry in catalog.METRICS.items()}
-        self._terms = TermSums(term_names)
+    All their sums are one vector: a GPU takes as long to begin an operation on few numbers as to do it on many.
+    """
 
-    def observe(self, seen: Observation, terms: dict[str, Tensor]) -> None:
+    def __init__(self, term_names: Sequence[str] = (), entries: Mapping[str, MetricEntry] = catalog.METRICS) -> None:
+        self._metrics: dict[str, Metric] = {name: entry.load()() for name, entry in entries.items()}
+        self._term_names = tuple(term_names)
+        self._total: Tensor | None = None
+        self._sizes: list[int] = []
+        self._last: dict[str, tuple[Tensor, ...]] = {}
+
+    @torch.no_grad()
+    def observe(self, seen: Observation, terms: Mapping[str, Tensor] | None = None) -> None:
         """Add a micro-batch without waiting for the device."""
-        for metric in self._metrics.values():
-            metric.update(seen)
-        self._terms.update(terms, len(seen.y))
+        parts = [metric.of_batch(seen) for metric in self._summed.values()]
+        parts.append((*((terms or {})[name] for name in self._term_names), seen.n_tokens))
+        self._last = {name: one.of_batch(seen) for name, one in self._metrics.items() if one.is_of_last}
+        self._sizes = [sum(part.numel() for part in of_one) for of_one in parts]
+        batch = torch.cat([part.reshape(-1) for of_one in parts for part in of_one])
+        # A batch with a NaN is not trained on either. It makes the sum of all a NaN, an infinity its product with 0;
+        # of numbers, NaN alone is true of what is 0 otherwise.
+        batch.masked_fill_((batch.sum(dtype=torch.float64) * 0).bool(), 0)
+        if self._total is None:
+            self._total = batch.double()
+        else:
+            self._total += batch
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
-        """Return by name the sums to add over the ranks with the same latents, and start anew."""
-        metrics = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
-        return metrics | {"terms": sum_of(self._terms.sums(), latents.group)}
+        """Return by name the sums to add over the ranks with the same latents, float64 [n], and start anew."""
+        total, self._total = self._total, None
+        assert total is not None, "a log interval has at least one batch"
+        *of_metrics, of_terms = total.split(self._sizes)
+        last = {name: torch.cat([part.reshape(-1) for part in parts]).double() for name, parts in self._last.items()}
+        sums = last | dict(zip(self._summed, of_metrics, strict=True))
+        wholes = {name: metric.whole(sums[name], latents) for name, metric in self._metrics.items()}
+        return wholes | {"terms": sum_of(of_terms, latents.group)}
 
-    def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
+    def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return metrics and mean loss terms by name, from sums added over ranks."""
-        metrics = {name: metric.value(totals[name]) for name, metric in self._metrics.items()}
-        return self._terms.means(totals["terms"]) | metrics
+        *of_terms, n_tokens = totals["terms"].tolist()
+        means = {name: per_token(total, n_tokens) for name, total in zip(self._term_names, of_terms, strict=True)}
+        return means | {name: metric.value(totals[name]) for name, metric in self._metrics.items()}
+
+    @property
+    def _summed(self) -> dict[str, Metric]:
+        return {name: metric for name, metric in self._metrics.items() if not metric.is_of_last}

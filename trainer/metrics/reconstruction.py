@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from trainer.metrics.base import Observation, SummingMetric, per_token, stack
+from trainer.metrics.base import Metric, Observation, per_token
 
 
-class Fvu(SummingMetric):
+class Fvu(Metric):
     """Σ‖y − x_hat‖² / Σ‖y − mean of y‖² over the interval."""
 
-    def of_batch(self, seen: Observation) -> Tensor:
-        scalars = stack(seen.error.square, seen.centred.square, len(seen.y), like=seen.y)
-        return torch.cat([scalars, seen.centred.total])
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.error.square, seen.centred.square, seen.n_tokens, seen.centred.total
 
     def value(self, sums: Tensor) -> float:
         error, second_moment, n_tokens = sums[:3].tolist()
@@ -21,12 +19,11 @@ class Fvu(SummingMetric):
         return float(error / max(variance, 1e-12))
 
 
-class ExplainedVariance(SummingMetric):
+class ExplainedVariance(Metric):
     """1 − Σ Var(y − x_hat) / Σ Var(y), variances over tokens: unlike 1 − FVU, a constant error costs nothing."""
 
-    def of_batch(self, seen: Observation) -> Tensor:
-        scalars = stack(seen.centred.square, seen.error.square, len(seen.y), like=seen.y)
-        return torch.cat([scalars, seen.centred.total, seen.error.total])
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.centred.square, seen.error.square, seen.n_tokens, seen.centred.total, seen.error.total
 
     def value(self, sums: Tensor) -> float:
         second_moment, squared_error, n_tokens = sums[:3].tolist()

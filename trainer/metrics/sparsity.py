@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.metrics.base import Metric, Observation, SummingMetric, per_token, stack
+from trainer.metrics.base import Metric, Observation, per_token
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 
@@ -13,23 +13,22 @@ from trainer.parallel.latents import Latents
 DENSE = 0.1
 
 
-class L0(SummingMetric):
+class L0(Metric):
     """Latents with a positive activation per token."""
 
-    def of_batch(self, seen: Observation) -> Tensor:
-        # The activations are there for their NaN, where a batch has one.
-        return stack(seen.fired.sum() + 0 * seen.total_activation, len(seen.y), like=seen.y)
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.fired.sum(), seen.n_tokens
 
     def value(self, sums: Tensor) -> float:
         active, n_tokens = sums.tolist()
         return per_token(active, n_tokens)
 
 
-class L1(SummingMetric):
+class L1(Metric):
     """Sum of activations per token."""
 
-    def of_batch(self, seen: Observation) -> Tensor:
-        return stack(seen.total_activation, len(seen.y), like=seen.y)
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.total_activation, seen.n_tokens
 
     def value(self, sums: Tensor) -> float:
         total, n_tokens = sums.tolist()
@@ -39,23 +38,11 @@ class L1(SummingMetric):
 class DenseLatents(Metric):
     """Share of latents that fire on more than a tenth of the interval's tokens."""
 
-    def __init__(self) -> None:
-        self._fired: Tensor | None = None
-        self._n_tokens = 0
-
-    def update(self, seen: Observation) -> None:
-        self._fired = seen.fired if self._fired is None else self._fired + seen.fired
-        self._n_tokens += len(seen.y)
-
-    def sums(self) -> Tensor:
-        assert self._fired is not None, "a log interval has at least one batch"
-        sums = torch.cat([self._fired.double(), stack(self._n_tokens, like=self._fired)])
-        self._fired, self._n_tokens = None, 0
-        return sums
+    def of_batch(self, seen: Observation) -> tuple[Tensor, ...]:
+        return seen.fired, seen.n_tokens
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
         return torch.cat([latents.whole(sums[:-1]), sum_of(sums[-1:], latents.group)])
 
     def value(self, sums: Tensor) -> float:
-        *_, n_tokens = sums.tolist()
-        return float((sums[:-1] > DENSE * n_tokens).double().mean())
+        return float((sums[:-1] > DENSE * float(sums[-1])).double().mean())

@@ -97,6 +97,8 @@ class Sae(nn.Module, ABC):
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
         # One tensor, so that it crosses the wire in one go; fp32 counts exactly up to 16 million tokens a step.
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
+        # On how many tokens of the last pass in training each latent fired, float [d_sae].
+        self.fired: Tensor | None = None
         # Upper bound on the tokens for which any latent has been silent; the host has it without asking the device.
         self._longest_silence = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
@@ -200,10 +202,10 @@ class Sae(nn.Module, ABC):
         """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
         if not self.training:
             return
-        self.step_sums[: self.n_own] += acts.count_by_latent(acts.values > 0)
-        sums: tuple[int | Tensor, ...] = (n_tokens, error, *own)
-        for place, value in enumerate(sums, start=self.n_own):
-            self.step_sums[place] += value
+        self.fired = acts.count_by_latent(acts.values > 0)
+        # In one addition; the number is filled on the device, since a copy from the host would make it wait.
+        numbers = (error.new_full((), n_tokens), error, *own)
+        self.step_sums += torch.cat([self.fired, *(number.reshape(1) for number in numbers)])
 
     def dead(self) -> Tensor:
         """Tell which latents count as dead, bool [d_sae]; the same on every rank that holds them."""

@@ -11,10 +11,12 @@ from trainer.activations.base import Pair, on_device
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData
 from trainer.contract.settings.series import held_out, held_out_metrics
-from trainer.metrics.base import Metric, Observation
+from trainer.metrics.base import Observation
+from trainer.metrics.interval import Interval
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import own_part
 from trainer.training.learner import Learner
+from trainer.training.sharded_state import under
 
 # Beyond it more tokens at once are no faster; they take memory that training may have no need of.
 MOST_TOKENS = 8192
@@ -30,16 +32,15 @@ def evaluate(
 
     Each rank measures its share of the rows.
     """
+    measured = {label: Interval(entries=held_out_metrics()) for label in learners}
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
         batches = data.of_hook(learner.hook).held_out(min(batch_size, most_tokens(learner.sae.d_sae)))
-        of_sae = _measure(learner, batches, parallel, outliers[learner.hook])
-        parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
+        _measure(learner, batches, parallel, outliers[learner.hook], measured[label])
+        parts |= {f"{label}/{name}": sums for name, sums in measured[label].sums(learner.latents).items()}
     totals = parallel.sum_parts(parts, parallel.data)
-    return {
-        label: {held_out(name): metric.value(totals[f"{name}@{label}"]) for name, metric in _new_metrics().items()}
-        for label in learners
-    }
+    values = {label: one.values(under(totals, f"{label}/")) for label, one in measured.items()}
+    return {label: {held_out(name): value for name, value in of_sae.items()} for label, of_sae in values.items()}
 
 
 def most_tokens(d_sae: int) -> int:
@@ -47,13 +48,11 @@ def most_tokens(d_sae: int) -> int:
     return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 
-def _new_metrics() -> dict[str, Metric]:
-    return {name: entry.load()() for name, entry in held_out_metrics().items()}
-
-
-def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel, outliers: Outliers) -> dict[str, Tensor]:
-    """Return the sums of each metric over this rank's rows."""
-    sae, metrics = learner.sae, _new_metrics()
+def _measure(
+    learner: Learner, batches: Iterable[Pair], parallel: Parallel, outliers: Outliers, measured: Interval
+) -> None:
+    """Observe this rank's rows."""
+    sae = learner.sae
     with learner.evaluating():
         for batch in batches:
             x, y = outliers.leave_out(*on_device(batch, parallel.device))
@@ -61,7 +60,5 @@ def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel, outl
                 continue
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
-            observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)
-            for metric in metrics.values():
-                metric.update(observation)
-    return {name: metric.whole(metric.sums(), learner.latents) for name, metric in metrics.items()}
+            mse = output.losses["mse"]
+            measured.observe(Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean, mse))

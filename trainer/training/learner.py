@@ -135,8 +135,9 @@ class Learner:
 
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
-        observation = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
-        self.interval.observe(observation, output.losses | {"loss": loss})
+        sae, terms = self.sae, output.losses | {"loss": loss}
+        seen = Observation(y, output.x_hat, output.acts, sae.dead(), sae.y_mean, terms["mse"], sae.fired)
+        self.interval.observe(seen, terms)
 
     def tensors_to_exchange(self) -> StepSums:
         """Return the tensors to sum over ranks between the last backward pass and `update`."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import MetricEntry, Series
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.dead import DeadFraction
 from trainer.metrics.interval import Interval
@@ -37,19 +39,28 @@ def three_active(n_tokens: int) -> Acts:
 def observation(
     y: Tensor, x_hat: Tensor | None = None, *, acts: Acts | None = None, y_mean: float = 0.0, dead: int = 1
 ) -> Observation:
-    return Observation(
-        y,
-        y if x_hat is None else x_hat,
-        three_active(len(y)) if acts is None else acts,
-        torch.arange(D_SAE) < dead,
-        torch.full(y.shape[1:], y_mean),
-    )
+    x_hat = y if x_hat is None else x_hat
+    acts = three_active(len(y)) if acts is None else acts
+    dead_latents, mean = torch.arange(D_SAE) < dead, torch.full(y.shape[1:], y_mean)
+    return Observation(y, x_hat, acts, dead_latents, mean, (y - x_hat).square().sum())
 
 
-def measured(metric: Metric, *seen: Observation) -> float:
+def interval_with(metric: type[Metric], *seen: Observation) -> Interval:
+    """Return an interval of one metric alone, called "it", that has seen these batches."""
+    entry = MetricEntry(f"{metric.__module__}:{metric.__name__}", "", Series("it"))
+    interval = Interval(entries={"it": entry})
     for one in seen:
-        metric.update(one)
-    return metric.value(metric.sums())
+        interval.observe(one)
+    return interval
+
+
+def sums_of(metric: type[Metric], *seen: Observation) -> Tensor:
+    """Return what one rank has after these batches."""
+    return interval_with(metric, *seen).sums(Latents(D_SAE))["it"]
+
+
+def measured(metric: type[Metric], *seen: Observation) -> float:
+    return metric().value(sums_of(metric, *seen))
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -78,11 +89,9 @@ def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
 def test_reconstruction_over_uneven_ranks_is_that_of_all_tokens_and_not_a_mean_of_ratios(metric, reference) -> None:
     y, x_hat = random_batch()
-    first, second = metric(), metric()
-    first.update(observation(y[:10], x_hat[:10]))
-    second.update(observation(y[10:40], x_hat[10:40]))
-    second.update(observation(y[40:], x_hat[40:]))
-    assert first.value(first.sums() + second.sums()) == pytest.approx(reference(y, x_hat), rel=1e-5)
+    first = sums_of(metric, observation(y[:10], x_hat[:10]))
+    second = sums_of(metric, observation(y[10:40], x_hat[10:40]), observation(y[40:], x_hat[40:]))
+    assert metric().value(first + second) == pytest.approx(reference(y, x_hat), rel=1e-5)
 
 
 @pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
@@ -91,20 +100,20 @@ def test_reconstruction_keeps_its_digits_when_the_mean_is_far_larger_than_the_sp
     y = torch.randn(5000, 5, generator=generator) + 30_000
     x_hat = y + 0.3 * torch.randn(5000, 5, generator=generator)
     observed = observation(y, x_hat, y_mean=30_000)
-    assert measured(metric(), observed) == pytest.approx(reference(y, x_hat), rel=1e-4)
+    assert measured(metric, observed) == pytest.approx(reference(y, x_hat), rel=1e-4)
 
 
 def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
     y, _ = random_batch()
     observed = observation(y, y + 7)
-    assert measured(Fvu(), observed) > 0.5
-    assert measured(ExplainedVariance(), observed) == pytest.approx(1, abs=1e-5)
+    assert measured(Fvu, observed) > 0.5
+    assert measured(ExplainedVariance, observed) == pytest.approx(1, abs=1e-5)
 
 
 def test_data_that_never_varies_gives_finite_numbers() -> None:
     observed = observation(torch.full((20, 5), 2.0))
-    assert measured(Fvu(), observed) == 0
-    assert measured(ExplainedVariance(), observed) == 1
+    assert measured(Fvu, observed) == 0
+    assert measured(ExplainedVariance, observed) == 1
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -117,11 +126,11 @@ def test_l0_l1_and_dense_latents_of_sparse_and_dense_activations_are_those_of_a_
         observation(torch.zeros(len(part), 2), acts=as_sparse(part) if kind == "sparse" else DenseActs(part))
         for part in dense.split([150, 50])
     ]
-    assert measured(L0(), *batches) == pytest.approx(float((dense > 0).sum()) / 200)
-    assert measured(L1(), *batches) == pytest.approx(float(dense.sum()) / 200)
+    assert measured(L0, *batches) == pytest.approx(float((dense > 0).sum()) / 200)
+    assert measured(L1, *batches) == pytest.approx(float(dense.sum()) / 200)
     often = [latent for latent in range(D_SAE) if int((dense[:, latent] > 0).sum()) > 20]
     assert 0 < len(often) < D_SAE
-    assert measured(DenseLatents(), *batches) == pytest.approx(len(often) / D_SAE)
+    assert measured(DenseLatents, *batches) == pytest.approx(len(often) / D_SAE)
 
 
 def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
@@ -130,36 +139,24 @@ def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
         dense[:n_active, 4] = 1
-        metric = DenseLatents()
-        metric.update(observation(torch.zeros(n_tokens, 2), acts=as_sparse(dense)))
-        ranks.append(metric.sums())
+        ranks.append(sums_of(DenseLatents, observation(torch.zeros(n_tokens, 2), acts=as_sparse(dense))))
     assert DenseLatents().value(ranks[0]) == pytest.approx(0.1)
     assert DenseLatents().value(ranks[0] + ranks[1]) == 0
 
 
 def test_the_dead_are_those_at_the_end_of_the_interval() -> None:
     y = torch.zeros(8, 2)
-    assert measured(DeadFraction(), observation(y, dead=7), observation(y, dead=3)) == pytest.approx(0.3)
+    assert measured(DeadFraction, observation(y, dead=7), observation(y, dead=3)) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
     ("metric", "expected"),
-    [(L0(), 3.0), (L1(), 3.5), (DeadFraction(), 0.1), (DenseLatents(), 0.3), (Fvu(), 0.0), (ExplainedVariance(), 1.0)],
+    [(L0, 3.0), (L1, 3.5), (DeadFraction, 0.1), (DenseLatents, 0.3), (Fvu, 0.0), (ExplainedVariance, 1.0)],
 )
-def test_a_ratio_is_the_same_from_one_rank_or_three(metric: Metric, expected: float) -> None:
+def test_a_ratio_is_the_same_from_one_rank_or_three(metric: type[Metric], expected: float) -> None:
     y, _ = random_batch(8)
     for ranks in (1, 3):
-        metric.update(observation(y))
-        assert metric.value(metric.sums() * ranks) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", catalog.METRICS)
-def test_sums_start_anew_after_every_log(name: str) -> None:
-    metric, (y, x_hat) = catalog.METRICS[name].load()(), random_batch(8)
-    metric.update(observation(y, x_hat))
-    first = metric.sums()
-    metric.update(observation(y, x_hat))
-    assert torch.equal(metric.sums(), first)
+        assert metric().value(sums_of(metric, observation(y)) * ranks) == pytest.approx(expected)
 
 
 # the interval
@@ -186,6 +183,27 @@ def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() 
     assert values["fvu"] == pytest.approx(fvu_of(y, x_hat), rel=1e-5)
 
 
+def test_sums_start_anew_after_every_log_and_are_exact_over_a_long_interval() -> None:
+    y, x_hat = random_batch(8)
+    interval = Interval(("loss", "mse"))
+    observed = observation(y, x_hat)
+    sums = []
+    for n_batches in (1, 1000):
+        for _ in range(n_batches):
+            interval.observe(observed, terms_of(observed))
+        sums.append(interval.sums(Latents(D_SAE)))
+    for name, once in sums[0].items():
+        # What counts as dead is that of the end.
+        assert torch.equal(sums[1][name], once if name == "dead_fraction" else 1000 * once), name
+
+
+def test_what_a_pass_has_counted_is_not_counted_again() -> None:
+    y, x_hat = random_batch(8)
+    seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float())
+    assert sums_of(Fvu, seen)[0] == 17
+    assert measured(L0, seen) == sum(range(D_SAE)) / 8
+
+
 def with_a_nan(n: int = 50) -> Observation:
     """Return a batch of far larger values with a NaN in one row of the data, and so in its activations."""
     y, x_hat = random_batch(n, seed=1)
@@ -200,6 +218,16 @@ def test_a_batch_with_a_nan_is_left_out_as_it_is_not_trained_on_either() -> None
     y, x_hat = random_batch()
     good = observation(y, x_hat)
     assert interval_of(good, with_a_nan()) == pytest.approx(interval_of(good))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_batch_whose_loss_alone_is_not_finite_is_left_out_as_a_whole(value: float) -> None:
+    y, x_hat = random_batch()
+    good = observation(y, x_hat)
+    interval = Interval(("loss", "mse"))
+    interval.observe(good, terms_of(good))
+    interval.observe(good, terms_of(good) | {"loss": torch.tensor(value)})
+    assert interval.values(interval.sums(Latents(D_SAE))) == interval_of(good)
 
 
 def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() -> None:
