@@ -30,7 +30,7 @@ from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
 from trainer.sharing.saelens import export_sae
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, StepState
 from trainer.training.skipped_steps import is_hopeless
 from trainer.training.step import take_step
 
@@ -163,10 +163,11 @@ def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: P
 
 
 def _interval(learner: Learner) -> dict[str, float]:
-    skipped, in_a_row = learner.take_skipped()
-    if is_hopeless(in_a_row, learner):
+    state = StepState.of(learner.take_state())
+    if is_hopeless(state.skipped_in_a_row, learner):
+        in_a_row = state.skipped_in_a_row
         raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
-    return learner.values(learner.sums()) | {"skipped_steps": float(skipped)}
+    return learner.values(learner.sums(), state)
 
 
 def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -16,6 +16,13 @@ from trainer.parallel.group import Group
 Indices = NDArray[np.int64]
 # Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
 Pair = tuple[Tensor, Tensor]
+# Gives the memory for rows that are read: how many, their width and type.
+Empty = Callable[[int, int, torch.dtype], Tensor]
+
+
+def empty_rows(n: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for rows, [n, width]."""
+    return torch.empty(n, width, dtype=dtype)
 
 
 def of_each_hook(pair: Pair, n_hooks: int) -> list[Pair]:
@@ -33,11 +40,11 @@ def on_device(pair: Pair, device: torch.device) -> Pair:
     return in_fp32(to_device(pair, device))
 
 
-def to_device(pair: Pair, device: torch.device, *, non_blocking: bool = False) -> Pair:
+def to_device(pair: Pair, device: torch.device) -> Pair:
     """Return inputs and targets on a device: one tensor where they were one."""
     x, y = pair
-    inputs = x.to(device, non_blocking=non_blocking)
-    return inputs, inputs if y is x else y.to(device, non_blocking=non_blocking)
+    inputs = x.to(device)
+    return inputs, inputs if y is x else y.to(device)
 
 
 def in_fp32(pair: Pair) -> Pair:
@@ -95,8 +102,11 @@ class IndexedSource(Source):
     def rows(self, indices: Indices) -> Tensor:
         """Return these rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""
 
-    def pairs(self, indices: Indices) -> Pair:
-        """Return inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE."""
+    def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        """Return inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE.
+
+        A source that can reads them straight into what `empty` gives.
+        """
         x = self.rows(indices)
         return x, x
 

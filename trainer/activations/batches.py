@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import queue
 import threading
@@ -11,21 +10,30 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from trainer.activations.base import Pair, in_fp32, of_each_hook, to_device
+from trainer.activations.base import Pair, in_fp32, of_each_hook
 from trainer.activations.micro_batches import Cut, Stretch
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import Read, TrainingData
-
-# The step takes one while the thread reads the next; more would only hide a disk that is too slow on average.
-READ_AHEAD = 2
+from trainer.activations.training_data import Mark, Read, TrainingData
+from trainer.activations.transfer import Sent, Transfer, transfer_to
+from trainer.contract.planning.rows_on_gpu import READ_AHEAD
 
 
 class Batch(NamedTuple):
-    """A rank's inputs and targets [n_tokens, d] of each hook, fp32 on its device; `of_all` tokens are in all ranks'."""
+    """A rank's inputs and targets [n_tokens, d] of each hook on its device; `of_all` tokens are in all ranks'.
+
+    On a CPU they are in fp32, on a GPU as they are stored.
+    """
 
     hooks: Sequence[Pair]
+    of_all: int
+
+
+class Coming(NamedTuple):
+    """A batch that was read: its rows on their way to the device, how far a stream is with it, tokens of all ranks."""
+
+    sent: Sent
+    mark: Mark | None
     of_all: int
 
 
@@ -45,10 +53,13 @@ class Batches:
         start: int,
         device: torch.device,
         outliers: Sequence[Outliers] = (),
+        transfer: Transfer | None = None,
     ) -> None:
-        self._data, self._device, self._outliers = data, device, outliers
-        self._cut, self._start = cut, start
-        self._ready: queue.Queue[tuple[Read, int] | BaseException] = queue.Queue(READ_AHEAD)
+        self._data, self._outliers, self._on_cpu = data, outliers, device.type == "cpu"
+        self._cut, self._start, self._transfer = cut, start, transfer or transfer_to(device)
+        self._ready: queue.Queue[Coming | BaseException] = queue.Queue(READ_AHEAD)
+        # A batch takes memory of the device only once it has a place in the queue.
+        self._places = threading.Semaphore(READ_AHEAD)
         self._closed = threading.Event()
         # Where ranks read together: after how many batches all of them end. No thread is further ahead of its step.
         self._last: int | None = None
@@ -64,16 +75,19 @@ class Batches:
         began = time.perf_counter()
         item = self._ready.get()
         self.waited_s += time.perf_counter() - began
+        self._places.release()
         if isinstance(item, BaseException):
             raise item
         self._n_taken += 1
-        rows, of_all = item
-        self._data.note_trained(rows)
-        moved = to_device((rows.x, rows.y), self._device, non_blocking=True)
-        hooks = [in_fp32(pair) for pair in of_each_hook(moved, self._data.n_hooks)]
+        pair = self._transfer.receive(item.sent)
+        self._data.note_trained(Read(*pair, item.mark))
+        hooks = of_each_hook(pair, self._data.n_hooks)
+        if self._on_cpu:
+            # A GPU widens 16 bits in the pass that scales them.
+            hooks = [in_fp32(pair) for pair in hooks]
         if self._outliers:
             hooks = [outliers.replace(*pair) for outliers, pair in zip(self._outliers, hooks, strict=True)]
-        return Batch(hooks, of_all)
+        return Batch(hooks, item.of_all)
 
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process.
@@ -95,27 +109,22 @@ class Batches:
             for n_read, (step_start, stretch) in enumerate(self._stretches()):
                 if self._closed.is_set() and n_read >= (self._last or 0):
                     return
-                self._put(self._read(step_start, stretch))
+                empty = self._transfer.begin()
+                x, y, mark = self._data.read(step_start + stretch.start, stretch.length, empty)
+                if self._has_place():
+                    self._ready.put(Coming(self._transfer.send((x, y)), mark, stretch.of_all))
         except BaseException as error:
-            self._put(error)
+            if self._has_place():
+                self._ready.put(error)
 
     def _stretches(self) -> Iterator[tuple[int, Stretch]]:
         for step_start in itertools.count(self._start, self._cut.n_tokens):
             for stretch in self._cut.stretches:
                 yield step_start, stretch
 
-    def _read(self, step_start: int, stretch: Stretch) -> tuple[Read, int]:
-        x, y, mark = self._data.read(step_start + stretch.start, stretch.length)
-        inputs = self._pin(x)
-        return Read(inputs, inputs if y is x else self._pin(y), mark), stretch.of_all
-
-    def _pin(self, rows: Tensor) -> Tensor:
-        # Only pinned memory is copied to a GPU while the step runs.
-        return rows.pin_memory() if self._device.type == "cuda" else rows
-
-    def _put(self, item: tuple[Read, int] | BaseException) -> None:
-        """Wait for room in the queue, but not after `close`, when nobody will take the batch."""
+    def _has_place(self) -> bool:
+        """Wait for a place in the queue; there is none after `close`, when nobody will take the batch."""
         while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return
+            if self._places.acquire(timeout=0.1):
+                return True
+        return False

@@ -27,8 +27,8 @@ class Outliers:
     @property
     def counts(self) -> Tensor:
         """How many rows `replace` has replaced and how many it has looked at: float64 [2]."""
-        n_seen = torch.tensor(self._n_seen, device=self._n_found.device)
-        return torch.stack([self._n_found, n_seen]).double()
+        # Filled on the device, since a copy from the host would wait.
+        return torch.stack([self._n_found, self._n_found.new_full((), self._n_seen)]).double()
 
     def among(self, x: Tensor, y: Tensor) -> Tensor:
         """Tell for each row, bool [n], whether it or its target is an outlier; one that is not finite is none."""
@@ -61,5 +61,5 @@ class Outliers:
 
     @staticmethod
     def _beyond(rows: Tensor, limit: float) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
-        return (norms > limit) & norms.isfinite()
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+        return (norms > limit) & (norms < torch.inf)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.activations.base import IndexedSource, Indices
+from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.activations.parquet import decode
 from trainer.activations.side_by_side import SideBySide
 from trainer.contract.errors import JobFileError, Problem
@@ -82,10 +82,10 @@ class Shards(IndexedSource):
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(_sorted(indices))
 
-    def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
         indices = _sorted(indices)
-        x = self._inputs.rows(indices)
-        return x, x if self._targets is None else self._targets.rows(indices)
+        x = self._inputs.rows(indices, empty)
+        return x, x if self._targets is None else self._targets.rows(indices, empty)
 
     def name_of(self, index: int) -> str:
         name = self._inputs.name_of(index)
@@ -114,9 +114,9 @@ class _Mapped:
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             self._tensors = [torch.from_numpy(rows) for rows in self._mapped]
 
-    def rows(self, indices: Indices) -> Tensor:
+    def rows(self, indices: Indices, empty: Empty = empty_rows) -> Tensor:
         """Read rows [n, d] by ascending numbers, in file order, which a disk serves several times faster."""
-        rows = torch.empty(len(indices), self._shards[0].d_in, dtype=self._dtype)
+        rows = empty(len(indices), self._shards[0].d_in, self._dtype)
         for number, (first, last) in enumerate(itertools.pairwise(np.searchsorted(indices, self._starts))):
             if last > first:
                 self._read(number, indices[first:last], rows[first:last])

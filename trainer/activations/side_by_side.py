@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from trainer.activations.base import IndexedSource, Indices, Pair
+from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.contract.wording import join_words
 
 
@@ -33,10 +34,17 @@ class SideBySide(IndexedSource):
     def rows(self, indices: Indices) -> Tensor:
         return torch.cat([one.rows(indices) for one in self._sources], dim=1)
 
-    def pairs(self, indices: Indices) -> Pair:
+    def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
         pairs = [one.pairs(indices) for one in self._sources]
-        x = torch.cat([inputs for inputs, _ in pairs], dim=1)
-        return x, x if self.d_out is None else torch.cat([targets for _, targets in pairs], dim=1)
+        x = _beside([inputs for inputs, _ in pairs], empty)
+        return x, x if self.d_out is None else _beside([targets for _, targets in pairs], empty)
 
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or of the same row of another hook"
+
+
+def _beside(parts: Sequence[Tensor], empty: Empty) -> Tensor:
+    """Return the columns of all parts, which may be of several types, in what `empty` gives."""
+    dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    whole = empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype)
+    return torch.cat(list(parts), dim=1, out=whole)

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import IndexedSource, Pair, Source, StreamSource, of_each_hook
+from trainer.activations.base import (
+    Empty,
+    IndexedSource,
+    Pair,
+    Source,
+    StreamSource,
+    empty_rows,
+    of_each_hook,
+)
 from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.shuffle_buffer import ShuffleBuffer, StreamRows
@@ -81,8 +89,11 @@ class TrainingData(ABC):
         """Prepare to read on after the last batch of which `note_trained` was told, whatever was read ahead of it."""
 
     @abstractmethod
-    def read(self, position: int, n: int) -> Read:
-        """Return this rank's next n rows, where `position` tokens of all ranks come before the first of them."""
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+        """Return this rank's next n rows, where `position` tokens of all ranks come before the first of them.
+
+        They are read into what `empty` gives where that can be.
+        """
 
     @abstractmethod
     def note_trained(self, rows: Read) -> None:
@@ -129,8 +140,8 @@ class IndexedData(TrainingData):
     def rewind(self) -> None:
         """Do nothing: any position can be read."""
 
-    def read(self, position: int, n: int) -> Read:
-        return Read(*self._source.pairs(self._order.stretch(position, n)))
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
+        return Read(*self._source.pairs(self._order.stretch(position, n), empty))
 
     def note_trained(self, rows: Read) -> None:
         """Do nothing: rows can be read again."""
@@ -213,7 +224,7 @@ class StreamData(TrainingData):
     def rewind(self) -> None:
         self._is_filled = False
 
-    def read(self, position: int, n: int) -> Read:
+    def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
         if not self._is_filled:
             self._buffer.fill(self._place)
             self._is_filled = True

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import resource
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
+from trainer.runtime.device_queue import Stopwatch, stopwatch
 
 if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
@@ -41,6 +42,18 @@ class Rate:
 LEAST_BUSY = 0.01
 
 
+class Span(NamedTuple):
+    """A log interval of one rank: its tokens and steps, seconds it waited for data and for other ranks, and those in
+    which its thread had a core."""
+
+    watch: Stopwatch
+    n_tokens: int
+    n_steps: int
+    data_s: float
+    ranks_s: float
+    on_core_s: float
+
+
 class Pace:
     """The clocks of one rank over a log interval."""
 
@@ -52,42 +65,43 @@ class Pace:
     def begin(self, waited_for_data_s: float) -> None:
         """Start the clocks; called as the first step of an interval starts."""
         self._parallel.waited_s()
-        self._began, self._waited_before = time.perf_counter(), waited_for_data_s
+        self._watch, self._waited_before = stopwatch(self._parallel.device), waited_for_data_s
         self._on_core_before = time.thread_time()
 
-    def sums(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> dict[str, Tensor]:
-        """Return this rank's part of all ranks' pace since `begin`, to be added over them; n_tokens are its own."""
-        seconds = time.perf_counter() - self._began
+    def end(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> Span:
+        """Stop the clocks as the last step of an interval is queued; n_tokens are this rank's own."""
+        self._watch.stop()
+        on_core_s = time.thread_time() - self._on_core_before
         data_s = waited_for_data_s - self._waited_before
-        own_s = max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds)
+        return Span(self._watch, n_tokens, n_steps, data_s, self._parallel.waited_s(), on_core_s)
+
+    def sums(self, span: Span) -> dict[str, Tensor]:
+        """Return this rank's part of all ranks' pace in a span, to be added over them; wait until it is over."""
+        n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
+        own_s = max(seconds - span.ranks_s, LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
         # Ranks that share latents, or have other SAEs, have the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
         return {
-            "pace": torch.tensor(total, dtype=torch.float64, device=device),
+            "pace": torch.tensor(total, dtype=torch.float64, device=self._parallel.meeting_place),
             "rank_tokens_per_s": slot(self._own.add(n_tokens, own_s)),
             "step_ms": slot(1000 * seconds / n_steps),
             "busy_ms": slot(1000 * busy_s / n_steps),
             "data_ms": slot(1000 * data_s / n_steps),
             "rank_memory_bytes": slot(memory_bytes(device)),
-            "core_share": slot(self._core_share(busy_s)),
+            "core_share": slot(min(1.0, span.on_core_s / busy_s) if device.type != "cuda" else 0.0),
             "foreign_bytes": slot(foreign_bytes(device)),
         }
-
-    def _core_share(self, busy_s: float) -> float:
-        """Return the share of its thread's working time in which it had a core; 0 where the GPU does the work."""
-        if self._parallel.device.type == "cuda":
-            return 0.0
-        return min(1.0, (time.thread_time() - self._on_core_before) / busy_s)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Return all ranks' tokens per second, the share of time spent waiting for data, the fullest rank's bytes."""
         n_tokens, seconds, waited_s, ranks = totals["pace"].tolist()
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),
-            "data_wait": waited_s / max(seconds, 1e-9),
+            # The host waits a little before the GPU would.
+            "data_wait": min(1.0, waited_s / max(seconds, 1e-9)),
             "memory_bytes": float(totals["rank_memory_bytes"].max()),
         }
 

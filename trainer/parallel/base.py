@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.parallel.group import Group, split_by
 from trainer.parallel.shares import Shares, even
 from trainer.parallel.stop_flags import Wishes, wishes_reader
+from trainer.parallel.totals import Totals
 from trainer.parallel.waiting import Waiting
 
 
@@ -75,6 +76,11 @@ class Parallel:
         return self.world_size == 1
 
     @property
+    def meeting_place(self) -> torch.device:
+        """Where the host's own figures are added over ranks: alone it need not send them to a GPU and wait for them."""
+        return torch.device("cpu") if self.world_size == 1 else self.device
+
+    @property
     def peers(self) -> Group:
         """The ranks that learn the same SAEs."""
         return Group() if self.learns_alone else self.world
@@ -130,10 +136,8 @@ class Parallel:
         return wishes_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Add vectors over a group in a single exchange and return them on the CPU; only here does the host wait."""
-        packed = torch.cat([part.double() for part in parts.values()])
-        group.sum_(packed)
-        return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
+        """Add vectors over a group in a single exchange and return them on the CPU."""
+        return Totals(parts, group).read()
 
     def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values that all ranks have, by the label of an SAE, where each rank knows only its own SAEs.
@@ -151,7 +155,7 @@ class Parallel:
 
         Its sum over the ranks holds the value of every rank.
         """
-        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
+        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.meeting_place)
         values[self.rank] = value
         return values
 

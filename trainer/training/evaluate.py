@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Pair, on_device
-from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import TrainingData
+from trainer.activations.base import Pair
 from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import own_part
+from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
@@ -26,17 +24,17 @@ MOST_VALUES = 2**31 - 1
 
 @torch.no_grad()
 def evaluate(
-    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int, outliers: Sequence[Outliers]
+    learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label, the outliers of its hook left out.
+    """Return the held-out metrics of every learner by its label.
 
     Each rank measures its share of the rows.
     """
     measured = {label: Interval(entries=held_out_metrics()) for label in learners}
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        batches = data.of_hook(learner.hook).held_out(min(batch_size, most_tokens(learner.sae.d_sae)))
-        _measure(learner, batches, parallel, outliers[learner.hook], measured[label])
+        batch_of_sae = min(batch_size, most_tokens(learner.sae.d_sae))
+        _measure(learner, held_out_rows.batches(learner.hook, batch_of_sae), measured[label])
         parts |= {f"{label}/{name}": sums for name, sums in measured[label].sums(learner.latents).items()}
     totals = parallel.sum_parts(parts, parallel.data)
     values = {label: one.values(under(totals, f"{label}/")) for label, one in measured.items()}
@@ -48,17 +46,12 @@ def most_tokens(d_sae: int) -> int:
     return min(MOST_TOKENS, max(1, MOST_VALUES // d_sae))
 
 
-def _measure(
-    learner: Learner, batches: Iterable[Pair], parallel: Parallel, outliers: Outliers, measured: Interval
-) -> None:
+def _measure(learner: Learner, batches: Iterable[Pair], measured: Interval) -> None:
     """Observe this rank's rows."""
     sae = learner.sae
     with learner.evaluating():
-        for batch in batches:
-            x, y = outliers.leave_out(*on_device(batch, parallel.device))
-            if not len(x):
-                continue
-            target = own_part(y, learner.latents.group) * sae.y_scale
-            output = learner.forward(x * sae.x_scale, target)
+        for x, y in batches:
+            inputs, target = learner.normalised(x, y)
+            output = learner.forward(inputs, target)
             mse = output.losses["mse"]
             measured.observe(Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean, mse))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +33,21 @@ from trainer.training.following import Following
 from trainer.training.gradients import LossScale, prepare, total_square
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.zero_shards import Stepped, SteppedShare
+
+
+class StepState(NamedTuple):
+    """Steps that a learner skipped in a log interval, and in a row up to its end; its last gradient's norm and rate."""
+
+    skipped: int
+    skipped_in_a_row: int
+    grad_norm: float
+    lr: float
+
+    @classmethod
+    def of(cls, state: Tensor) -> StepState:
+        """Read what `Learner.take_state` returned, on the CPU by now."""
+        skipped, in_a_row, grad_norm, lr = state.tolist()
+        return cls(int(skipped), int(in_a_row), grad_norm, lr)
 
 
 class Learner:
@@ -101,9 +116,7 @@ class Learner:
         """
         self.sae.batch_tokens = of_all or len(x)
         with phase(FORWARD):
-            normalised = x * self.sae.x_scale
-            own = own_part(normalised if y is x else y, self.latents.group)
-            target = own if y is x else own * self.sae.y_scale
+            normalised, target = self.normalised(x, y)
             output = self.forward(normalised, target)
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
@@ -126,6 +139,13 @@ class Learner:
         self.sae.row_gradients.take()
         self.sae.step_sums.zero_()
         self.interval = Interval(("loss", *self.sae.loss_names))
+
+    def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return raw data normalised, in fp32: inputs [n, d_in], and this rank's part of their targets."""
+        # By vectors of length 1: a product with a number would stay in 16 bits, where rows come in those.
+        inputs = x * self.sae.x_scale.reshape(1)
+        own = own_part(inputs if y is x else y, self.latents.group)
+        return inputs, own if y is x else own * self.sae.y_scale.reshape(1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
@@ -227,23 +247,31 @@ class Learner:
         self.sae.data.copy_from_first_(state.values())
 
     def sums(self) -> dict[str, Tensor]:
-        """Return by name the sums of a log interval to add over the ranks with the same latents, and begin a new one.
+        """Return by name the sums of a log interval to add over the ranks with the same latents, and start anew.
 
         With them goes what the host wants to know of the device: these are the only numbers that it waits for.
         """
         return self.interval.sums(self.latents) | {"silence_slack": self.sae.silence_slack()}
 
-    def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Return the metrics of a log interval by name, from sums added over ranks."""
+    def take_state(self) -> Tensor:
+        """Return `StepState` in float64, still on the device, and count skipped steps anew."""
+        lr = self.grad_norm.new_full((), self.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+        state = torch.stack([self.skipped.double(), self.skipped_in_a_row.double(), self.grad_norm.double(), lr])
+        self.skipped = torch.zeros_like(self.skipped)
+        return state
+
+    def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
+        """Return the metrics of a log interval by name, from sums added over ranks and the state at its end, or now."""
         # Replicas have the same, and have to go on alike.
         self.sae.take_silence_slack(float(totals["silence_slack"]) / self.sae.data.size)
-        lr = float(self.optimizer.param_groups[0]["lr"])
-        return self.interval.values(totals) | {"lr": lr, "grad_norm": float(self.grad_norm)}
+        state = state or StepState.of(self.take_state())
+        own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
+        return self.interval.values(totals) | own
 
     def take_skipped(self) -> tuple[int, int]:
         """Return how many steps were skipped since the last call, and how many in a row up to now."""
-        skipped, self.skipped = int(self.skipped), torch.zeros_like(self.skipped)
-        return skipped, int(self.skipped_in_a_row)
+        state = StepState.of(self.take_state())
+        return state.skipped, state.skipped_in_a_row
 
     @property
     def has_loss_scale(self) -> bool:

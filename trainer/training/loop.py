@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import UNSET
@@ -18,11 +18,13 @@ from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
 from trainer.contract.settings.job import JobConfig
-from trainer.metrics.pace import Pace
+from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
+from trainer.parallel.group import Group
 from trainer.parallel.rebalancer import Balancer
 from trainer.parallel.shares import Shares
+from trainer.parallel.totals import Totals
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 from trainer.reporting.report import Report
@@ -31,7 +33,8 @@ from trainer.sharing.saelens import origin
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
-from trainer.training.learner import Learner
+from trainer.training.held_out import HeldOut
+from trainer.training.learner import Learner, StepState
 from trainer.training.row_sample import Sampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
@@ -39,6 +42,16 @@ from trainer.training.skipped_steps import Skips
 from trainer.training.step import cut_of, take_step
 
 _OUTLIERS = "outliers"
+
+
+class EndedInterval(NamedTuple):
+    """A log interval whose last step is queued: where it began and ended, its pace, sums and states of all learners."""
+
+    since: Position
+    at: Position
+    span: Span
+    totals: Totals
+    states: Totals
 
 
 class Trainer:
@@ -82,6 +95,7 @@ class Trainer:
         )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
         self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
+        self._held_out = HeldOut(self.data, self.outliers, self._device)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
@@ -100,6 +114,10 @@ class Trainer:
         self._skips = Skips(self.data, self.report, self.tokens_per_step)
         self._tell_of_data()
         self._logged = self._evaluated = self.position
+        self._ended: EndedInterval | None = None
+        # The GPU of a lone rank has its next step queued while the host reads of the last; ranks exchange what they
+        # read, for which all of them wait anyway.
+        self._reads_late = parallel.world_size == 1 and self._device.type == "cuda"
         self._first_step = self.position.step
         self._stopping = False
         for label, learner in self.learners.items():
@@ -111,10 +129,12 @@ class Trainer:
         try:
             while not self._is_over():
                 self._train_step()
+                self._record_interval()
                 self._resample()
                 if self._is_due(self._train.log_every) or self._is_save_due():
-                    self._log()
+                    self._end_interval()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
+                    self._record_interval()
                     self._evaluate()
                 if self._is_save_due():
                     self._beat("saving")
@@ -240,40 +260,57 @@ class Trainer:
         before = Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
         return not self._is_over() and self._saving.is_due(self.position, before)
 
-    def _log(self) -> None:
-        """Add up the log interval over ranks and record it."""
-        if self._device.type == "cuda":
+    def _end_interval(self) -> None:
+        """End the log interval at this step; record it, or where the host reads late leave that to the next step."""
+        if not self._reads_late:
             # The clock is read when the steps are done, not when they are queued.
-            torch.cuda.synchronize(self._device)
+            synchronise(self._device)
         n_steps = self.position.step - self._logged.step
-        pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
+        span = self._pace.end(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
         parts = {
             f"{label}/{name}": sums for label, learner in self.learners.items() for name, sums in learner.sums().items()
         }
         parts[_OUTLIERS] = torch.cat([of_hook.counts for of_hook in self.outliers])
-        totals = self._parallel.sum_parts(parts, self._parallel.data)
-        paces = self._parallel.sum_parts(pace, self._parallel.world)
+        states = {label: learner.take_state() for label, learner in self.learners.items()}
+        self._ended = EndedInterval(
+            self._logged,
+            self.position,
+            span,
+            totals=Totals(parts, self._parallel.data),
+            states=Totals(states, Group()),
+        )
+        self._logged = self.position
+        if not self._reads_late:
+            self._record_interval()
+
+    def _record_interval(self) -> None:
+        """Add up the log interval that has ended, if one has, over ranks and record it."""
+        if self._ended is None:
+            return
+        ended, self._ended = self._ended, None
+        totals, states = ended.totals.read(), ended.states.read()
+        paces = self._parallel.sum_parts(self._pace.sums(ended.span), self._parallel.world)
         values: dict[str, dict[str, float]] = {}
         for label, learner in self.learners.items():
-            skipped = self._skips.look_at(label, learner, self._logged, self.position)
-            values[label] = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
+            state = StepState.of(states[label])
+            self._skips.look_at(label, learner, state, ended.since, ended.at)
+            values[label] = learner.values(under(totals, f"{label}/"), state)
         self.report.learnt(self._parallel.everybodys(values))
         self._share_news()
-        self.report.pace(self.position.step, self._pace.values(paces), paces)
-        self._report_outliers(totals[_OUTLIERS])
-        self.report.interval(self.position.step, self.total_steps)
+        self.report.pace(ended.at.step, self._pace.values(paces), paces)
+        self._report_outliers(ended.at.step, totals[_OUTLIERS])
+        self.report.interval(ended.at.step, self.total_steps)
         # In the first interval things are still warming up.
-        if self._logged.step > self._first_step:
-            self.report.compare(self.position.step, float(paces["step_ms"].mean()))
-        self._logged = self.position
+        if ended.since.step > self._first_step:
+            self.report.compare(ended.at.step, float(paces["step_ms"].mean()))
         self._balance(paces)
 
-    def _report_outliers(self, totals: Tensor) -> None:
+    def _report_outliers(self, step: int, totals: Tensor) -> None:
         """Report the share of outliers at each hook, by `totals`: of one after the other how many, of how many rows."""
         times, of_hooks = self._job.data.max_norm, totals.long().view(-1, 2).tolist()
         for (name, knobs), (n_found, n_seen) in zip(self._job.hooks.items(), of_hooks, strict=True):
             labels = [label for label, one in self._layout.members.items() if one.data.knobs == knobs] if name else [""]
-            self.report.left_out(self.position.step, n_found, n_seen, times, name, labels)
+            self.report.left_out(step, n_found, n_seen, times, name, labels)
 
     def _share_news(self) -> None:
         """Exchange what happened to each rank's SAEs; raise `UserError` on all ranks where no SAE learns any more."""
@@ -321,7 +358,7 @@ class Trainer:
         if self._evaluated == self.position or not self.data.n_held_out:
             return
         self._beat("evaluating")
-        measured = evaluate(self.learners, self.data, self._parallel, self._cut.largest, self.outliers)
+        measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 

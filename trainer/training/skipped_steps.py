@@ -6,7 +6,7 @@ from trainer.activations.training_data import TrainingData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, StepState
 
 # Skipped steps in a row that are not an accident any more.
 MOST_SKIPPED = 5
@@ -27,19 +27,18 @@ class Skips:
         self._tokens_per_step = tokens_per_step
         self.given_up: set[str] = set()
 
-    def look_at(self, label: str, learner: Learner, since: Position, now: Position) -> int:
-        """Count and report the steps skipped between two positions; raise `UserError` where training is of no use."""
-        skipped, in_a_row = learner.take_skipped()
+    def look_at(self, label: str, learner: Learner, state: StepState, since: Position, now: Position) -> None:
+        """Report the steps skipped between two positions; raise `UserError` where training is of no use."""
+        skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
         if not skipped or (learner.has_loss_scale and not ends):
-            return skipped
+            return
         row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
         if ends:
             self._give_up(label, learner, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
             reason = row or "the gradient was not finite"
             self._report.event("skipped", f"{skipped} steps skipped up to step {now.step}: {reason}", label)
-        return skipped
 
     def _give_up(self, label: str, learner: Learner, row: str | None, when: str) -> None:
         """Give up an SAE; raise `UserError` where the data is to blame, or no SAE is left that learns."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.activations.base import Indices
+from trainer.activations.base import Empty, Indices, empty_rows
 from trainer.activations.batches import Batches
 from trainer.activations.micro_batches import Cut
 from trainer.activations.shards import Shards
@@ -64,7 +64,7 @@ def test_the_next_batch_is_read_while_this_one_is_used(activations: Path, eventu
 
 def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
     class Failing(Shards):
-        def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        def pairs(self, indices: Indices, empty: Empty = empty_rows) -> tuple[Tensor, Tensor]:
             raise OSError("the disk went away")
 
     with open_batches(Failing(path=str(activations))) as batches, pytest.raises(OSError, match="the disk went away"):
@@ -79,11 +79,11 @@ def test_ranks_that_read_together_close_after_the_same_batch_and_go_on_from_ther
             super().__init__(source, 0, 0, Group())
             self._peers, self.n_read = group, 0
 
-        def read(self, position: int, n: int) -> Read:
+        def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
             self.n_read += 1
             (first, second) = self._peers.gather(torch.tensor([position])).flatten().tolist()
             assert first == second == position
-            return super().read(position, n)
+            return super().read(position, n, empty)
 
     def train(group: Threads) -> tuple[list[Tensor], int]:
         data, taken = Together(Shards(path=str(activations)), group), []
@@ -108,7 +108,7 @@ def test_after_a_failure_a_reading_that_waits_for_another_rank_is_left_alone(act
     class Waiting(IndexedData):
         reads_together = True
 
-        def read(self, position: int, n: int) -> Read:
+        def read(self, position: int, n: int, empty: Empty = empty_rows) -> Read:
             never.wait(60)
             raise OSError("too late")
 
@@ -145,9 +145,9 @@ def test_only_the_time_without_a_batch_counts_as_waiting(activations: Path, even
     asked = threading.Event()
 
     class Slow(Shards):
-        def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        def pairs(self, indices: Indices, empty: Empty = empty_rows) -> tuple[Tensor, Tensor]:
             asked.wait(60)
-            return super().pairs(indices)
+            return super().pairs(indices, empty)
 
     with open_batches(Slow(path=str(activations))) as batches:
         threading.Timer(0.2, asked.set).start()

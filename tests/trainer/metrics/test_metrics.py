@@ -266,7 +266,7 @@ def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 400
     """Return the sums of an interval of 4 steps that took so many seconds."""
     pace.begin(10.0)
     clock[0] += seconds
-    return pace.sums(n_tokens, 4, 10.0 + data_s)
+    return pace.sums(pace.end(n_tokens, 4, 10.0 + data_s))
 
 
 def test_the_pace_of_all_ranks_is_their_tokens_over_the_mean_of_their_seconds(parallel, clock) -> None:
@@ -286,7 +286,7 @@ def test_the_speed_of_a_rank_leaves_out_what_it_waited_for_others(parallel, cloc
     pace.begin(0.0)
     clock[0] += 2.0
     parallel.waited = 1.5
-    sums = pace.sums(4000, 4, 0.0)
+    sums = pace.sums(pace.end(4000, 4, 0.0))
     assert sums["rank_tokens_per_s"].tolist() == pytest.approx([8000])
     assert sums["step_ms"].tolist() == pytest.approx([500])
     assert sums["busy_ms"].tolist() == pytest.approx([125])
@@ -309,7 +309,7 @@ def test_a_rank_that_seems_only_to_have_waited_has_worked_a_little_all_the_same(
     pace.begin(0.0)
     clock[0] += 2.0
     parallel.waited = 99.0
-    assert pace.sums(4000, 4, 0.0)["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
+    assert pace.sums(pace.end(4000, 4, 0.0))["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
 
 
 def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> None:

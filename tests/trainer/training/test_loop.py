@@ -22,6 +22,7 @@ from trainer.training.loop import Trainer
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
 MakeTrainer = Callable[..., Trainer]
 MakeJob = Callable[..., JobConfig]
+PACE = "_s$|_ms$|memory|data_wait"
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -135,6 +136,43 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
     of_run = "tokens_per_s data_wait memory_bytes rank_tokens_per_s step_ms busy_ms data_ms rank_memory_bytes"
     names = f"{of_sae} {of_run} outlier_fraction"
     assert steps == {name: [5, 10, 12] for name in names.split()} | {"heldout_fvu": [12], "heldout_l0": [12]}
+
+
+def test_what_the_host_reads_a_step_late_gives_the_same_rows(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, activations: Path
+) -> None:
+    spoil(activations, float("nan"), rows=[1234])
+    # Logs that a next step, a save, an evaluation, another log and the end of the run follow.
+    train = {"n_steps": 23, "log_every": 3, "eval_every": 6, "checkpoint_every": 7}
+    job, rows, events = make_job(train=train, sae={"dead_after_tokens": 400, "d_sae": 256}), [], []
+    for late in (False, True):
+        trainer = make_trainer(job, kept, checkpoints=tmp_path / f"c{late}", output=tmp_path / f"o{late}")
+        trainer._reads_late = late
+        trainer.run()
+        rows.append([(row.name, row.step, row.value) for row in kept.reported if not re.search(PACE, row.name)])
+        events.append(list(kept.events))
+        kept.reported.clear()
+        kept.events.clear()
+    assert len(rows[0]) > 100
+    assert rows[0] == rows[1]
+    assert [event[0] for event in events[0]] == [event[0] for event in events[1]]
+
+
+def test_a_late_row_comes_after_the_next_step_and_the_last_with_the_run(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept
+) -> None:
+    trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
+    trainer._reads_late = True
+    add, at = kept.rows, []
+
+    def note(rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        at.extend((row.step, trainer.position.step) for row in rows if row.name == "loss")
+        add(rows)
+
+    kept.rows = note
+    trainer.run()
+    assert at == [(4, 5), (8, 9), (11, 11)]
 
 
 def test_the_logged_loss_is_the_share_of_variance_left(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.planning import activation_memory
+from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae, Train
@@ -32,7 +33,8 @@ class Memory(msgspec.Struct, frozen=True):
     """What one rank holds at the peak of a step, in bytes; the parts add up to the total.
 
     Most activations are freed by the time gradients are made, so both use the same memory: `activations` is what the
-    peak needs beyond the gradients and the exchange buffers (`communication`).
+    peak needs beyond the gradients and the exchange buffers (`communication`). `slack` is what the allocator cannot
+    hand out again, and rows beside those of a step.
     """
 
     weights: int
@@ -83,7 +85,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
         optimizer=optimizer,
         activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
-        slack=round(ALLOCATOR_SLACK * taken) if work.device == "cuda" else 0,
+        slack=round(ALLOCATOR_SLACK * taken) + bytes_of_rows(work) if work.device == "cuda" else 0,
         context=context_bytes(work.device),
     )
 

@@ -37,7 +37,8 @@ class _Encode(torch.autograd.Function):
         ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose
     ) -> tuple[Tensor, Places | None]:
         # Under autocast the product is bf16 or fp16, and so is what its gradient reads; all else stays fp32.
-        centred = (x - input_bias).to(product_dtype(x))
+        # A GPU centres and narrows in one pass.
+        centred = torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=product_dtype(x)))
         pre_acts = Product(centred, W_enc, b_enc)
         chosen = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)

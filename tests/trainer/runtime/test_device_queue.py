@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.parallel.group import Group
+from trainer.parallel.totals import Totals
+from trainer.runtime.device_queue import HostCopy, stopwatch
+
+CPU = torch.device("cpu")
+
+
+def test_a_stopwatch_measures_until_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [5.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    watch = stopwatch(CPU)
+    now[0] += 2
+    watch.stop()
+    now[0] += 100
+    assert watch.seconds() == 2
+
+
+def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
+    sums, count = torch.tensor([1.0, 2.0]), torch.tensor([3])
+    totals = Totals({"sums": sums, "count": count}, Group())
+    sums.zero_()
+    count.zero_()
+    read = totals.read()
+    assert {name: values.tolist() for name, values in read.items()} == {"sums": [1, 2], "count": [3]}
+    assert {values.dtype for values in read.values()} == {torch.float64}
+    assert Totals({}, Group()).read() == {}
+    assert HostCopy(torch.ones(2)).read().tolist() == [1, 1]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.activations.base import Empty, Indices, Pair, empty_rows
+from trainer.activations.outliers import Outliers
+from trainer.activations.shards import Shards
+from trainer.activations.training_data import IndexedData
+from trainer.parallel.group import Group
+from trainer.training.held_out import HeldOut
+
+
+class Counted(Shards):
+    n_read = 0
+
+    def pairs(self, indices: Indices, empty: Empty = empty_rows) -> Pair:
+        self.n_read += len(indices)
+        return super().pairs(indices, empty)
+
+
+def held_out(folder: Path, times: float = 0.0) -> tuple[HeldOut, Counted]:
+    source = Counted(path=str(folder))
+    rows = source.rows(np.arange(1000)).float()
+    data = IndexedData(source, 500, 0, Group())
+    return HeldOut(data, [Outliers(rows, rows, times)], torch.device("cpu")), source
+
+
+@pytest.mark.parametrize("times", [0.0, 1.2])
+def test_rows_that_are_kept_are_read_once_and_are_those_that_are_read_anew(times: float, activations: Path) -> None:
+    (read, _), (kept, source) = held_out(activations, times), held_out(activations, times)
+    assert not kept.keeps
+    kept.keeps = True
+    for batch_size in (128, 128, 50):
+        anew, same = (torch.cat([x for x, _ in one.batches(0, batch_size)]) for one in (read, kept))
+        assert torch.equal(anew.float(), same.float())
+        assert (len(anew) < 500) == (times > 0)
+        assert all(len(x) <= batch_size and y is x for x, y in kept.batches(0, batch_size))
+    assert source.n_read == 500
+
+
+def test_rows_that_a_device_has_no_memory_for_are_read_anew(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, _ = held_out(activations)
+    kept.keeps = True
+    move, calls = HeldOut._read, iter([True])
+
+    def fail_once(one: HeldOut, hook: int, batch_size: int) -> object:
+        if next(calls, False):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return move(one, hook, batch_size)
+
+    monkeypatch.setattr(HeldOut, "_read", fail_once)
+    assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500
+    assert not kept.keeps
+
+
+def test_more_rows_than_there_is_room_for_are_read_anew(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_bytes = 500 * 16 * 4
+    for most, keeps in ((n_bytes, True), (n_bytes - 1, False)):
+        monkeypatch.setattr("trainer.training.held_out.MOST_KEPT_BYTES", most)
+        kept, _ = held_out(activations)
+        kept.keeps = True
+        assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500
+        assert kept.keeps == keeps
+
+
+def test_a_row_that_is_not_finite_is_kept_like_any_other(activations: Path) -> None:
+    rows = load_file(activations / "a.safetensors")["activations"]
+    rows[:, 0] = torch.nan
+    save_file({"activations": rows}, activations / "a.safetensors")
+    kept, _ = held_out(activations, 1e9)
+    kept.keeps = True
+    assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500

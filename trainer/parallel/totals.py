@@ -1,0 +1,25 @@
+"""Vectors that are added over ranks for the host to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.group import Group
+from trainer.runtime.device_queue import HostCopy
+
+
+class Totals:
+    """Vectors added over a group in a single exchange, float64, on their way to the host."""
+
+    def __init__(self, parts: Mapping[str, Tensor], group: Group) -> None:
+        self._sizes = {name: len(part) for name, part in parts.items()}
+        packed = torch.cat([part.double() for part in parts.values()]) if parts else torch.zeros(0)
+        group.sum_(packed)
+        self._copy = HostCopy(packed)
+
+    def read(self) -> dict[str, Tensor]:
+        """Return them on the CPU, by name; only here does the host wait."""
+        return dict(zip(self._sizes, self._copy.read().split([*self._sizes.values()]), strict=True))

@@ -1,0 +1,71 @@
+"""What the host learns of the work it has queued on a GPU, without making the queue run dry."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """A tensor's values for the host; a GPU copies them once it has done all that was queued before."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._values = tensor
+        self._copied: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def read(self) -> Tensor:
+        """Return the values on the CPU; wait until they are there."""
+        if self._copied:
+            self._copied.synchronize()
+        return self._values.cpu()
+
+
+class Stopwatch(Protocol):
+    """Measures a stretch of a device's work from where it was made on."""
+
+    def stop(self) -> None:
+        """End the stretch here."""
+
+    def seconds(self) -> float:
+        """Return how long it took; wait until it is over."""
+
+
+class HostStopwatch:
+    """Measures work that is done when it returns."""
+
+    def __init__(self) -> None:
+        self._began = self._ended = time.perf_counter()
+
+    def stop(self) -> None:
+        self._ended = time.perf_counter()
+
+    def seconds(self) -> float:
+        return self._ended - self._began
+
+
+class CudaStopwatch:
+    """Measures by a GPU's own clock, between what is queued before and after."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._began.record()
+
+    def stop(self) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1000
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """Start to measure what this device does."""
+    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
