@@ -14,8 +14,8 @@ import argparse
 from support.fake_gpu import job_of
 from support.roofline import cost, floor_s, modelled
 from support.step_ops import recorded_step
+from support.step_table import ARCHITECTURES, cases
 
-ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
 N_TOKENS = 4096
 HEADER = "| | ops | launches | GB | passes | update | GPU ms | host ms | step ms | of floor |"
@@ -29,17 +29,17 @@ def main() -> None:
     print(HEADER, "|" + "---|" * 10, sep="\n")
     for architecture in args.architectures:
         for shape in SHAPES:
-            for dead in (False, True) if "top" in architecture else (False,):
-                show(architecture, shape, dead, args.top)
+            for case in cases(architecture):
+                show(architecture, shape, case, args.top)
 
 
-def show(architecture: str, shape: str, dead: bool, top: int) -> None:
+def show(architecture: str, shape: str, case: str, top: int) -> None:
     sae, d_in = SHAPES[shape]
     job = job_of(sae | {"architecture": architecture}, {"precision": "bf16", "batch_size": N_TOKENS})
-    step = recorded_step(job, d_in, dead=dead)
+    step = recorded_step(job, d_in, dead=case == "auxk", dense=case == "dense")
     m = modelled(step)
     share = floor_s(d_in, int(sae["d_sae"]), N_TOKENS) / m.step_s
-    label = f"{shape} {architecture}{' + AuxK' if dead else ''}"
+    label = f"{shape} {architecture}, {case}"
     ms = [f"{1e3 * seconds:.2f}" for seconds in (m.passes_s, m.update_s, m.gpu_s, m.host_s, m.step_s)]
     print(f"| {label} | {m.n_ops} | {m.launches} | {m.bytes / 1e9:.1f} | {' | '.join(ms)} | {share:.0%} |", flush=True)
     for op in sorted(step.ops, key=lambda one: -cost(one).seconds)[:top]:

@@ -24,7 +24,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.optimizers import tiled
 from trainer.parallel.group import Group, own_part
-from trainer.saes.kernels import reused_buffer
+from trainer.saes.kernels import foreseen, reused_buffer
 
 CPU = torch.device("cpu")
 # Set by `make test-fake-cuda`.
@@ -48,10 +48,31 @@ class Elsewhere(Group):
         return tensor.new_empty(n_rows, *tensor.shape[2:])
 
 
+class ToldNumber:
+    """Stands in for a number that the host has of a batch: so many as `told`, at first more than there is room for."""
+
+    told = 2**62
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def write(self, number: Tensor) -> None:
+        number.clone()
+
+    def read(self) -> int:
+        return self.told
+
+
 @contextlib.contextmanager
-def fake_gpu() -> Iterator[None]:
-    """Let whatever is made on `DEVICE` within the context pass for a tensor on a GPU."""
+def fake_gpu(above: int | None = None) -> Iterator[None]:
+    """Let whatever is made on `DEVICE` within the context pass for a tensor on a GPU.
+
+    Of each batch the host is told that `above` of its pre-activations are above the bound of a penalised SAE; else that
+    they are too many for anything but dense products.
+    """
     with contextlib.ExitStack() as stack:
+        if above is not None:
+            stack.enter_context(mock.patch.object(ToldNumber, "told", above))
         for target, name, value in (*_ALWAYS, *(_WITH_CUDA if SAYS_CUDA else _WITHOUT)):
             stack.enter_context(mock.patch.object(target, name, value))
         if SAYS_CUDA:
@@ -113,6 +134,7 @@ _ALWAYS = (
     # A GPU's allocator keeps the memory of a product by itself; nothing here may keep a reference, as a mock would.
     (reused_buffer, "put_back", _nothing),
     (first_look, "rounded_share", lambda: 1.0),
+    (foreseen, "LateNumber", ToldNumber),
 )
 _WITHOUT = ((FakeTensor, "is_cuda", True), (nn.Module, "to", lambda self, *args: self))
 _WITH_CUDA = (

@@ -21,7 +21,7 @@ from triton.runtime.jit import KernelInterface
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, triton_sparse
+from trainer.saes.kernels import foreseen, sparse, triton_sparse
 from trainer.training.learner import Learner
 
 # They launch nothing.
@@ -158,17 +158,21 @@ class OpLog(TorchDispatchMode):
             yield
 
 
-def recorded_step(job: JobConfig, d_in: int, *, dead: bool = False, parallel: Parallel | None = None) -> Step:
-    """Return the operations of a job's second step on one GPU; with `dead` latents there may be dead ones.
+def recorded_step(
+    job: JobConfig, d_in: int, *, dead: bool = False, dense: bool = False, parallel: Parallel | None = None
+) -> Step:
+    """Return the operations of a late step of a job on one GPU; of several ranks, which are `parallel`, it is one.
 
-    Of several ranks, which are `parallel`, it is one of them.
+    With `dead` latents there may be dead ones. Of a penalised SAE k per token are above the bound; or, where it is to
+    be `dense`, so many that only dense products will do.
     """
-    with fake_gpu():
+    ranks, n_tokens = parallel or Parallel(DEVICE), Layout(job, 1).micro_batch
+    above = job.sae.knobs.n_active * n_tokens // ranks.latents.size
+    with fake_gpu(None if dense else above):
         log = OpLog()
-        ranks = parallel or Parallel(DEVICE)
         learner = Learner(job, d_in, None, ranks)
-        x = torch.empty(Layout(job, 1).micro_batch, d_in, device=DEVICE)
-        for number in range(2):
+        x = torch.empty(n_tokens, d_in, device=DEVICE)
+        for number in range(foreseen.MEMORY + 1):
             if dead:
                 learner.sae._longest_silence = 10**12
             log.ops.clear()

@@ -5,7 +5,6 @@ PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from support.fake_gpu import job_of
@@ -15,26 +14,30 @@ from support.step_ops import recorded_step
 ARCHITECTURES = ("topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard")
 # Shape B of `tests/benchmarks/gpu_step.py`: two matrices of 75 MB.
 SAE, D_IN = {"d_sae": 24576, "k": 32}, 768
-COLUMNS = "architecture,auxk,ops of the passes,ops of the update,kernels launched,MB of the passes,MB of the update"
+COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launched,MB of the passes,MB of the update"
 
 
 def rows() -> Iterator[str]:
     """Yield the table's lines, the names of its columns first."""
     yield COLUMNS
-    for architecture, dead in itertools.product(ARCHITECTURES, (False, True)):
-        if "top" in architecture or not dead:
-            yield row(architecture, dead)
+    for architecture in ARCHITECTURES:
+        for case in cases(architecture):
+            yield row(architecture, case)
 
 
-def row(architecture: str, dead: bool) -> str:
-    """Return one architecture's line; with `dead` latents AuxK takes part."""
-    step = recorded_step(
-        job_of(SAE | {"architecture": architecture}, {"precision": "bf16", "batch_size": 4096}), D_IN, dead=dead
-    )
+def cases(architecture: str) -> tuple[str, str]:
+    """Return what changes an architecture's step: AuxK takes part; k are active, or many as at the start of a run."""
+    return ("no dead", "auxk") if "top" in architecture else ("sparse", "dense")
+
+
+def row(architecture: str, case: str) -> str:
+    """Return one architecture's line in one case."""
+    job = job_of(SAE | {"architecture": architecture}, {"precision": "bf16", "batch_size": 4096})
+    step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense")
     launches = sum(cost(op).launches for op in step.ops)
     of_passes, of_update = (round(sum(op.bytes for op in ops) / 1e6) for ops in (step.passes, step.update))
     numbers = len(step.passes), len(step.update), launches, of_passes, of_update
-    return ",".join(map(str, (architecture, "yes" if dead else "no", *numbers)))
+    return ",".join(map(str, (architecture, case, *numbers)))
 
 
 if __name__ == "__main__":

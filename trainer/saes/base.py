@@ -257,6 +257,17 @@ class Sae(nn.Module, ABC):
         """Lower the bound by what `silence_slack` returned, whichever steps were taken since then."""
         self._longest_silence -= round(slack)
 
+    def has_overflowed(self) -> Tensor | None:
+        """Tell whether any rank made the gradients of this step NaN as activations were lost, 0-dim bool; None: never.
+
+        It is known from `step_sums`, once those of all ranks are added.
+        """
+        return None
+
+    def forget_passes(self) -> None:
+        """Undo the forward passes since the last step."""
+        self.step_sums.zero_()
+
     def n_tokens_in_step(self) -> Tensor:
         """Return the number of tokens in `step_sums`, 0-dim on the device."""
         return self.step_sums[self.n_own]

@@ -64,7 +64,7 @@ class BatchTopK(TopK):
         return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.peers, may_wait=not self.W_enc.is_cuda)
 
     def _above_threshold(self, pre_acts: PreActs) -> Chosen | None:
-        return above(pre_acts, self.threshold, may_wait=True)
+        return above(pre_acts, self.threshold)
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:

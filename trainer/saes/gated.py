@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import part_summed
 from trainer.saes.base import Output
-from trainer.saes.kernels.encode import encode
-from trainer.saes.kernels.select import above
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
@@ -53,8 +50,7 @@ class Gated(Penalised):
         self.b_mag = nn.Parameter(torch.zeros(d_sae))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        choose = partial(above, bound=0.0, may_wait=not self.training)
-        gate = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        gate = self.encode_above(x, 0.0)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
         x_hat = self.decode_acts(acts, x)
         by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.saes.base import ALL, Output
-from trainer.saes.kernels.encode import encode
-from trainer.saes.kernels.select import above
 from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts
@@ -63,8 +60,7 @@ class JumpReLU(Penalised):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         # All that is active or within the window; the rest has no part in loss or gradient.
         lowest = self.threshold.detach() - (self._bandwidth / 2 if self.training else 0)
-        choose = partial(above, bound=lowest, may_wait=not self.training)
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = self.encode_above(x, lowest)
         threshold = pre_acts.at(self.threshold).expand_as(pre_acts.values)
         jumped = _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
+from trainer.saes.kernels.encode import Choose, encode
+from trainer.saes.kernels.foreseen import Foresight
+from trainer.saes.kernels.select import above
 from trainer.saes.kernels.top_k_across_ranks import nth_largest
+from trainer.saes.sparse_acts import Acts
 
 
 class Steering(NamedTuple):
@@ -80,6 +85,7 @@ class Penalised(Sae):
     """An SAE that minimises the squared error and λ times a sparsity loss, which has to be the second loss term."""
 
     steering: Steering
+    n_own_sums = 1
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class Penalised(Sae):
         self._k = min(k, d_sae)
         self.penalty = Penalty(self._k, sparsity_coefficient, sparsity_warmup_fraction, self.steering)
         self.target_l0 = self._k if sparsity_coefficient == "auto" else None
+        self._foresight = Foresight()
 
     def begin_step(self, progress: float) -> None:
         self.penalty.begin_step(progress)
@@ -104,6 +111,25 @@ class Penalised(Sae):
         sparsity = self.loss_names[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
+
+    def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
+        """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]), some others or all."""
+        may_wait = not (self.training and x.is_cuda)
+        choose: Choose = partial(above if may_wait else self._foresight.above, bound=bound)
+        return encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+
+    @torch.no_grad()
+    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
+        overflowed = self._foresight.overflowed
+        lost = error.new_zeros(()) if overflowed is None else overflowed.to(error.dtype)
+        super().count(acts, n_tokens, error, lost, *own)
+
+    def has_overflowed(self) -> Tensor:
+        return self.step_sums[self.n_own + 2] > 0
+
+    def forget_passes(self) -> None:
+        super().forget_passes()
+        self._foresight = Foresight()
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:

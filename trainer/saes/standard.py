@@ -5,14 +5,11 @@ Bricken et al. 2023, "Towards Monosemanticity"; the weights as in Anthropic's Ci
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainer.saes.base import Output
-from trainer.saes.kernels.encode import encode
-from trainer.saes.kernels.select import above
 from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
 
@@ -30,8 +27,7 @@ class Standard(Penalised):
     steering = Steering(start=0.005, gain=3, integral_gain=0.1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        choose = partial(above, bound=0.0, may_wait=not self.training)
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = self.encode_above(x, 0.0)
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decode_acts(acts, x)
         l1 = (acts.values * acts.at(self.W_dec.norm(dim=1))).sum()

@@ -36,18 +36,22 @@ from trainer.training.zero_shards import Stepped, SteppedShare
 
 
 class StepState(NamedTuple):
-    """Steps that a learner skipped in a log interval, and in a row up to its end; its last gradient's norm and rate."""
+    """Steps that a learner skipped in a log interval, and in a row up to its end; its last gradient's norm and rate.
+
+    `overflowed` of the skipped ones had more active latents than there was room for.
+    """
 
     skipped: int
     skipped_in_a_row: int
+    overflowed: int
     grad_norm: float
     lr: float
 
     @classmethod
     def of(cls, state: Tensor) -> StepState:
         """Read what `Learner.take_state` returned, on the CPU by now."""
-        skipped, in_a_row, grad_norm, lr = state.tolist()
-        return cls(int(skipped), int(in_a_row), grad_norm, lr)
+        skipped, in_a_row, overflowed, grad_norm, lr = state.tolist()
+        return cls(int(skipped), int(in_a_row), int(overflowed), grad_norm, lr)
 
 
 class Learner:
@@ -88,6 +92,8 @@ class Learner:
         self.interval = Interval(("loss", *self.sae.loss_names))
         # Steps skipped in this log interval, and those in a row up to now.
         self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
+        # Those of the skipped ones whose gradient was made infinite because activations were lost.
+        self.overflowed = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
 
     def _follow(self, rates: FollowingRates | None) -> Following | None:
@@ -137,7 +143,7 @@ class Learner:
         """Undo every `accumulate` since the last update."""
         self.sae.zero_grad()
         self.sae.row_gradients.take()
-        self.sae.step_sums.zero_()
+        self.sae.forget_passes()
         self.interval = Interval(("loss", *self.sae.loss_names))
 
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,7 +184,9 @@ class Learner:
         scale = self.loss_scale.factor * share
         norm = self._total_norm()
         self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
-        self.loss_scale.update(bad)
+        overflowed = self.sae.has_overflowed()
+        bad_gradient = bad if overflowed is None else bad * ~overflowed
+        self.loss_scale.update(bad_gradient)
         self.optimizer.found_inf = bad
         with self._following.apart(bad > 0) if self._following else contextlib.nullcontext():
             self.optimizer.step()
@@ -188,7 +196,9 @@ class Learner:
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
         self.sae.end_step(self.tokens_per_step)
         self.skipped += bad
-        self.skipped_in_a_row = (self.skipped_in_a_row + bad) * bad
+        self.skipped_in_a_row = (self.skipped_in_a_row + bad_gradient) * bad
+        if overflowed is not None:
+            self.overflowed += bad - bad_gradient
 
     def _total_norm(self) -> Tensor:
         """Return the gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
@@ -256,8 +266,9 @@ class Learner:
     def take_state(self) -> Tensor:
         """Return `StepState` in float64, still on the device, and count skipped steps anew."""
         lr = self.grad_norm.new_full((), self.optimizer.param_groups[0]["lr"], dtype=torch.float64)
-        state = torch.stack([self.skipped.double(), self.skipped_in_a_row.double(), self.grad_norm.double(), lr])
-        self.skipped = torch.zeros_like(self.skipped)
+        counts = self.skipped, self.skipped_in_a_row, self.overflowed, self.grad_norm
+        state = torch.stack([*(one.double() for one in counts), lr])
+        self.skipped, self.overflowed = torch.zeros_like(self.skipped), torch.zeros_like(self.overflowed)
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:

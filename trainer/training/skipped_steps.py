@@ -12,6 +12,7 @@ from trainer.training.learner import Learner, StepState
 MOST_SKIPPED = 5
 # In fp16 the scale of the loss finds its place by skipping; from 2^15 it cannot halve more often than this.
 MOST_SKIPPED_FP16 = 25
+OVERFLOWED = "many more latents were active than in the steps before, more than there was room for; training goes on"
 
 
 def is_hopeless(in_a_row: int, learner: Learner) -> bool:
@@ -31,14 +32,17 @@ class Skips:
         """Report the steps skipped between two positions; raise `UserError` where training is of no use."""
         skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
-        if not skipped or (learner.has_loss_scale and not ends):
+        if state.overflowed:
+            self._report.event("skipped", f"{state.overflowed} steps skipped up to step {now.step}: {OVERFLOWED}", label)
+        n_bad = skipped - state.overflowed
+        if not n_bad or (learner.has_loss_scale and not ends):
             return
         row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
         if ends:
             self._give_up(label, learner, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
             reason = row or "the gradient was not finite"
-            self._report.event("skipped", f"{skipped} steps skipped up to step {now.step}: {reason}", label)
+            self._report.event("skipped", f"{n_bad} steps skipped up to step {now.step}: {reason}", label)
 
     def _give_up(self, label: str, learner: Learner, row: str | None, when: str) -> None:
         """Give up an SAE; raise `UserError` where the data is to blame, or no SAE is left that learns."""

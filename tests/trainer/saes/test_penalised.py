@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
+from support.steps import take_alone
 from torch import Tensor
 
+from trainer.contract.planning import latent_room
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel, StepSums
+from trainer.saes import penalised
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.kernels import foreseen
 from trainer.saes.penalised import Penalised, Penalty, Steering
 from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.saes.standard import Standard
+from trainer.training.learner import Learner
 
+MakeJob = Callable[..., JobConfig]
 PENALISED = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
 JUMP = {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.5}
 KINDS: dict[str, Any] = {
@@ -225,6 +234,129 @@ def test_outside_training_what_is_active_is_the_same(kind: str) -> None:
     trained = sae(x, x)
     sae.eval()
     torch.testing.assert_close(sae(x, x).acts.dense(), trained.acts.dense())
+
+
+# as on a GPU, where the host does not know how many are above the bound
+
+
+@pytest.fixture
+def foreseeing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Penalised], None]:
+    """Return what lets an SAE go the way of a GPU; sparse products serve however many latents are active."""
+    monkeypatch.setattr(latent_room, "DENSE", 1)
+
+    def go(sae: Penalised) -> None:
+        monkeypatch.setattr(penalised, "above", sae._foresight.above)
+
+    return go
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_with_foreseen_room_losses_and_gradients_are_those_of_the_dense_product(
+    kind: str, shape: tuple[int, ...], dtype: torch.dtype, foreseeing: Callable[[Penalised], None]
+) -> None:
+    sae, x = made(kind, *shape, is_sparse=True).to(dtype), batch(19, 8).to(dtype)
+    y = batch(19, 5, seed=5).to(dtype) if sae.is_transcoder else x
+    foreseeing(sae)
+    outputs = [sae(x, y) for _ in range(foreseen.MEMORY + 1)]
+    dense, sparse = outputs[-2:]
+    assert isinstance(dense.acts, DenseActs)
+    assert isinstance(sparse.acts, SparseActs)
+    assert (sparse.acts.values > 0).any()
+    torch.testing.assert_close(sparse.acts.dense(), dense.acts.dense())
+    torch.testing.assert_close(sparse.x_hat, dense.x_hat)
+    assert_same(sparse.losses, dense.losses)
+    for name, loss in dense.losses.items():
+        # A gradient of 0 may be a sum that does not cancel in every digit.
+        tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+        assert_same(gradients(sae, sparse.losses[name]), gradients(sae, loss), **tolerance)
+    assert not sae.has_overflowed()
+
+
+def learner(make_job: MakeJob, kind: str, **train: Any) -> Learner:
+    job = make_job(sae={"architecture": kind, "d_sae": 64, "k": 4}, train={"n_steps": 60, **train})
+    one = Learner(job, 16, None, Parallel(torch.device("cpu")))
+    one.initialise(rows(99, 500), rows(99, 500))
+    return one
+
+
+def rows(seed: int, n_tokens: int = 128) -> Tensor:
+    return batch(n_tokens, 16, seed).float()
+
+
+@pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
+def test_a_run_with_foreseen_room_learns_what_one_without_learns(
+    kind: str, make_job: MakeJob, foreseeing: Callable[[Penalised], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ahead = (learner(make_job, kind) for _ in range(2))
+    for step in range(20):
+        take_alone(plain, step, rows(step))
+    monkeypatch.setattr(latent_room, "MARGIN", 3)
+    foreseeing(ahead.sae)
+    for step in range(20):
+        take_alone(ahead, step, rows(step))
+    assert ahead.take_skipped() == (0, 0)
+    assert_same(dict(ahead.sae.named_parameters()), dict(plain.sae.named_parameters()), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_with_too_little_room_is_skipped_and_the_next_one_is_whole(
+    kind: str, precision: str, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
+) -> None:
+    one = learner(make_job, kind, precision=precision)
+    # So small that no gradient is too large for 16 bits.
+    one.loss_scale.factor.fill_(1.0)
+    foreseeing(one.sae)
+    for step in range(foreseen.MEMORY):
+        take_alone(one, step, rows(step))
+    before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
+    # Ten times as long: more than the penalty lets through of others.
+    many = 10 * rows(9)
+    take_alone(one, 9, many)
+    after = dict(one.state.tensors())
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert (one.take_overflowed(), one.take_skipped()) == (1, (1, 0))
+    take_alone(one, 10, many)
+    assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
+    assert (one.take_overflowed(), one.take_skipped()) == (0, (0, 0))
+
+
+def test_where_one_rank_has_too_little_room_all_skip_the_step(
+    make_job: MakeJob, foreseeing: Callable[[Penalised], None]
+) -> None:
+    ranks = [learner(make_job, "standard") for _ in range(2)]
+    for step in range(foreseen.MEMORY + 1):
+        for rank, one in enumerate(ranks):
+            foreseeing(one.sae)
+            one.begin_step(step)
+            x = rows(2 * step + rank) * (10 if step == foreseen.MEMORY and rank else 1)
+            one.accumulate(x, x)
+        # What the exchange between ranks does.
+        for mine, others in zip(*(of_all(one.tensors_to_exchange()) for one in ranks), strict=True):
+            mine.add_(others)
+            others.copy_(mine)
+        for one in ranks:
+            one.update()
+    assert [(one.take_overflowed(), one.take_skipped()) for one in ranks] == [(1, (1, 0))] * 2
+    assert_same(*(dict(one.sae.named_parameters()) for one in ranks), rtol=0, atol=0)
+
+
+def of_all(sums: StepSums) -> list[Tensor]:
+    return [*sums.of_latents, *sums.dealt, *sums.of_all]
+
+
+def test_a_nan_is_not_taken_for_too_little_room(make_job: MakeJob, foreseeing: Callable[[Penalised], None]) -> None:
+    one = learner(make_job, "jumprelu")
+    foreseeing(one.sae)
+    for step in range(foreseen.MEMORY):
+        take_alone(one, step, rows(step))
+    bad = rows(9)
+    bad[:100] = torch.nan
+    take_alone(one, 9, bad)
+    assert (one.take_overflowed(), one.take_skipped()) == (0, (1, 1))
 
 
 # the weight of the penalty

@@ -12,9 +12,11 @@ from support.steps import take_alone
 
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
+from trainer.contract.planning import latent_room
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import Row
+from trainer.saes import penalised
 from trainer.training import evaluate
 from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
@@ -274,6 +276,23 @@ def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: 
         # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert learner.take_skipped() == (1, 1)
+
+
+def test_steps_for_which_a_gpu_had_too_little_room_are_told_and_are_no_bad_gradients(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(make_job(sae={"architecture": "standard"}, train={"n_steps": 20, "log_every": 20}), kept)
+    # As on a GPU, where room for a tenth is always too little.
+    monkeypatch.setattr(latent_room, "DENSE", 1)
+    monkeypatch.setattr(latent_room, "MARGIN", 0.1)
+    monkeypatch.setattr(penalised, "above", only(trainer).sae._foresight.above)
+    assert trainer.run()
+    ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
+    assert level == "warning"
+    # Each fifth one: after it so many are whole as the next guess needs.
+    assert message.startswith("4 steps skipped up to step 20: many more latents were active than in the steps before")
+    assert kept.curve("skipped_steps") == [4]
+    assert kept.curve("fvu")[-1] > 0
 
 
 def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(

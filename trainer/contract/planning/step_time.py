@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.contract.planning import activation_memory, first_look, memory
+from trainer.contract.planning import activation_memory, first_look, latent_room, memory
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -145,9 +145,10 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     pre_acts = tokens * own * work.product_bytes
     row_passes = _ROW_PASSES - _OWN_ROW_PASSES * (1 - 1 / sharing)
     rows = 4 * tokens * row_passes * (work.d_in + work.d_out) / 2
-    if (matrices := ARCHITECTURES[sae.architecture].dense_matrices) and work.device == "cuda":
+    matrices, per_token = ARCHITECTURES[sae.architecture].dense_matrices, sae.knobs.n_active / sharing
+    if matrices and work.device == "cuda" and not (per_token := latent_room.per_token(per_token, int(own)) or 0):
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
-    active = tokens * sae.knobs.n_active / sharing
+    active = tokens * per_token
     n_seen = first_look.n_seen(sae.knobs.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and first_look.pays(n_seen, int(own)):

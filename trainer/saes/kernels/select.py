@@ -27,15 +27,12 @@ def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
     return places_of(flat, n_tokens, d_sae), values
 
 
-def above(pre_acts: PreActs, bound: Tensor | float, *, may_wait: bool = False) -> Chosen | None:
+def above(pre_acts: PreActs, bound: Tensor | float) -> Chosen | None:
     """Choose the values above a bound (a number, 0-dim or [d_sae]) and every NaN, which must not pass for inactive.
 
-    Return None where a dense product is faster. The host of a GPU does not know how many there are: it waits for the
-    number only if it `may_wait`, outside training; otherwise a GPU always takes the dense product.
+    Return None where a dense product is faster. The host of a GPU waits for their number; in training it must not.
     """
     matrix = pre_acts.matrix
-    if matrix.is_cuda and not may_wait:
-        return None
     if isinstance(bound, Tensor) and matrix.dtype.itemsize == 2:
         # Torch would round it to the nearest number; and a copy of the matrix in fp32 would be twice as large as it is.
         bound = rounded_down(bound, matrix.dtype)

@@ -1,0 +1,119 @@
+"""What is chosen where the host has to guess how many are above a bound, and what happens where it guesses too few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.contract.planning import latent_room
+from trainer.saes.kernels import foreseen
+from trainer.saes.kernels.foreseen import Foresight, largest_above
+from trainer.saes.kernels.pre_acts import PreActs
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor | float, int]:
+    """Draw pre-activations of any type, with or without ties, a bound of all or of each, and room for some of them."""
+    n_tokens, d_sae = draw(st.integers(1, 60)), draw(st.sampled_from([1, 7, 24, 64]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]))
+    values = torch.randn(n_tokens, d_sae, generator=generator) + draw(st.sampled_from([-2.0, 0.0]))
+    values = (values.round() if draw(st.booleans()) else values).to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    # Bounds so near to values that their difference is 0 in 16 bits.
+    bounds = values[0].to(wide) + 1e-9 * torch.randn(d_sae, generator=generator, dtype=wide)
+    return values, bounds if draw(st.booleans()) else 0.0, draw(st.integers(1, n_tokens * d_sae))
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_all_above_the_bound_are_chosen_or_it_is_known_that_some_may_be_missing(
+    case: tuple[Tensor, Tensor | float, int],
+) -> None:
+    matrix, bound, room = case
+    (places, values), n_above = largest_above(PreActs(matrix), bound, room)
+    assert len(values) == len(places.latents) == room
+    is_above = matrix.to(torch.float64) > bound
+    if n_above == room:
+        assert values.isnan().all()
+        return
+    assert torch.equal(values, matrix[places.tokens, places.latents])
+    chosen = torch.zeros_like(is_above)
+    chosen[places.tokens, places.latents] = True
+    assert int(chosen.sum()) == room
+    assert not (is_above & ~chosen).any()
+    assert int(is_above.sum()) <= n_above < room
+
+
+def test_what_is_missing_is_always_known() -> None:
+    matrix = torch.randn(50, 40)
+    for bound in (0.0, torch.zeros(40)):
+        n = int((matrix > bound).sum())
+        assert largest_above(PreActs(matrix), bound, n + 1)[1] == n
+        for room in (n, n // 2, 1):
+            assert largest_above(PreActs(matrix), bound, room)[1] == room
+
+
+@pytest.mark.parametrize("bound", [0.0, torch.zeros(40)])
+def test_a_nan_is_chosen_and_is_no_lack_of_room(bound: Any) -> None:
+    matrix = torch.randn(50, 40)
+    matrix[:10] = torch.nan
+    (_, values), n_above = largest_above(PreActs(matrix), bound, 300)
+    assert values.isnan().any()
+    assert n_above < 300
+
+
+@pytest.fixture
+def foresight(monkeypatch: pytest.MonkeyPatch) -> Foresight:
+    """Return one that goes sparse where one in 4 has room."""
+    monkeypatch.setattr(latent_room, "DENSE", 4)
+    return Foresight()
+
+
+def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
+    """Return pre-activations [n_tokens, 400] of which so many per token are above 0."""
+    matrix = -1 - torch.rand(n_tokens, 400)
+    return PreActs(matrix.index_fill(1, torch.arange(n_per_token), 1.0))
+
+
+def rooms(foresight: Foresight, *n_per_token: int) -> list[int | None]:
+    """Return for how many per token there was room in batches of so many per token; None where for all."""
+    found = []
+    for n in n_per_token:
+        chosen = foresight.above(with_above(n), 0.0)
+        found.append(None if chosen is None else len(chosen[1]) // 50)
+    return found
+
+
+def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
+    assert rooms(foresight, 4, 8, 8, 9) == [None] * foreseen.MEMORY
+    # 11.25 is rounded up to few sizes.
+    assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
+
+
+def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 8, 8, 8, 40) == [None, None, None, None, 10]
+    assert foresight.overflowed
+    assert rooms(foresight, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
+    assert not foresight.overflowed
+    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 80, None]
+    assert rooms(foresight, 9) == [None]
+
+
+def test_a_rank_without_tokens_has_room_enough(foresight: Foresight) -> None:
+    for n_tokens in (50, 0) * 5:
+        foresight.above(with_above(8, n_tokens), 0.0)
+        assert not foresight.overflowed
+
+
+def test_in_deterministic_mode_nothing_depends_on_the_batches_before(foresight: Foresight) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert rooms(foresight, *[8] * 6) == [None] * 6
+    finally:
+        torch.use_deterministic_algorithms(False)
