@@ -14,7 +14,8 @@ from torch import Tensor
 from trainer.saes.topk import TopK
 
 TABLE = Path(__file__).with_name("ops_of_a_step.csv")
-SMALL = {"d_sae": 1024, "k": 16}
+# Of so many latents k are few enough for sparse products of every architecture.
+SMALL = {"d_sae": 2048, "k": 16}
 
 
 def step_of(sae: dict[str, Any], train: dict[str, Any]) -> Step:

@@ -63,8 +63,10 @@ class Gated(Penalised):
         return Output(acts, x_hat, losses)
 
     def _magnitudes(self, gate: Acts) -> Acts:
-        without_bias = gate.values - gate.at(self.b_enc)
-        magnitude = (without_bias * gate.at(self.r_mag.exp()) + gate.at(self.b_mag)).relu()
+        scale = self.r_mag.exp()
+        # The gate's bias is taken out of the bias, a vector, and not out of all values.
+        bias = self.b_mag - self.b_enc * scale
+        magnitude = torch.addcmul(gate.at(bias), gate.values, gate.at(scale)).relu()
         return gate.with_values(magnitude * (gate.values > 0))
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from trainer.saes.base import ALL, Output
 from trainer.saes.losses import squared_error
@@ -61,20 +62,17 @@ class JumpReLU(Penalised):
         # All that is active or within the window; the rest has no part in loss or gradient.
         lowest = self.threshold.detach() - (self._bandwidth / 2 if self.training else 0)
         pre_acts = self.encode_above(x, lowest)
-        threshold = pre_acts.at(self.threshold).expand_as(pre_acts.values)
-        jumped = _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)  # type: ignore[no-untyped-call]
+        threshold, moves_z = pre_acts.at(self.threshold), self._tanh_scale is not None
+        jumped, n_active = _Jump.apply(pre_acts.values, threshold, self._bandwidth, moves_z)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)
         x_hat = self.decode_acts(acts, x)
-        losses = {"mse": squared_error(y, x_hat), "sparsity": self._sparsity(pre_acts, acts, threshold)}
+        sparsity = n_active if self._tanh_scale is None else self._squashed(acts, self._tanh_scale)
+        losses = {"mse": squared_error(y, x_hat), "sparsity": sparsity}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
-    def _sparsity(self, pre_acts: Acts, acts: Acts, threshold: Tensor) -> Tensor:
-        if self._tanh_scale is None:
-            active: Tensor = _Step.apply(pre_acts.values, threshold, self._bandwidth)  # type: ignore[no-untyped-call]
-            return active.sum()
-        squashed = torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1)))
-        return squashed.sum()
+    def _squashed(self, acts: Acts, scale: float) -> Tensor:
+        return torch.tanh(scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
 
     @torch.no_grad()
     def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
@@ -94,40 +92,35 @@ class JumpReLU(Penalised):
 
 
 class _Jump(torch.autograd.Function):
-    """relu(z) where z > θ, else 0. For θ the gradient is −θ/ε within the window, for z that of the value.
+    """z where z > θ, else 0, and how many these are, 0-dim; θ is at least 0.
 
-    As the jump depends on z − θ, the window's gradient for z is the opposite of that for θ; z gets it if `takes_it`.
+    Means over the window stand in for the jump's gradient and the number's: for θ they are −θ/ε and −1/ε within it. For
+    z the value has its own. As the jump depends on z − θ, the window's gradient for z is the opposite of that for θ; z
+    gets it of the value where it `moves_z`, never of the number. Of each sum as few passes over z are made as may be.
     """
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, takes_it: bool) -> Tensor:
-        ctx.save_for_backward(z, threshold)
-        ctx.bandwidth, ctx.takes_it = bandwidth, takes_it
-        return z.relu() * (z > threshold)
+    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float, moves_z: bool) -> tuple[Tensor, Tensor]:
+        # Not true of a NaN, which must not pass for inactive.
+        is_off = z <= threshold.clamp_min(0)
+        ctx.save_for_backward(z, threshold, is_off)
+        ctx.bandwidth, ctx.moves_z = bandwidth, moves_z
+        return z.masked_fill(is_off, 0), (z.numel() - is_off.sum()).to(z.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, threshold = ctx.saved_tensors
-        grad_threshold = grad * threshold * _window(z, threshold, ctx.bandwidth)
-        grad_z = grad * ((z > threshold) & (z > 0))
-        return grad_z - grad_threshold if ctx.takes_it else grad_z, grad_threshold, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_number: Tensor) -> tuple[Tensor | None, ...]:
+        z, threshold, is_off = ctx.saved_tensors
+        within = (z > threshold - ctx.bandwidth / 2) & (z < threshold + ctx.bandwidth / 2)
+        grad_within = grad * within
+        of_value, n_within = (_summed_to(threshold, each) for each in (grad_within, within))
+        grad_threshold = (of_value * threshold + n_within * grad_number) * (-1 / ctx.bandwidth)
+        grad_z = grad.masked_fill(is_off, 0)
+        if ctx.moves_z:
+            grad_z.addcmul_(grad_within, threshold, value=1 / ctx.bandwidth)
+        return grad_z, grad_threshold, None, None
 
 
-class _Step(torch.autograd.Function):
-    """1 where z > θ, else 0. For θ the gradient is −1/ε within the window, for z there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-        ctx.save_for_backward(z, threshold)
-        ctx.bandwidth = bandwidth
-        return (z > threshold).to(z.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, threshold = ctx.saved_tensors
-        return None, grad * _window(z, threshold, ctx.bandwidth), None
-
-
-def _window(z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-    """Return the derivative by the threshold of a step's mean over the window: −1/bandwidth within it, else 0."""
-    return ((z - threshold).abs() < bandwidth / 2) * (-1 / bandwidth)
+def _summed_to(threshold: Tensor, values: Tensor) -> Tensor:
+    """Sum over tokens what has one threshold for all of them; values of entries have their own."""
+    return values if values.shape == threshold.shape else values.sum(dim=0)

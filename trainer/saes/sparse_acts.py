@@ -88,6 +88,10 @@ class SparseActs(NamedTuple):
         """Return the element of a vector [d_sae] that belongs to each entry's latent: [n]."""
         return per_latent.index_select(0, self.places.latents)
 
+    def total(self, weights: Tensor) -> Tensor:
+        """Return the sum of all activations, each times its latent's weight of a vector [d_sae]: 0-dim."""
+        return (self.values * self.at(weights)).sum()
+
     def with_values(self, values: Tensor) -> SparseActs:
         return self._replace(values=values)
 
@@ -113,6 +117,11 @@ class DenseActs(NamedTuple):
     def at(self, per_latent: Tensor) -> Tensor:
         """Return the vector [d_sae] itself, which broadcasts over tokens."""
         return per_latent
+
+    def total(self, weights: Tensor) -> Tensor:
+        """Return the sum of all activations, each times its latent's weight of a vector [d_sae]: 0-dim."""
+        # Added up before they are weighed they take one pass, and their gradient is the vector itself.
+        return (self.values.sum(dim=0) * weights).sum()
 
     def with_values(self, values: Tensor) -> DenseActs:
         return DenseActs(values)

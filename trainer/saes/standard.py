@@ -30,7 +30,7 @@ class Standard(Penalised):
         pre_acts = self.encode_above(x, 0.0)
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decode_acts(acts, x)
-        l1 = (acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
+        l1 = acts.total(self.W_dec.norm(dim=1))
         losses = {"mse": squared_error(y, x_hat), "l1": l1}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)

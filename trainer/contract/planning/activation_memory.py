@@ -82,10 +82,10 @@ class _Dense(_Pass):
         middle = self.matrix * (1 + n_weights * self.product / 4)
         late = 4 * self.n_own * self.d_in + self.matrix * (1 + n_weights)
         # Where ranks share latents, bf16 gradients become fp32 only after the reconstructions' gradient is freed.
-        first = middle if self.sharing > 1 and self.product == 2 else late
+        first = max(middle + self.summed(), late if self.sharing == 1 or self.product == 4 else 0)
         phases = (
             self.entry.dense_matrices * latents + middle,
-            3 * latents + first + self.summed(),
+            (2.5 + self.product / 8) * latents + first,
             2 * latents + late,
         )
         return self.rows + 4 * self.own_tokens * self.width + max(phases)

@@ -182,7 +182,7 @@ ARCHITECTURES = {
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold for every latent; k on average by a steered penalty.",
         architectures.JumpReLUKnobs,
-        dense_matrices=7,
+        dense_matrices=5.25,
     ),
     "gated": ArchitectureEntry(
         "trainer.saes.gated:Gated",
@@ -195,7 +195,7 @@ ARCHITECTURES = {
         "trainer.saes.standard:Standard",
         "ReLU and an L1 penalty, steered so that k latents are active on average.",
         architectures.StandardKnobs,
-        dense_matrices=4,
+        dense_matrices=3,
         dense_weights=1,
     ),
 }
