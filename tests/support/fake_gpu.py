@@ -53,10 +53,7 @@ class ToldNumber:
 
     told = 2**62
 
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def write(self, number: Tensor) -> None:
+    def __init__(self, number: Tensor) -> None:
         number.clone()
 
     def read(self) -> int:
@@ -134,7 +131,7 @@ _ALWAYS = (
     # A GPU's allocator keeps the memory of a product by itself; nothing here may keep a reference, as a mock would.
     (reused_buffer, "put_back", _nothing),
     (first_look, "rounded_share", lambda: 1.0),
-    (foreseen, "LateNumber", ToldNumber),
+    (foreseen, "HostCopy", ToldNumber),
 )
 _WITHOUT = ((FakeTensor, "is_cuda", True), (nn.Module, "to", lambda self, *args: self))
 _WITH_CUDA = (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.activations.batches import Batch
 from trainer.parallel.base import Parallel
-from trainer.training.learner import Learner
+from trainer.training.learner import Learner, StepState
 from trainer.training.step import take_step
 
 ALONE = Parallel(torch.device("cpu"))
@@ -16,3 +16,9 @@ ALONE = Parallel(torch.device("cpu"))
 def take_alone(learner: Learner, number: int, x: Tensor, y: Tensor | None = None) -> None:
     """Take step `number` on one batch of raw data; without targets `y` it is an SAE's."""
     take_step([learner], ALONE, number, [Batch([(x, x if y is None else y)], len(x))])
+
+
+def skips(learner: Learner) -> tuple[int, int, int]:
+    """Return how many steps were skipped since the last call, how many in a row, and how many for want of room."""
+    state = StepState.of(learner.take_state())
+    return state.skipped, state.skipped_in_a_row, state.overflowed

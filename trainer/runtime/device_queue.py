@@ -15,7 +15,7 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._values = tensor
         self._copied: torch.cuda.Event | None = None
-        if tensor.is_cuda:
+        if tensor.device.type == "cuda":
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()

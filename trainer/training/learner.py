@@ -279,11 +279,6 @@ class Learner:
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
         return self.interval.values(totals) | own
 
-    def take_skipped(self) -> tuple[int, int]:
-        """Return how many steps were skipped since the last call, and how many in a row up to now."""
-        state = StepState.of(self.take_state())
-        return state.skipped, state.skipped_in_a_row
-
     @property
     def has_loss_scale(self) -> bool:
         return self.loss_scale.enabled

@@ -33,7 +33,9 @@ class Skips:
         skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
         if state.overflowed:
-            self._report.event("skipped", f"{state.overflowed} steps skipped up to step {now.step}: {OVERFLOWED}", label)
+            self._report.event(
+                "skipped", f"{state.overflowed} steps skipped up to step {now.step}: {OVERFLOWED}", label
+            )
         n_bad = skipped - state.overflowed
         if not n_bad or (learner.has_loss_scale and not ends):
             return

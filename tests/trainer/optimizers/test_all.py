@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.steps import take_alone
+from support.steps import skips, take_alone
 from torch import Tensor
 
 from trainer.contract.settings import catalog
@@ -76,7 +76,7 @@ def test_it_learns_at_its_own_rate(choice: dict[str, Any], make: Callable[..., L
     for step in range(60):
         take_alone(one, step, batch(step))
     assert heldout_fvu(one) < 0.7 * before
-    assert one.take_skipped() == (0, 0)
+    assert skips(one) == (0, 0, 0)
 
 
 @each

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
-from support.steps import take_alone
+from support.steps import skips, take_alone
 from torch import Tensor
 
 from trainer.contract.planning import latent_room
@@ -297,7 +297,7 @@ def test_a_run_with_foreseen_room_learns_what_one_without_learns(
     foreseeing(ahead.sae)
     for step in range(20):
         take_alone(ahead, step, rows(step))
-    assert ahead.take_skipped() == (0, 0)
+    assert skips(ahead) == (0, 0, 0)
     assert_same(dict(ahead.sae.named_parameters()), dict(plain.sae.named_parameters()), rtol=1e-3, atol=1e-4)
 
 
@@ -318,10 +318,10 @@ def test_a_step_with_too_little_room_is_skipped_and_the_next_one_is_whole(
     take_alone(one, 9, many)
     after = dict(one.state.tensors())
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    assert (one.take_overflowed(), one.take_skipped()) == (1, (1, 0))
+    assert skips(one) == (1, 0, 1)
     take_alone(one, 10, many)
     assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
-    assert (one.take_overflowed(), one.take_skipped()) == (0, (0, 0))
+    assert skips(one) == (0, 0, 0)
 
 
 def test_where_one_rank_has_too_little_room_all_skip_the_step(
@@ -340,7 +340,7 @@ def test_where_one_rank_has_too_little_room_all_skip_the_step(
             others.copy_(mine)
         for one in ranks:
             one.update()
-    assert [(one.take_overflowed(), one.take_skipped()) for one in ranks] == [(1, (1, 0))] * 2
+    assert [skips(one) for one in ranks] == [(1, 0, 1)] * 2
     assert_same(*(dict(one.sae.named_parameters()) for one in ranks), rtol=0, atol=0)
 
 
@@ -356,7 +356,7 @@ def test_a_nan_is_not_taken_for_too_little_room(make_job: MakeJob, foreseeing: C
     bad = rows(9)
     bad[:100] = torch.nan
     take_alone(one, 9, bad)
-    assert (one.take_overflowed(), one.take_skipped()) == (0, (1, 1))
+    assert skips(one) == (1, 1, 0)
 
 
 # the weight of the penalty

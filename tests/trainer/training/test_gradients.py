@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.steps import take_alone
+from support.steps import skips, take_alone
 from torch import Tensor, nn
 
 from trainer.contract.settings.job import JobConfig
@@ -96,10 +96,10 @@ def test_a_batch_with_a_bad_value_changes_nothing_and_is_counted(state: str, val
     bad[5, 7] = value
     take_alone(one, 3, bad)
     assert same(before, bits(one)) == []
-    assert one.take_skipped() == (1, 1)
+    assert skips(one) == (1, 1, 0)
     take_alone(one, 4, bad)
     take_alone(one, 5, batch(5))
-    assert one.take_skipped() == (1, 0)
+    assert skips(one) == (1, 0, 0)
     assert "sae.W_enc" in same(before, bits(one))
 
 
@@ -125,7 +125,7 @@ def test_a_step_that_was_skipped_leaves_no_trace(optimizer: str, name: str, valu
     take_alone(hit, 9, batch(9))
     take_alone(spared, 9, batch(9))
     assert same(bits(hit), bits(spared)) == []
-    assert hit.take_skipped() == (4, 0)
+    assert skips(hit) == (4, 0, 0)
 
 
 def fp16(make_job: MakeJob, **train: Any) -> Learner:
@@ -155,7 +155,7 @@ def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
         take_alone(narrow, step, batch(step))
         take_alone(wide, step, batch(step))
     errors = [one.values(one.sums())["fvu"] for one in (narrow, wide)]
-    assert narrow.take_skipped() == (0, 0)
+    assert skips(narrow) == (0, 0, 0)
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
     assert float(narrow.grad_norm) == pytest.approx(float(wide.grad_norm), rel=0.2)
 
@@ -165,7 +165,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob)
     one.loss_scale.factor.fill_(first)
     for step in range(60):
         take_alone(one, step, batch(step))
-    skipped, in_a_row = one.take_skipped()
+    skipped, in_a_row, _ = skips(one)
     assert 1 < skipped < 15
     assert in_a_row == 0
     assert float(one.loss_scale.factor) == first / 2**skipped

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.steps import take_alone
+from support.steps import skips, take_alone
 
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
@@ -275,7 +275,7 @@ def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: 
     for name, tensor in learner.state.tensors():
         # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
-    assert learner.take_skipped() == (1, 1)
+    assert skips(learner) == (1, 1, 0)
 
 
 def test_steps_for_which_a_gpu_had_too_little_room_are_told_and_are_no_bad_gradients(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.planning import latent_room
-from trainer.runtime.late_number import LateNumber
+from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
@@ -40,7 +40,7 @@ class Foresight:
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
         self._before: _Batch | None = None
-        self._late: LateNumber | None = None
+        self._late: HostCopy | None = None
         # Whether there was too little room for the last batch, 0-dim bool; None before the first.
         self.overflowed: Tensor | None = None
 
@@ -57,8 +57,8 @@ class Foresight:
         else:
             chosen, n_above = largest_above(pre_acts, bound, size)
             self.overflowed = n_above == size
-        self._late = self._late or LateNumber(n_above.device)
-        self._late.write(n_above)
+        # Read as the next batch is queued, when the GPU is at most a step behind and has work: it never stands still.
+        self._late = HostCopy(n_above)
         self._before = _Batch(n_tokens, size)
         return chosen
 
@@ -78,7 +78,7 @@ class Foresight:
         """Take in the number of the batch before; begin anew where there was too little room for it."""
         if self._before is None or self._late is None:
             return
-        n_above, before = self._late.read(), self._before
+        n_above, before = int(self._late.read()), self._before
         if n_above == before.room:
             self._above.clear()
         elif before.n_tokens:
