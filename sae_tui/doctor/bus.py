@@ -14,7 +14,7 @@ from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
-from trainer.contract.planning.gpu_vendors import VENDORS, mixture
+from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, mixture
 from trainer.contract.planning.hardware import Box as KnownSpeeds
 from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
@@ -52,7 +52,9 @@ def check_bus(box: Box) -> Iterator[Finding]:
     if not box.gpus.cuda:
         yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
         return
-    usable = [choice for choice in choices(box.gpus.samples, Occupancy(box.data).holders()) if choice.uuid]
+    listed = choices(box.gpus.samples, Occupancy(box.data).holders())
+    # Nothing can be exchanged between slices.
+    usable = [choice for choice in listed if choice.uuid and not is_slice(choice.uuid)]
     busy = [f"GPU {choice.index} is {choice.reason}" for choice in usable if choice.state == "busy"]
     idle = [choice for choice in usable if choice.state == "available"]
     if busy:

@@ -65,8 +65,8 @@ def check_cards(box: Box) -> Iterator[Finding]:
             remedy = "leave it out of jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
         elif sample.unusable:
-            remedy = "leave it out of jobs, or make it one GPU again when nobody uses it"
-            yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
+            remedy = "`nvidia-smi -mig 0` makes it one GPU again, when nobody uses it"
+            yield Finding("note", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
         names = dict.fromkeys(_model_name(sample.name) for sample in healthy)

@@ -13,6 +13,7 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settle_on
+from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
 from trainer.contract.planning.workload import Workload, model_gpus_of, with_model_gpus
@@ -96,12 +97,17 @@ def job_rows(
 
 
 def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU."""
+    """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU.
+
+    Slices of cards are left out where there are whole ones; a job can have only one of them.
+    """
     named = job.launch.gpus
     if job.on_cpu:
         return []
-    allowed = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
-    return sorted(allowed, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
+    usable = [sample for sample in samples if sample.healthy and not sample.unusable]
+    allowed = [sample for sample in usable if isinstance(named, str) or sample.index in named]
+    allowed.sort(key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
+    return [sample for sample in allowed if not is_slice(sample.uuid)] or allowed[:1]
 
 
 def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:

@@ -15,7 +15,7 @@ NO_LIBRARY = 12
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
-UNCUT = "MIG is on, but it has no slices; make some by `nvidia-smi mig -cgi`, or undo it by `nvidia-smi -mig 0`"
+UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",

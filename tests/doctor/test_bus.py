@@ -33,6 +33,14 @@ class Used(Cards):
         return dataclasses.replace(sample, processes=(stranger,))
 
 
+class Cut(Cards):
+    """Cards and slices of cards."""
+
+    def sample(self, index, *, processes):
+        sample = super().sample(index, processes=processes)
+        return dataclasses.replace(sample, uuid=f"MIG-{index}") if index > 1 else sample
+
+
 @pytest.fixture
 def probing(sandbox, tmp_path, monkeypatch):
     """Return a function that makes a box whose trainer measures what the test says and records how it was called."""
@@ -60,6 +68,11 @@ def test_the_bus_between_all_idle_gpus_is_measured_and_kept(probing, tmp_path) -
     speeds = read_box(box.data.box_file)
     assert msgspec.structs.astuple(speeds.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
     assert speeds.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
+
+
+def test_nothing_is_measured_between_slices(probing, tmp_path) -> None:
+    list(check_bus(probing(Cut(4), ranks=2)))
+    assert (tmp_path / "asked").read_text() == "probe --gpus auto:2 --json GPU-0,GPU-1"
 
 
 def test_a_slow_bus_is_a_warning_that_names_tensor(probing) -> None:

@@ -52,13 +52,13 @@ def test_a_lost_card_is_an_error_of_its_own(sandbox) -> None:
     assert rest.sentence.startswith("3 GPUs can be read")
 
 
-def test_a_split_card_is_a_warning(sandbox) -> None:
+def test_a_split_card_is_noted(sandbox) -> None:
     class Split(Cards):
         def sample(self, index: int, *, processes: bool) -> GpuSample:
             return dataclasses.replace(super().sample(index, processes=processes), unusable="it is split")
 
     split, _ = check_cards(sandbox.box(Split(1)))
-    assert (split.level, split.subject, split.sentence) == ("warning", "GPU 0", "NVIDIA H100: it is split")
+    assert (split.level, split.subject, split.sentence) == ("note", "GPU 0", "NVIDIA H100: it is split")
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,14 @@ def test_there_is_a_row_for_every_count_and_mode_and_the_chosen_one_comes_first(
     assert [row.chosen for row in forecasts] == [True, True, False, True, False, False, True, False, False]
 
 
+@pytest.mark.parametrize(("slices_from", "gpus"), [(2, {1: (0,), 2: (0, 1)}), (0, {1: (0,), 2: ()})])
+def test_slices_stand_in_for_no_second_gpu(slices_from: int, gpus: dict[int, tuple[int, ...]]) -> None:
+    cut = [
+        dataclasses.replace(card, uuid=f"MIG-{card.index}") if card.index >= slices_from else card for card in cards(4)
+    ]
+    assert {row.n_gpus: row.gpus for row in rows(samples=cut) if row.n_gpus <= 2} == gpus
+
+
 def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
     slow = Box().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
     fast = Box().with_measured("NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13))
