@@ -21,6 +21,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ranks_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import take_back_signals
+from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import (
     EXIT_FAILED,
@@ -323,6 +324,8 @@ def _self_test(flags: argparse.Namespace) -> int:
         raise UsageError("--gpus: name one GPU, or cpu")
     if not uuids and flags.gpus != "cpu":
         raise UsageError("--gpus: there is no GPU here; cpu checks this machine's CPU")
+    # Memory and products are then those of a run.
+    cuda_variables.set_here()
     from trainer.self_test.base import Check
     from trainer.self_test.run import run
 

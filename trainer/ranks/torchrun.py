@@ -39,8 +39,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         message = 'torchrun starts a rank for each GPU, so that none is left for the model alone; use 0 or "auto"'
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
-    # Before PyTorch is loaded, which `_device` does.
-    os.environ.update(cuda_variables.presets(os.environ) | dict(os.environ))
+    cuda_variables.set_here()
     job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,

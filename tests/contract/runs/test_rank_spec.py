@@ -11,6 +11,7 @@ import pytest
 
 from trainer.contract.errors import UserError
 from trainer.contract.planning.hardware import Box, write_box
+from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.rank_spec import (
     RankSpec,
     rank_command,
@@ -140,3 +141,10 @@ def test_a_file_of_the_users_that_is_called_trainer_is_not_run_instead(tmp_path:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "a stranger" not in done.stdout
     assert command[-2:] == ["rank", str(tmp_path / "missing.json")]
+
+
+def test_a_process_gets_what_its_environment_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    cuda_variables.set_here()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 # Products that give the same result every time need it. PyTorch before 2.10 notes at the first product whether it is
@@ -20,3 +21,8 @@ def presets(base: Mapping[str, str]) -> dict[str, str]:
     # Either name may take precedence, so a user's value under one must not meet ours under the other.
     is_free = not any(name in base for name in (*_ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF"))
     return _WORKSPACE | (dict.fromkeys(_ALLOCATOR, _GROWING) if is_free else {})
+
+
+def set_here() -> None:
+    """Set in this process, before it loads PyTorch, what its environment leaves open."""
+    os.environ.update(presets(os.environ) | dict(os.environ))
