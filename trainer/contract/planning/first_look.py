@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 
 # How many values are computed exactly for each that is wanted. With 2, fewer than 1 in 100 tokens needed the exact
 # product with 3,072 latents of norms between 1 and 2, and 1 in 13 with 16,384. Where ranks share the latents it is per
 # value that is wanted of one rank on average: with two ranks of 8,192 each, 37 of 4,096 tokens needed more than 2, none
 # 2.5.
-MARGIN, MARGIN_SHARED = 2, 3
-# One value computed alone costs as much as COST values of a whole product.
-COST = 20
+MARGIN, MARGIN_SHARED = 2, 2.5
+# One value computed alone costs as much as COST values of a whole product: 9 on a Zen 4 core where the weights fit into
+# its cache, 20 where they do not. With 1,536 of 3,072 latents on each of two ranks a step takes 88 ms of a core with a
+# first look and 112 without.
+COST = 15
 # The time of a product of bf16 factors as a share of the exact one's, by what the CPU has: matrix units, or vectors (on
 # a Zen 4 core 54 ms instead of 107 with 3,072 latents, and a step with 16,384 took 0.53 s instead of 0.76).
 _ROUNDED = {"amx_bf16": 0.2, "avx512_bf16": 0.5}
@@ -19,7 +22,7 @@ _ROUNDED = {"amx_bf16": 0.2, "avx512_bf16": 0.5}
 
 def n_seen(k: int, n_ranks: int) -> int:
     """Return how many values per token each of `n_ranks` computes exactly so that all together find the largest k."""
-    return MARGIN * k if n_ranks == 1 else -(-MARGIN_SHARED * k // n_ranks)
+    return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 
 def pays(n_exact: float, d_sae: int) -> bool:
