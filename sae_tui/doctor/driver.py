@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.visible import all_hidden
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
-from trainer.contract.wording import plural
+from trainer.contract.wording import join_words, plural
 
 _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
 
@@ -36,25 +36,26 @@ def check_visible(box: Box) -> Iterator[Finding]:
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
-        limit = box.environ.get(vendor.variable)
-        if limit is not None and gpus.n_cards:
-            yield _finding_of(box, vendor, limit)
+        limits = vendor.limits(box.environ)
+        if limits and gpus.n_cards:
+            yield _finding_of(box, vendor, limits)
 
 
-def _finding_of(box: Box, vendor: Vendor, limit: str) -> Finding:
-    """Tell how many cards the vendor's variable leaves, which is set to `limit`."""
-    gpus, variable = box.gpus, vendor.variable
-    shown, remedy = len(gpus.samples), f"`unset {variable}` to use all of them"
+def _finding_of(box: Box, vendor: Vendor, limits: Mapping[str, str]) -> Finding:
+    """Tell how many cards the vendor's variables leave, which are set to `limits`."""
+    gpus, limit = box.gpus, next(iter(limits.values()))
+    shown, remedy = len(gpus.samples), f"`unset {' '.join(limits)}` to use all of them"
     if not shown:
         return Finding("warning", "visible GPUs", all_hidden(gpus.n_cards, gpus.source_name, box.environ), remedy)
-    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {variable}={limit}"
+    settings = [f"{name}={value}" for name, value in limits.items()]
+    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {join_words(settings)}"
     unordered = {name: value for name, value in vendor.order.items() if box.environ.get(name) != value}
     if limit.strip()[:1].isdecimal() and unordered:
         sentence += (
             f"; its numbers are taken as those of {vendor.tool}, where other programs count the fastest GPU first"
         )
-        settings = " ".join(f"{name}={value}" for name, value in unordered.items())
-        remedy = f"`export {settings}`, with which all programs count alike"
+        assignments = " ".join(f"{name}={value}" for name, value in unordered.items())
+        remedy = f"`export {assignments}`, with which all programs count alike"
     return Finding("note", "visible GPUs", sentence, remedy)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os.path
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
 from sae_tui.gpu.nvml_slices import Place, slices
-from trainer.contract.printable import printable
+from sae_tui.gpu.owner import owner
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -286,7 +285,7 @@ class _Card:
         for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
             if 0 < process.pid <= LARGEST_PID:
                 memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
-        return tuple(GpuProcess(pid, *_owner(pid), used) for pid, used in memory.items())
+        return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in memory.items())
 
 
 class _Slice(_Card):
@@ -350,20 +349,3 @@ def _larger(one: int | None, other: int | None) -> int | None:
     """Return the larger of two amounts of memory; None if both are unknown (None, or all bits set)."""
     sizes = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
     return max(sizes, default=None)
-
-
-def _owner(pid: int) -> tuple[str | None, str | None]:
-    """Return user and command line of a process; None for what is hidden (ended, or outside the container)."""
-    import psutil
-
-    user = name = None
-    with contextlib.suppress(psutil.Error, OSError):
-        process = psutil.Process(pid)
-        user = printable(str(process.username()))
-        name = printable(_command(process.cmdline()) or str(process.name()))
-    return user, name
-
-
-def _command(arguments: Iterable[str]) -> str:
-    program, *rest = (*arguments,) or ("",)
-    return " ".join((os.path.basename(program), *rest))[:200]

@@ -66,7 +66,8 @@ class Several:
         """Return the facts of all vendors, by the indices of these cards."""
         parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._cards) if number == 0]
         cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
-        unread = [DriverFault(error.reason, error.remedy) for error in self._faults]
+        # Where one vendor's cards are there, software that is not installed for another's is not missed.
+        unread = [DriverFault(error.reason, error.remedy) for error in self._faults if error.is_broken]
         capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
         nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}
         pairs = [

@@ -23,7 +23,7 @@ def visible(
         # Each vendor counts its own cards.
         first = min((sample.index for sample in own), default=0)
         cards = [(sample.index - first, sample.uuid) for sample in own]
-        left = {first + index for index in vendor.visible_indices(environ.get(vendor.variable), cards)}
+        left = {first + index for index in vendor.visible_indices(vendor.visible_devices(environ), cards)}
         hidden |= {sample.index for sample in own} - left
     return tuple(sample for sample in samples if sample.index not in hidden)
 
@@ -35,13 +35,14 @@ def count_visible(n_visible: int, n_cards: int, source_name: str) -> str:
 
 def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return why no card can be used, and what to do, where all are hidden."""
-    variable = _variables(source_name)
+    variable = _variables(source_name, environ)
     limit = environ.get(variable)
     value = "" if limit is None else f'="{limit}"'
     return f"{variable}{value} leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it"
 
 
-def _variables(source_name: str) -> str:
-    """Return the variable that hides cards of this source, or those of all vendors where it has several."""
-    vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()
-    return " and ".join(vendor.variable for vendor in vendors)
+def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the variables that hide cards of this source, or of all vendors where it has several, as far as set."""
+    vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
+    names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))
+    return " and ".join(names) or vendors[0].variable

@@ -18,6 +18,7 @@ from sae_tui.cli_commands.context import examine_job
 from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.owner import command_line
 from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards import locks
@@ -323,7 +324,7 @@ def driver(home: Home) -> list[str]:
     }
     card = nvml._Card(NvmlStub(**answers), 0)  # type: ignore[arg-type]
     sample = card.sample(processes=True)
-    command_text = printable(nvml._command(command.decode(errors="surrogateescape").split("\0")))
+    command_text = printable(command_line(command.decode(errors="surrogateescape").split("\0")))
     visible([sample], "nvml", {"CUDA_VISIBLE_DEVICES": "GPU-5"})
     texts = [sample.uuid, sample.name, command_text]
     assert all(text == printable(text) for text in texts), texts

@@ -39,6 +39,8 @@ class Vendor(msgspec.Struct, frozen=True):
     # What the identity of a slice begins with, where cards can be split into slices that are GPUs of their own.
     slice_prefix: str = ""
     device: Device = "cuda"
+    # Variables that choose by number among the cards that `variable` has left; the first that is set counts.
+    inner_variables: tuple[str, ...] = ()
     # Beginnings of a card's name that a narrow column leaves out, in this order.
     brands: tuple[str, ...] = ()
     # The vendor's number on the PCI bus, as the kernel writes it, and the file with the version of its kernel module.
@@ -52,15 +54,30 @@ class Vendor(msgspec.Struct, frozen=True):
 
     def pin(self, uuids: Iterable[str]) -> dict[str, str]:
         """Return the environment in which a process sees exactly these cards, in this order."""
-        return {self.variable: ",".join(uuids), **self.order}
+        cards = list(uuids)
+        # What is inherited would choose among these cards, and might leave none.
+        inner = {name: ",".join(map(str, range(len(cards)))) for name in self.inner_variables[:1]}
+        return {self.variable: ",".join(cards), **inner, **self.order}
 
     def prefix_of(self, name: str) -> str:
         """Return what the UUID of a card of this name begins with; slices have their profile at the end of it."""
         return self.slice_prefix if self.slice_prefix and f" {self.slice_prefix[:-1]} " in name else self.uuid_prefix
 
-    def visible_devices(self) -> str | None:
-        """Return the variable as the environment has it; None where it is not set and every GPU may be used."""
-        return os.environ.get(self.variable)
+    def limits(self, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+        """Return the variables that leave only some cards, with their values, in the order in which they count."""
+        inner = [name for name in self.inner_variables if environ.get(name)][:1]
+        return {name: environ[name] for name in (self.variable, *inner) if name in environ}
+
+    def visible_devices(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Return the cards that the environment leaves, as `variable` would name them; None where it leaves all."""
+        values = self.limits(environ)
+        outer = values.pop(self.variable, None)
+        inner = next(iter(values.values()), None)
+        if outer is None or inner is None:
+            return inner if outer is None else outer
+        entries = outer.split(",")
+        cards = [(index, entry.strip()) for index, entry in enumerate(entries)]
+        return ",".join(entries[index] for index in self.visible_indices(inner, cards))
 
     def visible_indices(self, text: str | None, cards: Iterable[tuple[int, str]]) -> list[int]:
         """Return the indices of the cards that the variable's `text` leaves, in its order, of all (index, UUID).
@@ -110,6 +127,19 @@ VENDORS: dict[str, Vendor] = {
         brands=("NVIDIA ", "GeForce ", "Tesla "),
         pci_vendor="0x10de",
         version_file="/sys/module/nvidia/version",
+    ),
+    "amdsmi": Vendor(
+        "AMD",
+        "sae_tui.gpu.amd:Amd",
+        driver_files=("/dev/kfd",),
+        # AMD recommends it on Linux. It takes UUIDs in every version of ROCm, the other two in newer ones alone; HIP
+        # and PyTorch take the cards that it has left as 0, 1, ...
+        variable="ROCR_VISIBLE_DEVICES",
+        inner_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+        tool="amd-smi",
+        brands=("AMD ", "Radeon ", "Instinct "),
+        pci_vendor="0x1002",
+        version_file="/sys/module/amdgpu/version",
     ),
 }
 

@@ -1,0 +1,223 @@
+"""Reads AMD GPUs through AMD SMI, whose module is loaded only in `open`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping
+from itertools import combinations
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sae_tui.gpu import amd_faults as faults
+from sae_tui.gpu.amd_answers import Asking, number
+from sae_tui.gpu.amd_details import AmdDetails
+from sae_tui.gpu.amd_module import load_amdsmi
+from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.owner import owner
+from trainer.contract.printable import printable
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
+
+# A card that takes longer for its four sensors is asked for no more than these.
+SLOW_S = 0.1
+ENERGY_EVERY = 10
+LARGEST_PID = 1 << 22  # of Linux
+MIB = 1 << 20
+# Above it a limit of power is in microwatts, as ROCm 6 and 7 answer, and not in watts.
+MOST_WATTS = 100_000
+# Ways to split a card, of which SPX is none.
+PARTITIONS = frozenset({"DPX", "TPX", "QPX", "CPX"})
+_SERIAL = re.compile(r"0x[0-9a-fA-F]{1,16}")
+
+
+class Amd:
+    """All AMD cards of this machine, by AMD SMI's indices, which go by the PCI bus."""
+
+    name = "amdsmi"
+    cuda = True
+
+    def __init__(self) -> None:
+        self._smi: Any = None
+        self._cards: tuple[_Card, ...] = ()
+
+    def open(self) -> int:
+        self._smi = load_amdsmi()
+        try:
+            self._smi.amdsmi_init()
+            handles = self._smi.amdsmi_get_processor_handles()
+        except self._smi.AmdSmiLibraryException as error:
+            self.close()
+            raise faults.source(error.err_code) from None
+        if not handles:
+            self.close()
+            raise faults.no_gpus()
+        self._cards = tuple(_Card(self._smi, index, handle) for index, handle in enumerate(handles))
+        return len(self._cards)
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        return self._cards[index].sample(processes=processes)
+
+    def details(self, index: int, sample: GpuSample) -> GpuDetails:
+        return self._cards[index].details()
+
+    def facts(self) -> GpuFacts:
+        asking = Asking(self._smi)
+        drivers = [asking.ask("amdsmi_get_gpu_driver_info", card.handle) or {} for card in self._cards]
+        version = next((info["driver_version"] for info in drivers if _is_told(info.get("driver_version"))), None)
+        pairs = tuple(self._pair(asking, one, other) for one, other in combinations(self._cards, 2))
+        linked = Counter(card for pair in pairs if pair.nvlink for card in (pair.first, pair.second))
+        return GpuFacts(
+            driver=version and printable(version),
+            nvlinks=tuple(linked[card.index] for card in self._cards),
+            pairs=pairs,
+        )
+
+    def _pair(self, asking: Asking, one: _Card, other: _Card) -> GpuPair:
+        link = asking.ask("amdsmi_topo_get_link_type", one.handle, other.handle) or {}
+        reads = asking.ask("amdsmi_is_P2P_accessible", one.handle, other.handle)
+        obstacle = "" if reads is not False else "the driver does not say why"
+        is_xgmi = link.get("type") is not None and link["type"] == self._xgmi
+        return GpuPair(one.index, other.index, nvlink=is_xgmi, peer_to_peer=reads, obstacle=obstacle)
+
+    @property
+    def _xgmi(self) -> int | None:
+        """The number of a link between cards, which differs by version and has had two names."""
+        for group, name in (("AmdSmiIoLinkType", "XGMI"), ("AmdSmiLinkType", "AMDSMI_LINK_TYPE_XGMI")):
+            if found := getattr(getattr(self._smi, group, None), name, None):
+                return int(found)
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(self._smi.AmdSmiException):
+            self._smi.amdsmi_shut_down()
+
+
+class _Card:
+    """One card. What never changes is asked until it is answered, the limit of power as often as its processes."""
+
+    def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
+        self.index = index
+        self.handle = handle
+        self.uuid: str | None = None
+        self._asking = Asking(smi)
+        self._details = AmdDetails(smi, handle)
+        self._asic: Mapping[str, Any] | None = None
+        self._power_limit_w: float | None = None
+        self._partition: str | None = None
+        self._has_answered = False
+        self._n_listed = 0
+
+    def sample(self, *, processes: bool) -> GpuSample:
+        self._asking.begin()
+        identity = self._identify()
+        fields = self._read(processes)
+        failed = dict(self._asking.failed)
+        if self.uuid is None:
+            failed["uuid"] = "unknown" if identity is None else "not supported"
+        return GpuSample(
+            index=self.index, uuid=self.uuid or f"GPU-index-{self.index}", name=_name(identity), timestamp=time.time(),
+            failed=failed, **fields,
+        )  # fmt: skip
+
+    def details(self) -> GpuDetails:
+        """Return the particulars of the card; none where none is told."""
+        return self._details.read()
+
+    def _identify(self) -> Mapping[str, Any] | None:
+        """Ask who the card is, until it has answered.
+
+        ROCm's runtimes know a card by `GPU-` and the 16 digits of its serial number, and not by the longer UUID that
+        `amd-smi list` shows.
+        """
+        if self._asic is None:
+            self._asic = self._asking.get("uuid", "amdsmi_get_gpu_asic_info", self.handle)
+            serial = str((self._asic or {}).get("asic_serial", ""))
+            if _SERIAL.fullmatch(serial) and int(serial, 16):
+                self.uuid = f"GPU-{int(serial, 16):016x}"
+        return self._asic
+
+    def _read(self, processes: bool) -> dict[str, Any]:
+        """Return the fields of a sample by four calls, and up to seven more for what seldom changes."""
+        began = time.monotonic()
+        busy = self._asking.get("utilization", "amdsmi_get_gpu_activity", self.handle)
+        memory = self._asking.get("memory_used_bytes", "amdsmi_get_gpu_vram_usage", self.handle)
+        temperature = self._details.temperature_c(self._asking)
+        power = self._asking.get("power_w", "amdsmi_get_power_info", self.handle)
+        if all(answer is None for answer in (busy, memory, temperature, power)):
+            return self._unread()
+        self._has_answered = True
+        is_quick = time.monotonic() - began < SLOW_S
+        used, total = (number(memory, key) for key in ("vram_used", "vram_total"))
+        has_memory = used is not None and bool(total)
+        return {
+            "utilization": _whole(number(busy, "gfx_activity")),
+            "memory_used_bytes": int(used * MIB) if has_memory and used is not None else None,
+            "memory_total_bytes": int(total * MIB) if has_memory and total is not None else None,
+            "temperature_c": _whole(temperature),
+            "power_w": number(power, "socket_power", "current_socket_power", "average_socket_power"),
+            "power_limit_w": self._power_limit(processes),
+            "energy_j": self._energy() if processes and is_quick else None,
+            "processes": self._processes() if processes else None,
+            "condition": self._details.condition() if processes and is_quick else None,
+            "unusable": self._split(processes),
+        }
+
+    def _unread(self) -> dict[str, Any]:
+        """Return the fields of a card of which no sensor answers: a fault, unless it never has and all are missing."""
+        code = self._asking.code
+        if code is None and not self._has_answered:
+            return {}
+        self._asking.failed = {}
+        return {"healthy": False, "reason": faults.SILENT if code is None else faults.card(code)}
+
+    def _power_limit(self, again: bool) -> float | None:
+        """Return the limit in watts, asked `again` since `amd-smi set --power-cap` changes it while the app runs."""
+        if again or self._power_limit_w is None:
+            answer = self._asking.get("power_limit_w", "amdsmi_get_power_cap_info", self.handle)
+            limit = number(answer, "power_cap")
+            self._power_limit_w = limit / 1e6 if limit is not None and limit > MOST_WATTS else limit or None
+        return self._power_limit_w
+
+    def _split(self, again: bool) -> str:
+        """Return why a part of a split card cannot be used; "" for a whole one, which `amd-smi set -C` can change."""
+        if again or self._partition is None:
+            self._partition = self._asking.get("unusable", "amdsmi_get_gpu_compute_partition", self.handle) or ""
+            self._asking.failed.pop("unusable", None)
+        return faults.SPLIT % self._partition if self._partition in PARTITIONS else ""
+
+    def _energy(self) -> float | None:
+        """Return the counter in joules with every `ENERGY_EVERY`th list of processes; it has all in between."""
+        self._n_listed += 1
+        return self._details.energy_j() if self._n_listed % ENERGY_EVERY == 1 else None
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        """Return the processes that have the card open; None where they cannot be listed."""
+        listed = self._asking.get("processes", "amdsmi_get_gpu_process_list", self.handle)
+        if listed is None:
+            return None
+        found: dict[int, int | None] = {}
+        for each in listed:
+            pid = int(each["pid"])
+            if 0 < pid <= LARGEST_PID:
+                found[pid] = _whole(number(each.get("memory_usage"), "vram_mem"))
+        return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in found.items())
+
+
+def _name(asic: Mapping[str, Any] | None) -> str:
+    """Return the name as it is sold, or with the number of the chip where the table of names does not have it."""
+    name = printable(str((asic or {}).get("market_name", "")).strip())
+    if not _is_told(name):
+        return "AMD GPU"
+    return f"AMD GPU {name}" if name.startswith("0x") else name
+
+
+def _is_told(answer: object) -> bool:
+    return isinstance(answer, str) and answer not in ("", "N/A")
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)

@@ -1,0 +1,133 @@
+"""The particulars of an AMD card: four calls with its processes, a dozen while somebody looks at it."""
+
+from __future__ import annotations
+
+import time
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sae_tui.gpu.amd_answers import Asking, number
+from sae_tui.gpu.base import THROTTLING, Condition
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.details import GpuDetails
+
+_FAN_MOST = 255
+# Python's AMD SMI tells only whether some limit holds the card back, and not which.
+LIMITED = "a limit of power, current or heat is reached"
+# What MI300 and later tell instead.
+VIOLATIONS = {
+    "active_ppt_pwr": "power limit reached",
+    "active_socket_thrm": THROTTLING[1],
+    "active_vr_thrm": THROTTLING[1],
+    "active_hbm_thrm": THROTTLING[1],
+    "active_prochot_thrm": THROTTLING[2],
+}
+# Generations of PCI Express by the speed of a lane in MT/s.
+_GENERATIONS = {2500: 1, 5000: 2, 8000: 3, 16000: 4, 32000: 5, 64000: 6}
+
+
+class AmdDetails:
+    """Reads one card, in its own thread."""
+
+    def __init__(self, smi: ModuleType, handle: Any) -> None:
+        self._smi: Any = smi
+        self._handle = handle
+        self._asking = Asking(smi)
+        self._hottest = smi.AmdSmiTemperatureType.JUNCTION
+        self._slowdown_c: int | None = None
+
+    def temperature_c(self, asking: Asking) -> float | None:
+        """Return the temperature of the hottest place, by which the card is slowed down; some tell only the edge's."""
+        smi = self._smi
+        current = smi.AmdSmiTemperatureMetric.CURRENT
+        answer = asking.get("temperature_c", "amdsmi_get_temp_metric", self._handle, self._hottest, current)
+        if answer is None and "temperature_c" not in asking.failed and self._hottest != smi.AmdSmiTemperatureType.EDGE:
+            self._hottest = smi.AmdSmiTemperatureType.EDGE
+            return self.temperature_c(asking)
+        return number({"temperature": answer}, "temperature")
+
+    def condition(self) -> Condition:
+        """Return how fast the card runs, by three calls, and once at which temperature it slows itself down."""
+        if self._slowdown_c is None:
+            self._slowdown_c = self._limit_c()
+        clock = self._clock("GFX")
+        return Condition(
+            sm_clock_mhz=_whole(number(clock, "clk", "cur_clk")),
+            fan_percent=self._fan_percent(),
+            slowed_by=self._slowed_by(),
+            slowdown_c=self._slowdown_c,
+        )
+
+    def energy_j(self) -> float | None:
+        """Return the energy since the driver was loaded; the counter is in steps of so many microjoules."""
+        answer = self._asking.ask("amdsmi_get_energy_count", self._handle)
+        counted, step = number(answer, "energy_accumulator", "power"), number(answer, "counter_resolution")
+        return None if counted is None or step is None else counted * step / 1e6
+
+    def read(self) -> GpuDetails:
+        """Return what the card tells; None for each sensor that does not answer."""
+        from sae_tui.gpu.details import GpuDetails
+
+        ask, handle = self._asking.ask, self._handle
+        activity = ask("amdsmi_get_gpu_activity", handle)
+        graphics, memory = self._clock("GFX"), self._clock("MEM")
+        pcie = ask("amdsmi_get_pcie_info", handle) or {}
+        now, most = pcie.get("pcie_metric"), pcie.get("pcie_static")
+        errors = ask("amdsmi_get_gpu_total_ecc_count", handle)
+        driver = (ask("amdsmi_get_gpu_driver_info", handle) or {}).get("driver_version")
+        condition = self.condition()
+        slowed_by = condition.slowed_by
+        return GpuDetails(
+            timestamp=time.time(),
+            memory_bandwidth_percent=_whole(number(activity, "umc_activity")),
+            sm_clock_mhz=condition.sm_clock_mhz,
+            most_sm_clock_mhz=_whole(number(graphics, "max_clk")),
+            memory_clock_mhz=_whole(number(memory, "clk", "cur_clk")),
+            most_memory_clock_mhz=_whole(number(memory, "max_clk")),
+            slowed_by=self._violations() if slowed_by is None else slowed_by,
+            slowdown_c=condition.slowdown_c,
+            fan_percent=condition.fan_percent,
+            energy_j=self.energy_j(),
+            pcie_generation=_generation(number(now, "pcie_speed")),
+            most_pcie_generation=_generation(number(most, "max_pcie_speed")),
+            pcie_width=_whole(number(now, "pcie_width")),
+            most_pcie_width=_whole(number(most, "max_pcie_width")),
+            ecc_corrected=_whole(number(errors, "correctable_count")),
+            ecc_uncorrected=_whole(number(errors, "uncorrectable_count")),
+            bus_id=ask("amdsmi_get_gpu_device_bdf", handle),
+            driver=driver if driver != "N/A" else None,
+        )
+
+    def _clock(self, kind: str) -> Any:
+        return self._asking.ask("amdsmi_get_clock_info", self._handle, getattr(self._smi.AmdSmiClkType, kind))
+
+    def _limit_c(self) -> int | None:
+        critical = self._smi.AmdSmiTemperatureMetric.CRITICAL
+        answer = self._asking.ask("amdsmi_get_temp_metric", self._handle, self._hottest, critical)
+        return _whole(number({"limit": answer or None}, "limit"))
+
+    def _fan_percent(self) -> int | None:
+        speed = number({"speed": self._asking.ask("amdsmi_get_gpu_fan_speed", self._handle, 0)}, "speed")
+        return None if speed is None else round(100 * min(speed, _FAN_MOST) / _FAN_MOST)
+
+    def _slowed_by(self) -> tuple[str, ...] | None:
+        """Return whether a limit slows the card down, which chips before MI300 tell; None for later ones."""
+        metrics = self._asking.ask("amdsmi_get_gpu_metrics_info", self._handle) or {}
+        held_back = metrics.get("indep_throttle_status", "N/A")
+        return None if isinstance(held_back, str) else (LIMITED,) if held_back else ()
+
+    def _violations(self) -> tuple[str, ...] | None:
+        """Return what slows an MI300 down, for which the driver watches it for 0.1 s."""
+        answer = self._asking.ask("amdsmi_get_violation_status", self._handle) or {}
+        if all(not isinstance(answer.get(name), bool) for name in VIOLATIONS):
+            return None
+        return tuple(dict.fromkeys(words for name, words in VIOLATIONS.items() if answer.get(name) is True))
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _generation(speed: float | None) -> int | None:
+    return None if speed is None else _GENERATIONS.get(int(speed))

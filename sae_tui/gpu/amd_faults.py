@@ -1,0 +1,84 @@
+"""Words for what can be wrong with an AMD card, a sensor of it, the driver or the library that reads it.
+
+By the numbers of AMD SMI, which are the same in ROCm 6 and 7.
+"""
+
+from __future__ import annotations
+
+from sae_tui.gpu.base import SourceUnavailable
+
+# What a card, this driver or this version of the library does not have, as against a sensor that fails.
+MISSING = frozenset({2, 3, 5, 20, 40, 52})
+NO_PERMISSION = 10
+DRIVER_NOT_LOADED = 34
+
+SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
+SPLIT = (
+    "it is a part of a split GPU (%s), and ROCm's UUIDs do not tell the parts apart; "
+    "`sudo amd-smi set -C SPX` makes it one GPU again"
+)
+CARD = {
+    7: SILENT,
+    8: "the GPU did not answer the driver in time",
+    NO_PERMISSION: "no permission to read this GPU; join the groups render and video",
+    11: "the interrupts of the GPU do not arrive",
+    12: "the GPU cannot be read; see `sudo dmesg | grep amdgpu`",
+    14: SILENT,
+    30: "the driver is busy with this GPU, as during a reset",
+    31: "the driver no longer knows this GPU",
+    32: "the driver was unloaded meanwhile; start sae-tui again",
+    DRIVER_NOT_LOADED: "the driver was unloaded meanwhile; start sae-tui again",
+}
+SENSOR = {
+    7: "cannot be read",
+    8: "timed out",
+    9: "not ready",
+    NO_PERMISSION: "no permission",
+    11: "interrupt fault",
+    12: "cannot be read",
+    14: "cannot be read",
+    30: "busy",
+    31: "GPU lost",
+    43: "unexpected answer",
+}
+SOURCE = {
+    4: ("AMD SMI cannot load the libraries that it needs", "install ROCm's amd-smi-lib and libdrm again"),
+    NO_PERMISSION: (
+        "no permission to use the AMD driver",
+        "join its groups with `sudo usermod -aG render,video $USER`, and log in again",
+    ),
+    DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
+}
+INSTALL = "install that of ROCm: `pip install /opt/rocm/share/amd_smi`"
+
+
+def card(code: int) -> str:
+    """Return why a card cannot be read."""
+    return CARD.get(code, f"the driver answers error {code} for this GPU")
+
+
+def sensor(code: int) -> str:
+    """Return why a sensor of a card cannot be read."""
+    return SENSOR.get(code, f"error {code}")
+
+
+def source(code: int) -> SourceUnavailable:
+    """Return why no card can be read at all, with what to do about it."""
+    other = (f"AMD SMI answers error {code}", "see `amd-smi list` and `sudo dmesg | grep amdgpu`")
+    return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
+
+
+def no_gpus() -> SourceUnavailable:
+    """Return the error for a driver that sees no GPUs."""
+    remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"
+    return SourceUnavailable("the AMD driver sees no GPUs", remedy)
+
+
+def no_module() -> SourceUnavailable:
+    """Return the error for a machine without the Python module that reads the cards."""
+    return SourceUnavailable("there is no Python module amdsmi, which reads AMD GPUs", INSTALL)
+
+
+def broken_module(why: str) -> SourceUnavailable:
+    """Return the error for a module that cannot be used, such as one of another version than the library."""
+    return SourceUnavailable(f"the Python module amdsmi cannot be used ({why})", INSTALL, is_broken=True)

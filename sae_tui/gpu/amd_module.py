@@ -1,0 +1,66 @@
+"""Loads amdsmi, AMD's own Python module, which goes with one version of ROCm's library."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from sae_tui.gpu import amd_faults as faults
+
+
+def load_amdsmi() -> ModuleType:
+    """Return the module, that of ROCm itself before an installed one, whose structures may be of another version.
+
+    Raise `SourceUnavailable` where there is none, or it does not go with the library.
+    """
+    if "amdsmi" in sys.modules:
+        return sys.modules["amdsmi"]
+    spec = _spec_of_rocm() or importlib.util.find_spec("amdsmi")
+    if spec is None or spec.loader is None:
+        raise faults.no_module()
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["amdsmi"] = module
+    # It prints why it finds no library, which would go across the screen.
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(words):
+            spec.loader.exec_module(module)
+        return _checked(module)
+    except Exception as error:  # an AttributeError or KeyError of its own for a library that is missing or older
+        _forget()
+        raise faults.broken_module(_reason(words.getvalue(), error)) from None
+
+
+def _spec_of_rocm() -> ModuleSpec | None:
+    """Find the module that is installed with ROCm, where there is one."""
+    root = os.environ.get("ROCM_PATH") or os.environ.get("ROCM_HOME") or "/opt/rocm"
+    folder = Path(root, "share", "amd_smi", "amdsmi")
+    if not (folder / "__init__.py").is_file():
+        return None
+    return importlib.util.spec_from_file_location(
+        "amdsmi", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+
+
+def _checked(module: ModuleType) -> ModuleType:
+    if not hasattr(module, "amdsmi_get_gpu_vram_usage") or not hasattr(module, "AmdSmiLibraryException"):
+        raise TypeError("it is another module of that name, or one of ROCm 5")
+    return module
+
+
+def _reason(printed: str, error: Exception) -> str:
+    if "libamd_smi" in printed:
+        return "there is no ROCm library libamd_smi.so"
+    return str(error) or type(error).__name__
+
+
+def _forget() -> None:
+    """Take a module that is half loaded out of Python's table, so that it can be tried again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "amdsmi"]:
+        del sys.modules[name]

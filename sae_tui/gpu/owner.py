@@ -1,0 +1,27 @@
+"""Whose a process on a card is, and what it runs; for every vendor, whose drivers tell only its number."""
+
+from __future__ import annotations
+
+import contextlib
+import os.path
+from collections.abc import Iterable
+
+from trainer.contract.printable import printable
+
+
+def owner(pid: int) -> tuple[str | None, str | None]:
+    """Return user and command line of a process; None for what is hidden (ended, or outside the container)."""
+    import psutil
+
+    user = name = None
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        user = printable(str(process.username()))
+        name = printable(command_line(process.cmdline()) or str(process.name()))
+    return user, name
+
+
+def command_line(arguments: Iterable[str]) -> str:
+    """Return the arguments on one line, the program without its folder, shortened."""
+    program, *rest = (*arguments,) or ("",)
+    return " ".join((os.path.basename(program), *rest))[:200]

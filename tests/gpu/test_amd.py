@@ -1,0 +1,224 @@
+"""`Amd` on a library in place of AMD's, through AMD's own Python module."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import amd_shapes
+from support.amd_driver import build_library, environment, module_folder
+
+from sae_tui.gpu import amd
+from sae_tui.gpu.amd import Amd
+
+Run = Callable[..., Any]
+READ = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.amd import Amd
+amd = Amd()
+print(json.dumps([asdict(amd.sample(index, processes=True)) for index in range(amd.open())]))
+"""
+OPEN = """
+import json
+from sae_tui.gpu.base import SourceUnavailable
+from sae_tui.gpu.amd import Amd
+try:
+    print(json.dumps(["opened", Amd().open()]))
+except SourceUnavailable as error:
+    print(json.dumps([error.reason, error.remedy]))
+"""
+SENSORS = ("utilization", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_w", "power_limit_w")
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def rocm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build a folder that stands for ROCm's."""
+    if (module := module_folder()) is None:
+        pytest.skip("amdsmi is not installed")
+    return build_library(tmp_path_factory.mktemp("rocm"), module)
+
+
+@pytest.fixture(scope="module")
+def on_amd(rocm: Path) -> Run:
+    """Return a function that runs a script on the library and returns the JSON that it prints."""
+
+    def run(script: str, **variables: Any) -> Any:
+        extra = {name: variables.pop(name) for name in ("ROCM_PATH", "PYTHONPATH") if name in variables}
+        env = environment(rocm, **variables) | extra
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_a_healthy_card_has_every_field(on_amd: Run) -> None:
+    idle, used = on_amd(READ, PIDS=f"0,{os.getpid()}")
+    assert (idle["name"], idle["uuid"], idle["failed"]) == ("AMD Instinct MI300X", "GPU-9f3a5c00d1e2f0a0", {})
+    assert used["uuid"] == "GPU-9f3a5c00d1e2f0a1"
+    assert [used[name] for name in SENSORS] == [42, (60 * 1024 + 283) << 20, 196592 << 20, 58, 413, 750]
+    assert used["energy_j"] == pytest.approx(2e9 * 15.259e-6)
+    (process,) = used["processes"]
+    assert (process["pid"], process["memory_used_bytes"]) == (os.getpid(), 60 * GIB)
+    assert process["user"]
+    assert used["condition"] == {
+        "sm_clock_mhz": 1987, "fan_percent": 40, "slowdown_c": 100, "performance_state": None, "xid": None,
+        "slowed_by": ["a limit of power, current or heat is reached"],
+    }  # fmt: skip
+    assert idle["processes"] == idle["condition"]["slowed_by"] == []
+
+
+def test_one_failing_field_never_blanks_a_card_nor_another_card(on_amd: Run) -> None:
+    cases = {
+        "busy=14": ("utilization", "cannot be read"), "busy=na": ("utilization", None),
+        "memory=8": ("memory_used_bytes", "timed out"), "memory=na": ("memory_used_bytes", None),
+        "junction=12": ("temperature_c", "cannot be read"),
+        "power=10": ("power_w", "no permission"), "power=2": ("power_w", None), "power=na": ("power_w", None),
+        "cap=2": ("power_limit_w", None), "processes=10": ("processes", "no permission"),
+    }  # fmt: skip
+    faults = ",".join(f"{index}:{fault}" for index, fault in enumerate(cases))
+    *samples, last = on_amd(READ, FAULTS=faults, GPUS=len(cases) + 1)
+    for (field, words), sample in zip(cases.values(), samples, strict=True):
+        missing = {field} | ({"memory_total_bytes"} if field == "memory_used_bytes" else set())
+        assert sample["healthy"]
+        assert sample["failed"] == ({field: words} if words else {})
+        assert {name for name in (*SENSORS, "processes") if sample[name] is None} == missing
+    assert last["failed"] == {}
+
+
+def test_a_card_without_a_sensor_of_its_hottest_place_tells_the_edges(on_amd: Run) -> None:
+    sample, _ = on_amd(READ, FAULTS="0:junction=2")
+    assert sample["temperature_c"] == 51
+
+
+def test_a_lost_card_is_a_row_that_says_why_and_shifts_no_index(on_amd: Run) -> None:
+    lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
+    assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
+    assert "no sensor of the GPU answers" in lost["reason"]
+    assert lost["failed"] == {"uuid": "unknown"}
+    assert (named["reason"], named["name"]) == ("the driver no longer knows this GPU", "AMD Instinct MI300X")
+    assert (other["index"], other["healthy"], other["uuid"]) == (2, True, "GPU-9f3a5c00d1e2f0a2")
+
+
+def test_a_card_lost_meanwhile_keeps_its_identity_and_comes_back(on_amd: Run) -> None:
+    script = """
+import ctypes, json
+from sae_tui.gpu.amd import Amd
+amd = Amd()
+amd.open()
+seen = []
+for faults in (b"", b"1:all=2", b""):
+    ctypes.CDLL(None).setenv(b"FAKE_AMD_SMI_FAULTS", faults, 1)
+    sample = amd.sample(1, processes=False)
+    seen.append([sample.healthy, sample.uuid, sample.name, sample.reason])
+print(json.dumps(seen))
+"""
+    before, lost, back = on_amd(script)
+    assert (before[0], lost[0], back[0]) == (True, False, True)
+    assert before[1:3] == lost[1:3] == back[1:3]
+    assert "no sensor of the GPU answers any more" in lost[3]
+
+
+def test_a_card_that_hangs_stops_no_other(on_amd: Run) -> None:
+    script = """
+import json
+from sae_tui.gpu.amd import Amd
+from sae_tui.gpu.once import on_thread
+amd = Amd()
+amd.open()
+stuck, other = [on_thread(lambda index=index: amd.sample(index, processes=True)) for index in (0, 1)]
+answer = other.result(20)
+print(json.dumps([answer.healthy, stuck.done()]), flush=True)
+__import__("os")._exit(0)
+"""
+    assert on_amd(script, FAULTS="0:power=hang") == [True, False]
+
+
+def test_a_part_of_a_split_card_cannot_be_used(on_amd: Run) -> None:
+    whole, part = on_amd(READ, FAULTS="1:partition=CPX")
+    assert whole["unusable"] == ""
+    assert "split GPU (CPX)" in part["unusable"]
+    assert part["memory_used_bytes"] is not None
+
+
+def test_details_and_facts_are_told(on_amd: Run) -> None:
+    script = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.amd import Amd
+amd = Amd()
+amd.open()
+sample = amd.sample(0, processes=False)
+facts = amd.facts()
+print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) for pair in facts.pairs], facts.nvlinks]))
+"""
+    details, driver, pairs, links = on_amd(script, GPUS=3)
+    del details["timestamp"]
+    assert {name: value for name, value in details.items() if value not in (None, [])} == {
+        "memory_bandwidth_percent": 17, "sm_clock_mhz": 1987, "most_sm_clock_mhz": 2100, "memory_clock_mhz": 1300,
+        "most_memory_clock_mhz": 1300, "slowdown_c": 100, "fan_percent": 40, "energy_j": pytest.approx(30518, abs=1),
+        "pcie_generation": 4, "most_pcie_generation": 5, "pcie_width": 16, "most_pcie_width": 16, "ecc_corrected": 3,
+        "ecc_uncorrected": 0, "bus_id": "0000:0c:00.0", "driver": "6.12.12",
+    }  # fmt: skip
+    assert (driver, links) == ("6.12.12", [2, 2, 2])
+    assert pairs[0] == {
+        "first": 0, "second": 1, "path": None, "nvlink": True, "peer_to_peer": True, "obstacle": ""
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason", "remedy"),
+    [
+        ({"INIT": 34}, "driver is not loaded", "modprobe amdgpu"),
+        ({"INIT": 10}, "no permission", "usermod -aG render,video"),
+        ({"INIT": 18}, "error 18", "amd-smi list"),
+        ({"GPUS": 0}, "sees no GPUs", "--device=/dev/kfd"),
+        ({"ROCM_PATH": "/nowhere"}, "no ROCm library libamd_smi.so", "/opt/rocm/share/amd_smi"),
+    ],
+)
+def test_a_source_that_cannot_be_opened_says_why_and_what_to_do(
+    on_amd: Run, variables: dict[str, Any], reason: str, remedy: str
+) -> None:
+    answer = on_amd(OPEN, **variables)
+    assert reason in answer[0]
+    assert remedy in answer[1]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "clock", "bandwidth"),
+    [(amd_shapes.ROCM_6_0, 1700, None), (amd_shapes.ROCM_6_2, 1700, None), (amd_shapes.ROCM_7_0, 1700, None)],
+    ids=["6.0", "6.2", "7.0"],
+)
+def test_answers_of_every_version_are_read_alike(
+    shapes: dict[str, Any], clock: int, bandwidth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**shapes))
+    source = Amd()
+    source.open()
+    sample = source.sample(0, processes=True)
+    assert (sample.name, sample.uuid) == ("AMD GPU 0x740f", "GPU-00a1b2c3d4e5f607")
+    assert [getattr(sample, name) for name in SENSORS] == [97, 12 << 20, 65520 << 20, 61, 203, 300]
+    assert sample.energy_j == pytest.approx(30518)
+    assert sample.condition is not None
+    assert sample.condition.sm_clock_mhz == clock
+    assert [(each.pid, each.memory_used_bytes) for each in sample.processes or ()] == [(0xFFFF, 5 << 20)]
+    assert source.details(0, sample).memory_bandwidth_percent is bandwidth
+
+
+def test_a_serial_number_that_is_none_is_a_marked_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer in ({"market_name": "N/A", "asic_serial": "N/A"}, ValueError("no number")):
+        smi = amd_shapes.module(**amd_shapes.ROCM_7_0, amdsmi_get_gpu_asic_info=answer)
+        monkeypatch.setattr(amd, "load_amdsmi", lambda smi=smi: smi)
+        source = Amd()
+        source.open()
+        sample = source.sample(0, processes=False)
+        assert (sample.name, sample.uuid, sample.healthy) == ("AMD GPU", "GPU-index-0", True)
+        assert sample.failed["uuid"] in ("not supported", "unknown")
