@@ -95,7 +95,8 @@ def _measure(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
     speeds = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)
     write_box(box.data.box_file, _add_measured(speeds, probed))
     yield _judge(probed)
-    yield from _slow_pairs(probed, [choice.index for choice in idle])
+    topology = VENDORS[idle[0].vendor or box.gpus.source_name].topology
+    yield from _slow_pairs(probed, [choice.index for choice in idle], topology)
 
 
 def _peers_fail(failure: str) -> Finding:
@@ -135,7 +136,7 @@ def _judge(probed: Probed) -> Finding:
     return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which chooses by this figure')
 
 
-def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
+def _slow_pairs(probed: Probed, indices: Sequence[int], topology: str) -> Iterator[Finding]:
     """Report the pairs below half of the median speed between two of these GPUs."""
     if len(probed.pairs) < 2:
         return
@@ -147,6 +148,4 @@ def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
             for pair, speed in slow.items()
         ]
         sentence = f"{join_words(named)} exchange less than half of the {rate(usual)} that is usual here"
-        yield Finding(
-            "warning", "bus", sentence, "give a job other GPUs, and see their slots with `nvidia-smi topo -m`"
-        )
+        yield Finding("warning", "bus", sentence, f"give a job other GPUs, and see their slots with `{topology}`")

@@ -9,7 +9,8 @@ from sae_tui.gpu.visible import all_hidden
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
-_DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
+# Classes of PCI devices: display controllers, of which compute cards are some, and accelerators, such as an MI300X.
+_DISPLAY, _ACCELERATOR = "0x03", "0x12"
 
 
 def check_driver(box: Box) -> Iterator[Finding]:
@@ -89,8 +90,12 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
 
 
 def _cards_on_the_bus(box: Box) -> str:
-    """Count the display controllers of all vendors that the kernel lists, with or without a driver."""
+    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver."""
     vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
-    ids = [path.read_text().strip() for path in vendors if path.with_name("class").read_text().startswith(_DISPLAY)]
+    ids = [
+        path.read_text().strip()
+        for path in vendors
+        if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR))
+    ]
     counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
     return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)

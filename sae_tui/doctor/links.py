@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuPair
 from trainer.contract.wording import join_words, plural
 
@@ -21,22 +22,22 @@ MOST_NAMED = 4
 
 
 def check_nvlink(box: Box) -> Iterator[Finding]:
-    """Report which pairs have NVLink, and the longest way between those that do not."""
-    facts = box.gpus.facts
+    """Report which pairs have NVLink, or XGMI, and the longest way between those that do not."""
+    facts, link = box.gpus.facts, vendor_to_name(box.gpus.source_name).link
     linked = [pair for pair in facts.pairs if pair.nvlink]
     others = [pair for pair in facts.pairs if not pair.nvlink]
     if not facts.pairs:
         return
     if not others:
         links = f", {max(facts.nvlinks)} links for each GPU" if any(facts.nvlinks) else ""
-        yield Finding("ok", "NVLink", f"every GPU reaches every other one over NVLink{links}")
+        yield Finding("ok", link, f"every GPU reaches every other one over {link}{links}")
     elif linked:
-        sentence = f"{_named(linked)} are linked by NVLink, the others {_longest(others)}"
+        sentence = f"{_named(linked)} are linked by {link}, the others {_longest(others)}"
         remedy = f"give a job linked GPUs, such as --gpus {linked[0].first},{linked[0].second}"
-        yield Finding("note", "NVLink", sentence, remedy)
+        yield Finding("note", link, sentence, remedy)
     else:
         remedy = 'train on several GPUs only what is too slow on one, and compare parallel.mode "ddp" and "tensor"'
-        yield Finding("note", "NVLink", f"there is none; the GPUs are connected {_longest(others)}", remedy)
+        yield Finding("note", link, f"there is none; the GPUs are connected {_longest(others)}", remedy)
 
 
 def check_peers(box: Box) -> Iterator[Finding]:
@@ -46,7 +47,10 @@ def check_peers(box: Box) -> Iterator[Finding]:
     if apart:
         why = join_words(list(dict.fromkeys(pair.obstacle for pair in apart)))
         which = "no GPU" if len(apart) == len(pairs) else f"not every GPU ({_named(apart)})"
-        remedy = "see `nvidia-smi topo -p2p r`; virtual machines, IOMMU and ACS turn it off, and GeForce cards lack it"
+        vendor = vendor_to_name(box.gpus.source_name)
+        lacking = ", and GeForce cards lack it" if vendor.torch_runtime == "cuda" else ""
+        command = vendor.topology.replace("-m", "-p2p r")
+        remedy = f"see `{command}`; virtual machines, IOMMU and ACS turn it off{lacking}"
         sentence = f"{which} can read another one's memory ({why}), so that what they exchange goes through the host's"
         yield Finding("note", "peer-to-peer", sentence, remedy)
     elif pairs and all(pair.peer_to_peer for pair in pairs):

@@ -9,8 +9,9 @@ import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
 from sae_tui.gpu import vendor_to_name
-from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
+from sae_tui.jobs.launch.pytorch import OTHER_BUILD, for_another_vendor, without_cuda
 from trainer.contract.json_file import decode_as
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
 # In seconds: a first import from a network disk takes half a minute.
@@ -23,20 +24,21 @@ _ASK = """
 import gc
 gc.disable()
 import importlib.metadata, json, os, torch
-def installed(name):
-    return next((d.version for d in importlib.metadata.distributions() if (d.name or "").startswith(name)), None)
+def installed(names):
+    return next((d.version for d in importlib.metadata.distributions() if (d.name or "").startswith(names)), None)
 nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 print(json.dumps({
-    "version": str(torch.__version__), "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
+    "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None),
+    "available": torch.cuda.is_available(),
     "gpus": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
     "nccl": list(torch.cuda.nccl.version())[:3] if nccl else None,
-    "nccl_installed": installed("nvidia-nccl"), "triton": installed("triton")}), flush=True)
+    "nccl_installed": installed("nvidia-nccl"), "triton": installed(("triton", "pytorch-triton"))}), flush=True)
 os._exit(0)
 """
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """The torch that ranks import. `cuda` and `nccl` are the versions it was built with.
+    """The torch that ranks import. `cuda`, `hip` (of ROCm) and `nccl` are the versions it was built with.
 
     `nccl_installed` is the version of the package that is installed.
     """
@@ -49,6 +51,23 @@ class TorchBuild(msgspec.Struct, frozen=True):
     nccl: list[int] | None
     nccl_installed: str | None
     triton: str | None
+    hip: str | None = None
+
+    @property
+    def runtime(self) -> str:
+        """What it was built for, as vendors' `torch_runtime`; "" where for CPUs only."""
+        return "hip" if self.hip else "cuda" if self.cuda else ""
+
+    @property
+    def built_for(self) -> str:
+        """The same in words, with the version."""
+        return (
+            f"built for ROCm {self.hip}"
+            if self.hip
+            else f"built for CUDA {self.cuda}"
+            if self.cuda
+            else "built without CUDA"
+        )
 
 
 def check_torch(box: Box) -> Iterator[Finding]:
@@ -60,11 +79,11 @@ def check_torch(box: Box) -> Iterator[Finding]:
         return
     gpus = box.gpus
     if not gpus.cuda or not gpus.samples:
-        built = f"for CUDA {build.cuda}" if build.cuda else "without CUDA"
-        yield Finding("ok", "torch", f"{build.version}, built {built}; jobs run on the CPU here")
+        yield Finding("ok", "torch", f"{build.version}, {build.built_for}; jobs run on the CPU here")
         return
-    yield _suits_driver(box, build, gpus)
-    if build.cuda is None:
+    vendor = next((one for one in _vendors(gpus) if one.torch_runtime == build.runtime), None)
+    yield _suits_driver(box, build, gpus, vendor)
+    if vendor is None:
         return
     yield from _knows_cards(build, gpus)
     yield from _updates_fast(build, gpus)
@@ -87,25 +106,35 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
         return None, "its answer is no JSON"
 
 
-def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
-    """Check torch's CUDA version: it runs on a driver of the same major version, whatever the minor, or a newer one."""
+def _vendors(gpus: Gpus) -> list[Vendor]:
+    """Return the vendors of the cards."""
+    names = dict.fromkeys(sample.vendor for sample in gpus.samples if sample.vendor)
+    return [VENDORS[name] for name in names] or [vendor_to_name(gpus.source_name)]
+
+
+def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None) -> Finding:
+    """Check torch's vendor, and its CUDA: it runs on a driver of the same major version, whatever the minor, or newer.
+
+    `vendor` is that of the cards that it is built for, if any is.
+    """
     driver = gpus.facts.cuda
-    if build.cuda is None:
+    if not build.runtime:
         return Finding("error", "torch", without_cuda(build.version, _number_of_gpus(gpus)), OTHER_BUILD)
-    if driver and int(build.cuda.partition(".")[0]) > driver[0]:
+    if vendor is None:
+        sentence, _, remedy = for_another_vendor(build.version, build.runtime, _vendors(gpus)[0]).partition("; ")
+        return Finding("error", "torch", sentence, remedy)
+    if build.cuda and driver and int(build.cuda.partition(".")[0]) > driver[0]:
         sentence = (
             f"{build.version} is built for CUDA {build.cuda}, but the driver runs {driver[0]}.{driver[1]} at most"
         )
         return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
     if not build.available:
-        variable = vendor_to_name(gpus.source_name).variable
-        visible = box.environ.get(variable)
         remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
-        if visible is not None:
+        for variable, visible in vendor.limits(box.environ).items():
             remedy = f'unset {variable}, which is "{visible}"'
         return Finding("error", "torch", f"{build.version} sees none of the {_number_of_gpus(gpus)}", remedy)
-    runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver else ""
-    return Finding("ok", "torch", f"{build.version}, built for CUDA {build.cuda}{runs}")
+    runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver and build.cuda else ""
+    return Finding("ok", "torch", f"{build.version}, {build.built_for}{runs}")
 
 
 def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
@@ -149,17 +178,18 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """Check NCCL, which GPUs exchange by: torch is compiled against one version and loads the installed one."""
+    """Check NCCL, or AMD's RCCL, which GPUs exchange by: torch is compiled against one version and loads another's."""
+    name = "RCCL" if build.hip else "NCCL"
     if build.nccl is None:
         sentence = f"torch {build.version} is built without it, and jobs on several GPUs need it"
-        return Finding("error", "NCCL", sentence, OTHER_BUILD)
+        return Finding("error", name, sentence, OTHER_BUILD)
     version = ".".join(map(str, build.nccl))
     installed = build.nccl_installed
-    if installed and installed.split(".")[:2] != version.split(".")[:2]:
+    if not build.hip and installed and installed.split(".")[:2] != version.split(".")[:2]:
         sentence = f"torch is built with {version}, but {installed} is installed"
         package = f"nvidia-nccl-cu{(build.cuda or '').partition('.')[0]}"
         return Finding("warning", "NCCL", sentence, f"run `pip install {package}=={version}`")
-    return Finding("ok", "NCCL", f"{version}, as torch was built with")
+    return Finding("ok", name, f"{version}, as torch was built with")
 
 
 def _number_of_gpus(gpus: Gpus) -> str:

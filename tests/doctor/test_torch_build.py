@@ -16,7 +16,7 @@ from sae_tui.gpu.base import GpuFacts
 TORCH = """
 from types import SimpleNamespace as N
 __version__ = {version!r}
-version = N(cuda={cuda!r})
+version = N(cuda={cuda!r}, hip={hip!r})
 distributed = N(is_available=lambda: True, is_nccl_available=lambda: {nccl!r} is not None)
 cuda = N(is_available=lambda: {available!r}, device_count=lambda: 2, get_arch_list=lambda: {archs!r},
          nccl=N(version=lambda: {nccl!r}))
@@ -27,19 +27,21 @@ ON_12 = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=((9, 0), (9, 0)))
 @pytest.fixture
 def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
     def check(
-        cuda="12.8", nccl=(2, 27, 5), available=True, archs=("sm_80", "sm_90"), *, gpus=2, installed="",
-        version="2.9.0", facts=ON_12, **environ,
+        cuda="12.8", nccl=(2, 27, 5), available=True, archs=("sm_80", "sm_90"), *, gpus=2, installed="", hip=None,
+        version="2.9.0", facts=ON_12, source="nvml", triton="triton", **environ,
     ) -> list[Finding]:  # fmt: skip
         site = tmp_path / "site"
         (site / "torch").mkdir(parents=True, exist_ok=True)
-        text = TORCH.format(version=version, cuda=cuda, nccl=nccl, available=available, archs=list(archs))
+        text = TORCH.format(version=version, cuda=cuda, hip=hip, nccl=nccl, available=available, archs=list(archs))
         (site / "torch/__init__.py").write_text(text)
-        for name, version in (("triton", "3.5.0"), ("nvidia_nccl_cu12", installed)):
+        for name, version in ((triton, "3.5.0"), ("nvidia_nccl_cu12", installed)):
             if version:
                 info = site / f"{name}-{version}.dist-info"
                 info.mkdir(exist_ok=True)
                 (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
-        box = sandbox.box(Cards(gpus, facts), PYTHONPATH=str(site), **environ)
+        cards = Cards(gpus, facts if source == "nvml" else GpuFacts(driver="6.12"))
+        cards.name = source
+        box = sandbox.box(cards, PYTHONPATH=str(site), **environ)
         return list(check_torch(box))
 
     return check
@@ -116,6 +118,25 @@ def test_the_same_nccl_up_to_its_patch_is_ok(torch_says) -> None:
 def test_several_gpus_need_nccl_and_one_does_not(torch_says) -> None:
     assert torch_says(nccl=None)[1].level == "error"
     assert len(torch_says(nccl=None, gpus=1)) == 1
+
+
+def test_a_build_for_rocm_on_a_box_with_cards_of_amd_is_ok(torch_says) -> None:
+    rocm = {"cuda": None, "hip": "6.4.43482", "source": "amdsmi", "triton": "pytorch_triton_rocm"}
+    torch, rccl = torch_says(**rocm, archs=("gfx90a", "gfx942"))
+    assert (torch.level, torch.sentence) == ("ok", "2.9.0, built for ROCm 6.4.43482")
+    assert (rccl.subject, rccl.level) == ("RCCL", "ok")
+    hidden = torch_says(**rocm, available=False, HIP_VISIBLE_DEVICES="0")[0]
+    assert hidden.remedy == 'unset HIP_VISIBLE_DEVICES, which is "0"'
+
+
+def test_a_build_for_another_vendors_cards_is_an_error_with_its_remedy(torch_says) -> None:
+    (cuda,) = torch_says(source="amdsmi")
+    assert cuda.level == "error"
+    assert cuda.sentence == "2.9.0 is built for CUDA, so that no job can use the GPUs of AMD"
+    assert cuda.remedy == "install a build of torch for ROCm; pytorch.org/get-started has the command"
+    (rocm,) = torch_says(cuda=None, hip="6.4.43482")
+    assert rocm.sentence == "2.9.0 is built for ROCm, so that no job can use the GPUs of NVIDIA"
+    assert rocm.remedy.startswith("install a build of torch for CUDA")
 
 
 def test_a_torch_that_cannot_be_imported_is_an_error_with_its_last_words(sandbox, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,10 +18,9 @@ import msgspec
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import MachineGpu
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
+from trainer.contract.planning.torch_build import vendor_of_build
 
 MOST_CARDS = 64
-# A folder for every NVIDIA card of the machine, or of the container, named by its place on the PCI bus.
-_CARDS = Path("/proc/driver/nvidia/gpus")
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class Device(msgspec.Struct, frozen=True):
 
 def torch_vendor() -> str:
     """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" where there is none."""
-    return next((name for name in vendors_here() if VENDORS[name].device != "cpu"), "")
+    return vendor_of_build(vendors_here())
 
 
 def gpus_here() -> list[Device]:
@@ -72,9 +72,21 @@ def _list_by_torch(vendor: Vendor) -> list[Device]:
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        uuid = f"{vendor.prefix_of(properties.name)}{properties.uuid}"
+        uuid = uuid_of(properties.uuid, vendor.prefix_of(properties.name))
         devices.append(Device(index, uuid, properties.name, properties.total_memory))
     return devices
+
+
+def uuid_of(uuid: object, prefix: str) -> str:
+    """Return the UUID that pins to a card, of which PyTorch has 16 bytes.
+
+    ROCm puts the 16 digits of the card's serial number into them, of which PyTorch then shows each as two digits.
+    """
+    digits = str(uuid).replace("-", "")
+    with contextlib.suppress(ValueError, UnicodeDecodeError):
+        serial = bytes.fromhex(digits).decode("ascii")
+        return f"{prefix}{int(serial, 16):016x}"
+    return f"{prefix}{uuid}"
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
@@ -93,16 +105,17 @@ def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor
     return [msgspec.structs.replace(device, index=index) for index, device in zip(indices, listed, strict=False)]
 
 
-def _uuids_on_the_bus() -> list[str]:
+def uuids_on_the_bus(vendor: Vendor, root: Path = Path("/")) -> list[str]:
     """Return the UUIDs of all cards in the order of the PCI bus; none where the kernel's driver does not list them."""
+    files = root.glob(vendor.uuid_files) if vendor.uuid_files else ()
     uuids = []
-    for folder in sorted(_CARDS.glob("*"), key=lambda folder: (len(folder.name), folder.name)):
-        lines = (folder / "information").read_text(errors="replace").splitlines()
-        uuids += [line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID:")] or [""]
+    for file in sorted(files, key=lambda file: (len(file.parent.name), file.parent.name)):
+        told = re.search(r"^(?:GPU UUID:\s*(\S+)|([0-9a-fA-F]{16})$)", file.read_text(errors="replace"), re.MULTILINE)
+        uuids.append((told[1] or f"{vendor.uuid_prefix}{told[2].lower()}") if told else "")
     return uuids
 
 
 if __name__ == "__main__":
     whose = VENDORS[sys.argv[1]]
-    gpus = numbered(_list_by_torch(whose), _uuids_on_the_bus(), whose, whose.visible_devices())
+    gpus = numbered(_list_by_torch(whose), uuids_on_the_bus(whose), whose, whose.visible_devices())
     sys.stdout.buffer.write(msgspec.json.encode(gpus))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.ranks.devices import torch_vendor
+from trainer.ranks.devices import torch_vendor, uuid_of
 
 PROJECT = Path(__file__).parents[2]
 GIT_TIMEOUT_S = 5.0
@@ -44,11 +44,14 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, the training packages and torch's CUDA; None for what is not installed."""
+    """Return the versions of Python, the training packages and torch's CUDA or ROCm; None for what is not installed."""
     import torch
 
     by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
-    return {"python": platform.python_version(), **by_name, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    return {
+        "python": platform.python_version(), **by_name, "torch": str(torch.__version__), "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }  # fmt: skip
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
@@ -94,7 +97,7 @@ def _gpus() -> list[dict[str, Any]]:
             "name": gpu.name,
             "memory_bytes": gpu.total_memory,
             "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "uuid": f"{prefix}{gpu.uuid}",
+            "uuid": uuid_of(gpu.uuid, prefix),
         }
         for gpu in devices
     ]

@@ -20,6 +20,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.output import complain, show_text
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.check_job import chosen_indices, wanted_ranks
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
@@ -57,7 +58,7 @@ def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     if gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in gpus)
+        os.environ.update(VENDORS[torch_vendor()].pin(gpu.uuid for gpu in gpus))
     with tqdm(
         total=job.extract.n_tokens, unit="row", unit_scale=True, disable=not sys.stderr.isatty(), dynamic_ncols=True
     ) as bar:

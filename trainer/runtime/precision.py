@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from typing import Any
 
 import torch
 
-from trainer.contract.planning.hardware import auto_precision
+from trainer.contract.planning.hardware import BF16_FROM, FP16_FROM, auto_precision
 
+# Names of AMD's architectures, which may go on with features, as in `gfx90a:sramecc+`: GCN to Vega 20, RDNA 1 and 2.
+_OLD_AMD = re.compile(r"gfx(?:[678]|90[0-69]|90c|10)")
 # The type to which products narrow their operands.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +22,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     """Replace "auto" by what suits this device, whose compute capability is known here."""
     if precision != "auto":
         return precision
-    return auto_precision(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0))
+    return auto_precision(device.type, _capability(device) if device.type == "cuda" else (0, 0))
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability, for AMD's cards that of NVIDIA's which are fast at the same.
+
+    What PyTorch calls the capability of those are the numbers of other things, (10, 3) for RDNA 2, say.
+    """
+    if not torch.version.hip:
+        return torch.cuda.get_device_capability(device)
+    architecture = torch.cuda.get_device_properties(device).gcnArchName
+    return FP16_FROM if _OLD_AMD.match(architecture) else BF16_FROM
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:

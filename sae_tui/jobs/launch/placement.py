@@ -11,7 +11,7 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.jobs.launch.memory_need import memory_of_host, of_same_shape, outlook_here
-from sae_tui.jobs.launch.pytorch import cuda_problem
+from sae_tui.jobs.launch.pytorch import cuda_problem, for_another_vendor
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import (
@@ -26,6 +26,7 @@ from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.planning.torch_build import installed_build
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, members
@@ -116,6 +117,8 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
     if exchanges(job) and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
         raise _refusal(refusal)
     vendor = _one_vendor([one for one in choices if one.state != "unhealthy"] if any_gpus else chosen)
+    if vendor and (build := installed_build()) and build.runtime not in ("", VENDORS[vendor].torch_runtime):
+        raise _refusal(f"PyTorch {for_another_vendor(*build, VENDORS[vendor])}")
     is_cuda = VENDORS[vendor].device == "cuda" if vendor else source_cuda
     device: Device = "cuda" if is_cuda else "cpu"
     return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in chosen), count, any_gpus=any_gpus, vendor=vendor)
@@ -141,7 +144,7 @@ def machine(
         _machine(choices, cuda, read_box(data.box_file), promises),
         output_root=data.root,
         memory=host or memory_of_host(),
-        cuda_problem=cuda_problem() if cuda and choices else "",
+        cuda_problem=cuda_problem({one.vendor for one in choices if one.vendor}) if cuda and choices else "",
     )
 
 

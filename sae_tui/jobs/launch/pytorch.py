@@ -1,23 +1,29 @@
-"""What can be told of the PyTorch that ranks will import, from its files: importing it takes seconds and 200 MB."""
+"""Whether the PyTorch that ranks will import suits the cards, as far as its files tell."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import re
-from pathlib import Path
+from collections.abc import Collection
+
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
+from trainer.contract.planning.torch_build import installed_build
 
 OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the command"
 
 
-def cuda_problem() -> str:
-    """Return why no job can use a GPU with this build; "" where one can, or where its files do not say."""
-    try:
-        spec = importlib.util.find_spec("torch")
-        file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-        return _problem_of_build(file, file.stat().st_mtime_ns) if file else ""
-    except (OSError, ValueError, ImportError):
+def cuda_problem(vendors: Collection[str] = ()) -> str:
+    """Return why no job can use a GPU with this build; "" where one can, or where its files do not say.
+
+    `vendors` are those of the cards, by default all whose drivers are here.
+    """
+    build = installed_build()
+    if build is None:
         return ""
+    if not build.runtime:
+        return f'PyTorch {without_cuda(build.version, "GPUs")}; {OTHER_BUILD}, or choose "cpu"'
+    wanted = [VENDORS[name] for name in vendors or vendors_here() if name in VENDORS]
+    if not wanted or any(vendor.torch_runtime == build.runtime for vendor in wanted):
+        return ""
+    return f'PyTorch {for_another_vendor(build.version, build.runtime, wanted[0])}, or choose "cpu"'
 
 
 def without_cuda(version: str, gpus: str) -> str:
@@ -25,12 +31,13 @@ def without_cuda(version: str, gpus: str) -> str:
     return f"{version} is built without CUDA, so that no job can use the {gpus}"
 
 
-@functools.lru_cache(maxsize=1)
-def _problem_of_build(file: Path, _mtime_ns: int) -> str:
-    """Return the problem by the `version.py` that is made with every build; ROCm answers in the place of CUDA."""
-    text = file.read_text(encoding="utf-8")
-    built_for = dict(re.findall(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", text, re.MULTILINE))
-    version = re.search(r"^__version__\s*=\s*['\"](.+?)['\"]", text, re.MULTILINE)
-    if version is None or built_for.get("cuda") != "None" or built_for.get("hip", "None") != "None":
-        return ""
-    return f'PyTorch {without_cuda(version[1], "GPUs")}; {OTHER_BUILD}, or choose "cpu"'
+def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
+    """Return a sentence on a build of another vendor's, with its remedy: `2.9.0+cu128 is built for CUDA, ...`."""
+    words = next((one.runtime_words for one in VENDORS.values() if one.torch_runtime == runtime), runtime)
+    reason = f"{version} is built for {words}, so that no job can use the GPUs of {vendor.words}"
+    return f"{reason}; {remedy_for(vendor)}"
+
+
+def remedy_for(vendor: Vendor) -> str:
+    """Return what to install for a vendor's cards."""
+    return f"install a build of torch for {vendor.runtime_words}; pytorch.org/get-started has the command"

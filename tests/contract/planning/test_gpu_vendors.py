@@ -67,3 +67,28 @@ def test_ranks_that_exchange_are_refused_more_than_one_gpu_where_one_is_a_slice(
 def test_the_name_that_pytorch_has_for_a_slice_tells_it_from_a_card():
     nvml = VENDORS["nvml"]
     assert [nvml.prefix_of(name) for name in ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")] == ["GPU-", "MIG-"]
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        ({}, None),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-cc33"}, "GPU-cc33"),
+        ({"HIP_VISIBLE_DEVICES": "1,0"}, "1,0"),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, "1"),
+        ({"HIP_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "1"}, "2"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"ROCR_VISIBLE_DEVICES": ""}, ""),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-cc33,1,GPU-aa11", "HIP_VISIBLE_DEVICES": "2,0"}, "GPU-aa11,GPU-cc33"),
+        ({"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1,2"}, "3"),
+    ],
+)
+def test_of_amd_the_second_variable_counts_the_cards_that_the_first_leaves(environ, text):
+    assert VENDORS["amdsmi"].visible_devices(environ) == text
+
+
+def test_a_rank_on_cards_of_amd_is_not_kept_from_them_by_a_variable_that_it_inherits():
+    pinned = VENDORS["amdsmi"].pin(["GPU-cc33", "GPU-aa11"])
+    assert pinned == {"ROCR_VISIBLE_DEVICES": "GPU-cc33,GPU-aa11", "HIP_VISIBLE_DEVICES": "0,1"}
+    inherited = {"HIP_VISIBLE_DEVICES": "3", "CUDA_VISIBLE_DEVICES": ""}
+    assert VENDORS["amdsmi"].visible_devices(inherited | pinned) == "GPU-cc33,GPU-aa11"

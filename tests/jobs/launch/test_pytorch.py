@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from sae_tui.jobs.launch.pytorch import cuda_problem
+from trainer.contract.planning.torch_build import Build
+
 ASK = "from sae_tui.jobs.launch.pytorch import cuda_problem; print(cuda_problem()); assert 'torch' not in sys.modules"
 BUILT = "__version__ = '2.9.0+{}'\ncuda: Optional[str] = {}\nhip: Optional[str] = {}\n"
 
@@ -30,3 +33,12 @@ def test_only_a_build_that_says_so_is_without_cuda(tmp_path, version_file, tells
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert bool(output) == tells
     assert not tells or output.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")
+
+
+def test_a_build_for_another_vendors_cards_is_told_with_what_to_install(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.launch.pytorch.installed_build", lambda: Build("2.9.0+cu128", "cuda"))
+    assert cuda_problem({"nvml"}) == cuda_problem({"nvml", "amdsmi"}) == ""
+    assert cuda_problem({"amdsmi"}) == (
+        "PyTorch 2.9.0+cu128 is built for CUDA, so that no job can use the GPUs of AMD; install a build of torch for "
+        'ROCm; pytorch.org/get-started has the command, or choose "cpu"'
+    )

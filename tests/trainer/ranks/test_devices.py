@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.ranks import devices
-from trainer.ranks.devices import Device, numbered, visible_gpus
+from trainer.ranks.devices import Device, numbered, torch_vendor, uuid_of, uuids_on_the_bus, visible_gpus
 
 BUS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
 
@@ -47,3 +48,38 @@ cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(devices.__file__).parents[2]}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     assert [(gpu.index, gpu.uuid) for gpu in visible_gpus()] == [(5, "GPU-card-5"), (3, "GPU-card-3")]
+
+
+def test_the_serial_number_in_a_uuid_of_rocms_is_read(tmp_path: Path):
+    """ROCm writes `9f3a5c00d1e2f0a0` into the 16 bytes, of which PyTorch shows each as two digits."""
+    shown = "39663361-3563-3030-6431-653266306130"
+    assert uuid_of(shown, "GPU-") == "GPU-9f3a5c00d1e2f0a0"
+    nvidia = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
+    assert uuid_of(nvidia, "GPU-") == f"GPU-{nvidia}"
+    assert uuid_of("58580000-0000-0000-0000-000000000000", "GPU-") == "GPU-58580000-0000-0000-0000-000000000000"
+
+
+def test_cards_are_counted_by_the_bus_whoever_made_them(tmp_path: Path):
+    files = {
+        "proc/driver/nvidia/gpus/0000:41:00.0/information": "Model: H100\nGPU UUID: \t GPU-b\n",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\nGPU UUID: \t GPU-a\n",
+        "sys/bus/pci/drivers/amdgpu/0000:2c:00.0/unique_id": "9f3a5c00d1e2f0a1\n",
+        "sys/bus/pci/drivers/amdgpu/0000:0c:00.0/unique_id": "9F3A5C00D1E2F0A0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    assert uuids_on_the_bus(VENDORS["nvml"], tmp_path) == ["GPU-a", "GPU-b"]
+    assert uuids_on_the_bus(VENDORS["amdsmi"], tmp_path) == ["GPU-9f3a5c00d1e2f0a0", "GPU-9f3a5c00d1e2f0a1"]
+
+
+def test_of_two_vendors_it_is_the_one_that_pytorch_is_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("nvml", "amdsmi"):
+        monkeypatch.setitem(VENDORS, name, msgspec.structs.replace(VENDORS[name], driver_files=("/",)))
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for line, vendor in (("cuda = None\nhip = '6.4'", "amdsmi"), ("cuda = '12.8'\nhip = None", "nvml")):
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+        (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9'\n{line}\n")
+        assert torch_vendor() == vendor

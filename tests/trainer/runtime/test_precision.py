@@ -4,12 +4,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.steps import take_alone
 from torch import Tensor
 
+from trainer.contract.planning.hardware import auto_precision, usual_capability
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
@@ -71,6 +73,28 @@ def test_auto_is_the_narrow_type_that_a_card_is_fast_at(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolve_precision("auto", CUDA) == expected
     assert resolve_precision("auto", CPU) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "expected"),
+    [
+        ("gfx942:sramecc+:xnack-", "AMD Instinct MI300X", "bf16"),
+        ("gfx90a:sramecc+:xnack-", "AMD Instinct MI250X", "bf16"),
+        ("gfx908", "AMD Instinct MI100", "bf16"),
+        ("gfx1100", "AMD Radeon RX 7900 XTX", "bf16"),
+        ("gfx1201", "AMD Radeon RX 9070 XT", "bf16"),
+        ("gfx906:sramecc-:xnack-", "AMD Instinct MI50", "fp16"),
+        ("gfx900", "AMD Radeon RX Vega 64", "fp16"),
+        ("gfx1030", "AMD Radeon RX 6900 XT", "fp16"),
+    ],
+)
+def test_auto_goes_by_the_architecture_of_amds_cards_and_plans_by_their_names(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, name: str, expected: str
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    properties = SimpleNamespace(gcnArchName=architecture, name=name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    assert resolve_precision("auto", CUDA) == auto_precision("cuda", usual_capability(name)) == expected
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ class Vendor(msgspec.Struct, frozen=True):
     # What the identity of a slice begins with, where cards can be split into slices that are GPUs of their own.
     slice_prefix: str = ""
     device: Device = "cuda"
+    # What PyTorch calls the builds that run on them, as in `torch.version.cuda`, and people call them.
+    torch_runtime: str = "cuda"
+    runtime_words: str = "CUDA"
+    # The links between its cards beside PCI Express, and the command of its tool that shows how cards are connected.
+    link: str = "NVLink"
+    topology: str = "nvidia-smi topo -m"
     # Variables that choose by number among the cards that `variable` has left; the first that is set counts.
     inner_variables: tuple[str, ...] = ()
     # Beginnings of a card's name that a narrow column leaves out, in this order.
@@ -46,6 +52,8 @@ class Vendor(msgspec.Struct, frozen=True):
     # The vendor's number on the PCI bus, as the kernel writes it, and the file with the version of its kernel module.
     pci_vendor: str = ""
     version_file: str = ""
+    # Files with the UUID of each card of the machine, or of the container, in a folder named by its place on the bus.
+    uuid_files: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -127,6 +135,7 @@ VENDORS: dict[str, Vendor] = {
         brands=("NVIDIA ", "GeForce ", "Tesla "),
         pci_vendor="0x10de",
         version_file="/sys/module/nvidia/version",
+        uuid_files="proc/driver/nvidia/gpus/*/information",
     ),
     "amdsmi": Vendor(
         "AMD",
@@ -137,9 +146,14 @@ VENDORS: dict[str, Vendor] = {
         variable="ROCR_VISIBLE_DEVICES",
         inner_variables=("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
         tool="amd-smi",
+        torch_runtime="hip",
+        runtime_words="ROCm",
+        link="XGMI",
+        topology="amd-smi topology",
         brands=("AMD ", "Radeon ", "Instinct "),
         pci_vendor="0x1002",
         version_file="/sys/module/amdgpu/version",
+        uuid_files="sys/bus/pci/drivers/amdgpu/*/unique_id",
     ),
 }
 

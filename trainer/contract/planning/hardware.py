@@ -16,7 +16,7 @@ CPU = "CPU process"
 # The share of a card's published peaks that large products and copies reach.
 _REACHED = 0.7
 # Published: TFLOP/s of dense bf16 products (of fp32 where a card has no fast bf16), GB/s of memory, GB/s of an
-# all-reduce over NVLink, 0 for cards without it.
+# all-reduce over NVLink or XGMI, 0 for cards without it.
 _PUBLISHED = {
     "B200": (2250, 8000, 650),
     "H200": (989, 4800, 360),
@@ -32,6 +32,20 @@ _PUBLISHED = {
     "L4": (121, 300, 0),
     "V100": (112, 900, 120),
     "T4": (65, 320, 0),
+    "MI355X": (2500, 8000, 350),
+    "MI350X": (2300, 8000, 350),
+    "MI325X": (1307, 6000, 310),
+    "MI300X": (1307, 5300, 310),
+    "MI300A": (980, 5300, 310),
+    # Of one of the two chips of a card, each of which is a GPU.
+    "MI250X": (191, 1600, 100),
+    "MI250": (181, 1600, 100),
+    "MI210": (181, 1600, 0),
+    "MI100": (92, 1200, 0),
+    "R9700": (191, 640, 0),
+    "RX 9070": (191, 640, 0),
+    "W7900": (123, 864, 0),
+    "RX 7900": (123, 960, 0),
 }
 _UNKNOWN = (70, 800, 0)
 # A core's FLOP/s and memory bytes/s; bytes/s and latency between processes over the loopback interface.
@@ -49,6 +63,8 @@ BF16_FROM, FP16_FROM = (8, 0), (7, 0)
 _VOLTA_OR_TURING = re.compile(
     r"\b(V100S?|GV100|TITAN (V|RTX)|T4G?|RTX 20[678]0|Quadro (RTX|T\d+)|GTX 16\d0|T(4|5|6|10|12)00)\b"
 )
+# AMD's of before CDNA and RDNA 3, of which fp16 is twice as fast.
+_OLD_AMD = re.compile(r"\b(MI25|MI50|MI60|Vega|VII|RX [56]\d{3}|W[56]\d{3})\b")
 _OLDER = re.compile(r"\b(K80|M40|M60|P100|P40|P4|GTX|TITAN|Quadro)\b")
 # What "auto" can mean, from what every device can do to what few can.
 AUTO = ("fp32", "tf32", "fp16", "bf16")
@@ -126,8 +142,11 @@ def auto_precision(device: str, capability: tuple[int, int]) -> str:
 
 
 def usual_capability(name: str) -> tuple[int, int]:
-    """Return a compute capability of cards of this name, as far as precision depends on it; unknown ones are new."""
-    if _VOLTA_OR_TURING.search(name):
+    """Return a compute capability of cards of this name, as far as precision depends on it; unknown ones are new.
+
+    AMD's cards have that of NVIDIA's which are fast at the same.
+    """
+    if _VOLTA_OR_TURING.search(name) or _OLD_AMD.search(name):
         return FP16_FROM
     return (6, 0) if _OLDER.search(name) else BF16_FROM
 
