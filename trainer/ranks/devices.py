@@ -63,7 +63,8 @@ def visible_gpus() -> list[Device]:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
         raise UserError(f'launch.gpus: PyTorch cannot list the GPUs ({lines[-1]}); choose "cpu" to do without')
-    return msgspec.json.decode(done.stdout, type=list[Device])
+    # What libraries print as they are imported comes before.
+    return msgspec.json.decode(done.stdout.rpartition(b"\n")[2], type=list[Device])
 
 
 def _list_by_torch(vendor: Vendor) -> list[Device]:
