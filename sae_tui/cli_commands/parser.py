@@ -184,7 +184,8 @@ def _add_gpu_commands(add: Add) -> None:
     show = add("gpus", "gpus.show_gpus", "List the GPUs and who has them")
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
     show.add_argument("--watch", action="store_true", help="again every second, one line of JSON each with --json")
-    choose = add("select", "select.select", "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES takes them")
+    selects = "Print free GPUs for any program, as CUDA_VISIBLE_DEVICES takes them, ROCR_VISIBLE_DEVICES AMD's"
+    choose = add("select", "select.select", selects)
     choose.add_argument("-n", "--count", type=positive, default=1, metavar="N", help="how many; default: %(default)s")
     free = "only GPUs with so much free memory"
     choose.add_argument("--free-memory", type=size, default=0, metavar="20GiB", help=free)

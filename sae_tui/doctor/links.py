@@ -29,7 +29,7 @@ def check_nvlink(box: Box) -> Iterator[Finding]:
     if not facts.pairs:
         return
     if not others:
-        links = f", {max(facts.nvlinks)} links for each GPU" if any(facts.nvlinks) else ""
+        links = f", {plural(max(facts.nvlinks), 'link')} for each GPU" if any(facts.nvlinks) else ""
         yield Finding("ok", link, f"every GPU reaches every other one over {link}{links}")
     elif linked:
         sentence = f"{_named(linked)} are linked by {link}, the others {_longest(others)}"

@@ -119,7 +119,9 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None
     """
     driver = gpus.facts.cuda
     if not build.runtime:
-        return Finding("error", "torch", without_cuda(build.version, _number_of_gpus(gpus)), OTHER_BUILD)
+        return Finding(
+            "error", "torch", without_cuda(build.version, _number_of_gpus(gpus), _vendors(gpus)), OTHER_BUILD
+        )
     if vendor is None:
         sentence, _, remedy = for_another_vendor(build.version, build.runtime, _vendors(gpus)[0]).partition("; ")
         return Finding("error", "torch", sentence, remedy)

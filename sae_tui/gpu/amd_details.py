@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu.amd_answers import Asking, number
 from sae_tui.gpu.base import THROTTLING, Condition
+from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -96,7 +97,7 @@ class AmdDetails:
             ecc_corrected=_whole(number(errors, "correctable_count")),
             ecc_uncorrected=_whole(number(errors, "uncorrectable_count")),
             bus_id=ask("amdsmi_get_gpu_device_bdf", handle),
-            driver=driver if driver != "N/A" else None,
+            driver=printable(driver) if driver and driver != "N/A" else None,
         )
 
     def _clock(self, kind: str) -> Any:

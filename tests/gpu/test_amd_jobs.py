@@ -92,6 +92,7 @@ def test_cards_of_both_vendors_are_listed_and_a_job_has_those_of_one(machine: Ma
     assert len({row["uuid"] for row in rows}) == 5
     chosen = machine.json("gpus", **both, ROCR_VISIBLE_DEVICES="1")
     assert [row["index"] for row in chosen] == [0, 1, 3]
+    assert machine.run("select", "-n", "3", **both).stdout == f"{','.join(UUIDS)}\n"
     (tmp_path / "job.toml").write_text(JOB)
     mixed = machine.run("validate", str(tmp_path / "job.toml"), "--gpus", "1,2", code=1, **both)
     assert "GPUs of NVIDIA and AMD cannot share a job" in mixed.stdout + mixed.stderr

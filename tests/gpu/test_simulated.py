@@ -95,7 +95,7 @@ def test_an_unknown_fault_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, te
 def test_every_backend_loads_by_its_name(name: str) -> None:
     source = load_source(name)
     assert source.name == ("nvml" if name == "auto" else name)
-    assert source.cuda is (source.name == "nvml")
+    assert source.cuda is (source.name in ("nvml", "amdsmi"))
 
 
 def test_options_reach_the_source() -> None:
@@ -103,7 +103,7 @@ def test_options_reach_the_source() -> None:
 
 
 def test_an_unknown_source_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match='must be "auto" or "nvml" or "simulated" or "none", not "rocm"'):
+    with pytest.raises(UserError, match='must be "auto" or "nvml" or "amdsmi" or "simulated" or "none", not "rocm"'):
         load_source("rocm")
 
 

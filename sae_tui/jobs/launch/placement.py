@@ -26,7 +26,7 @@ from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, refusal_of_mixture, refusal_of_slices
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
-from trainer.contract.planning.torch_build import installed_build
+from trainer.contract.planning.torch_build import installed_build, vendor_of_build
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, members
@@ -70,7 +70,10 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Recommend up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
+    """Recommend up to `count` GPUs that are free, readable and large enough, the one with most free memory first.
+
+    They are of one vendor.
+    """
     reasons, usable = {}, []
     for choice in choices:
         alone = "a slice of a card, which runs a job alone" if count > 1 and is_slice(choice.uuid) else ""
@@ -79,8 +82,21 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
         if not obstacle:
             usable.append(choice)
     usable.sort(key=lambda choice: (-(choice.memory_free_bytes or 0), choice.index))
-    gpus = tuple(choice.index for choice in usable[:count])
+    gpus = tuple(choice.index for choice in _of_one_vendor(usable, count)[:count])
     return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
+
+
+def _of_one_vendor(choices: Sequence[GpuChoice], count: int) -> Sequence[GpuChoice]:
+    """Return those of the vendor that PyTorch is built for, or else of the one with the most of `count` GPUs."""
+    by_vendor: dict[str, list[GpuChoice]] = {}
+    for choice in choices:
+        by_vendor.setdefault(choice.vendor, []).append(choice)
+    if len(by_vendor) < 2:
+        return choices
+    suited = vendor_of_build(list(by_vendor))
+    build = installed_build()
+    is_known = build is not None and build.runtime == VENDORS[suited].torch_runtime
+    return by_vendor[suited] if is_known else max(by_vendor.values(), key=lambda own: min(len(own), count))
 
 
 def place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
 from trainer.contract.planning.torch_build import installed_build
@@ -18,17 +18,18 @@ def cuda_problem(vendors: Collection[str] = ()) -> str:
     build = installed_build()
     if build is None:
         return ""
-    if not build.runtime:
-        return f'PyTorch {without_cuda(build.version, "GPUs")}; {OTHER_BUILD}, or choose "cpu"'
     wanted = [VENDORS[name] for name in vendors or vendors_here() if name in VENDORS]
+    if not build.runtime:
+        return f'PyTorch {without_cuda(build.version, "GPUs", wanted)}; {OTHER_BUILD}, or choose "cpu"'
     if not wanted or any(vendor.torch_runtime == build.runtime for vendor in wanted):
         return ""
     return f'PyTorch {for_another_vendor(build.version, build.runtime, wanted[0])}, or choose "cpu"'
 
 
-def without_cuda(version: str, gpus: str) -> str:
-    """Return `2.9.0+cpu is built without CUDA, so that no job can use the 2 GPUs`."""
-    return f"{version} is built without CUDA, so that no job can use the {gpus}"
+def without_cuda(version: str, gpus: str, vendors: Sequence[Vendor] = ()) -> str:
+    """Return `2.9.0+cpu is built without CUDA, so that no job can use the 2 GPUs`, or the like for others' cards."""
+    runtimes = " and ".join(dict.fromkeys(vendor.runtime_words for vendor in vendors)) or "CUDA"
+    return f"{version} is built without {runtimes}, so that no job can use the {gpus}"
 
 
 def for_another_vendor(version: str, runtime: str, vendor: Vendor) -> str:
