@@ -27,6 +27,7 @@ SLOW_S = 0.1
 ENERGY_EVERY = 10
 LARGEST_PID = 1 << 22  # of Linux
 MIB = 1 << 20
+PROCESS = "amdsmi_get_gpu_process_info"
 # Above it a limit of power is in microwatts, as ROCm 6 and 7 answer, and not in watts.
 MOST_WATTS = 100_000
 # Ways to split a card, of which SPX is none.
@@ -200,8 +201,10 @@ class _Card:
         if listed is None:
             return None
         found: dict[int, int | None] = {}
-        for each in listed:
-            pid = int(each["pid"])
+        for one in listed:
+            # ROCm 6.0 lists handles, of which each is to be asked.
+            each = one if isinstance(one, Mapping) else self._asking.ask(PROCESS, self.handle, one) or {}
+            pid = int(each.get("pid", 0))
             if 0 < pid <= LARGEST_PID:
                 found[pid] = _whole(number(each.get("memory_usage"), "vram_mem"))
         return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in found.items())

@@ -49,7 +49,7 @@ SOURCE = {
     ),
     DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
 }
-INSTALL = "install that of ROCm: `pip install /opt/rocm/share/amd_smi`"
+INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with pip"
 
 
 def card(code: int) -> str:

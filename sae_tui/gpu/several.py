@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from sae_tui.gpu import AUTO
+from sae_tui.gpu import AUTO, faults, vendor_to_name
 from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
+from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
     from sae_tui.gpu.ring import Reading
+
+
+# Before whoever opens all of them gives up.
+LIMIT_S = 0.8 * OPEN_LIMIT_S
 
 
 class Several:
@@ -34,9 +40,14 @@ class Several:
     def open(self) -> int:
         cards: list[tuple[GpuSource, int]] = []
         self._faults = []
-        for source in self._sources:
+        # Each on a thread of its own: a driver that never answers must not hide the others' cards.
+        counts = [(source, on_thread(source.open)) for source in self._sources]
+        deadline = time.monotonic() + LIMIT_S
+        for source, count in counts:
             try:
-                cards += [(source, number) for number in range(source.open())]
+                cards += [(source, number) for number in range(count.result(deadline - time.monotonic()))]
+            except TimeoutError:
+                self._faults.append(faults.silent(LIMIT_S, vendor_to_name(source.name).tool))
             except SourceUnavailable as error:
                 self._faults.append(error)
         if not cards:

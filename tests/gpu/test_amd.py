@@ -99,6 +99,11 @@ def test_a_card_without_a_sensor_of_its_hottest_place_tells_the_edges(on_amd: Ru
     assert sample["temperature_c"] == 51
 
 
+def test_a_name_cannot_steer_the_terminal(on_amd: Run) -> None:
+    sample, _ = on_amd(READ, NAME="MI\x1b[2J\n300")
+    assert sample["name"] == "MI\ufffd[2J\ufffd300"
+
+
 def test_a_lost_card_is_a_row_that_says_why_and_shifts_no_index(on_amd: Run) -> None:
     lost, named, other = on_amd(READ, FAULTS="0:all=14,1:busy=31,1:memory=31,1:junction=31,1:power=31", GPUS=3)
     assert (lost["healthy"], lost["uuid"], lost["name"]) == (False, "GPU-index-0", "AMD GPU")
@@ -181,7 +186,7 @@ print(json.dumps([asdict(amd.details(0, sample)), facts.driver, [asdict(pair) fo
         ({"INIT": 10}, "no permission", "usermod -aG render,video"),
         ({"INIT": 18}, "error 18", "amd-smi list"),
         ({"GPUS": 0}, "sees no GPUs", "--device=/dev/kfd"),
-        ({"ROCM_PATH": "/nowhere"}, "no ROCm library libamd_smi.so", "/opt/rocm/share/amd_smi"),
+        ({"ROCM_PATH": "/nowhere"}, "no ROCm library libamd_smi.so", "amd-smi-lib"),
     ],
 )
 def test_a_source_that_cannot_be_opened_says_why_and_what_to_do(

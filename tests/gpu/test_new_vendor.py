@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,17 @@ def test_a_vendor_whose_driver_fails_does_not_hide_another(frames: Path, tmp_pat
     assert [fault.sentence for fault in machine.facts().faults] == ["the abacus driver sees no frames"]
     with pytest.raises(SourceUnavailable, match="sees no frames"):
         Several([load_source("abacus")]).open()
+
+
+def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    never, stuck = threading.Event(), Cards(1)
+    monkeypatch.setattr(stuck, "open", never.wait)
+    monkeypatch.setattr("sae_tui.gpu.several.LIMIT_S", 1.0)
+    machine = Several([stuck, Cards(2)])
+    assert machine.open() == 2
+    (fault,) = machine.facts().faults
+    assert fault.sentence == "the GPU driver did not answer within 1 s"
+    never.set()
 
 
 @pytest.mark.parametrize(("gpus", "device"), [([0, 1], "cuda"), ([2, 3], "cpu"), ([1, 2], None), ("auto:2", None)])

@@ -39,6 +39,8 @@ ROCM_6_0 = {
     "amdsmi_get_clock_info": {"cur_clk": 1700, "max_clk": 1700, "min_clk": 500, "sleep_clk": 0xFFFFFFFF},
     "amdsmi_get_energy_count": {"power": 2_000_000_000, "counter_resolution": 15.259, "timestamp": 1},
     "amdsmi_get_gpu_activity": {"gfx_activity": 97, "umc_activity": 0xFFFF, "mm_activity": 0xFFFF},
+    "amdsmi_get_gpu_process_list": ["a handle"],
+    "amdsmi_get_gpu_process_info": {"name": "", "pid": 0xFFFF, "memory_usage": {"vram_mem": 5 << 20}},
 }
 ROCM_6_2 = {
     "amdsmi_get_power_info": {"current_socket_power": "N/A", "average_socket_power": 203, "power_limit": 300},
