@@ -26,9 +26,12 @@ gc.disable()
 import importlib.metadata, json, os, torch
 def installed(names):
     return next((d.version for d in importlib.metadata.distributions() if (d.name or "").startswith(names)), None)
+hip = getattr(torch.version, "hip", None)
+numbers = range(torch.cuda.device_count() if hip and torch.cuda.is_available() else 0)
 nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 print(json.dumps({
-    "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None),
+    "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": hip,
+    "cards": [torch.cuda.get_device_properties(number).gcnArchName for number in numbers],
     "available": torch.cuda.is_available(),
     "gpus": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
     "nccl": list(torch.cuda.nccl.version())[:3] if nccl else None,
@@ -40,7 +43,7 @@ os._exit(0)
 class TorchBuild(msgspec.Struct, frozen=True):
     """The torch that ranks import. `cuda`, `hip` (of ROCm) and `nccl` are the versions it was built with.
 
-    `nccl_installed` is the version of the package that is installed.
+    `nccl_installed` is the version of the package that is installed, `cards` the architectures of AMD's cards.
     """
 
     version: str
@@ -52,6 +55,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
     nccl_installed: str | None
     triton: str | None
     hip: str | None = None
+    cards: list[str] = []
 
     @property
     def runtime(self) -> str:
@@ -140,7 +144,14 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None
 
 
 def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
-    """Report cards that torch has no code for: neither of the same major capability nor PTX to compile."""
+    """Report cards that torch has no code for: neither of the same major capability nor PTX to compile.
+
+    Code for AMD's cards is for one architecture each.
+    """
+    lacking = dict.fromkeys(card.partition(":")[0] for card in build.cards)
+    if build.archs and (unknown_cards := [card for card in lacking if card not in build.archs]):
+        sentence = f"{build.version} has no code for {join_words(unknown_cards)}, only for {' '.join(build.archs)}"
+        yield Finding("error", "torch", sentence, OTHER_BUILD)
     unknown = {
         index: capability
         for index, capability in enumerate(gpus.facts.capabilities)

@@ -75,6 +75,7 @@ class Amd:
             driver=version and printable(version),
             nvlinks=tuple(linked[card.index] for card in self._cards),
             pairs=pairs,
+            faults=faults.of_driver(),
         )
 
     def _pair(self, asking: Asking, one: _Card, other: _Card) -> GpuPair:

@@ -5,7 +5,9 @@ By the numbers of AMD SMI, which are the same in ROCm 6 and 7.
 
 from __future__ import annotations
 
-from sae_tui.gpu.base import SourceUnavailable
+import os
+
+from sae_tui.gpu.base import DriverFault, SourceUnavailable
 
 # What a card, this driver or this version of the library does not have, as against a sensor that fails.
 MISSING = frozenset({2, 3, 5, 20, 40, 52})
@@ -41,12 +43,12 @@ SENSOR = {
     31: "GPU lost",
     43: "unexpected answer",
 }
+# What programs compute through; AMD SMI reads much without it.
+COMPUTE_FILE = "/dev/kfd"
+JOIN_GROUPS = "join its groups with `sudo usermod -aG render,video $USER`, and log in again"
 SOURCE = {
     4: ("AMD SMI cannot load the libraries that it needs", "install ROCm's amd-smi-lib and libdrm again"),
-    NO_PERMISSION: (
-        "no permission to use the AMD driver",
-        "join its groups with `sudo usermod -aG render,video $USER`, and log in again",
-    ),
+    NO_PERMISSION: ("no permission to use the AMD driver", JOIN_GROUPS),
     DRIVER_NOT_LOADED: ("the AMD driver is not loaded", "load it with `sudo modprobe amdgpu`, or reboot"),
 }
 INSTALL = "install ROCm's package amd-smi-lib, or amdsmi of ROCm's version with pip"
@@ -69,7 +71,9 @@ def source(code: int) -> SourceUnavailable:
 
 
 def no_gpus() -> SourceUnavailable:
-    """Return the error for a driver that sees no GPUs."""
+    """Return the error for a driver that sees no GPUs, at least for this user."""
+    if of_driver():
+        return source(NO_PERMISSION)
     remedy = "compare with `amd-smi list`; start a container with --device=/dev/kfd --device=/dev/dri"
     return SourceUnavailable("the AMD driver sees no GPUs", remedy)
 
@@ -82,3 +86,11 @@ def no_module() -> SourceUnavailable:
 def broken_module(why: str) -> SourceUnavailable:
     """Return the error for a module that cannot be used, such as one of another version than the library."""
     return SourceUnavailable(f"the Python module amdsmi cannot be used ({why})", INSTALL, is_broken=True)
+
+
+def of_driver() -> tuple[DriverFault, ...]:
+    """Return what keeps PyTorch from cards that can be read."""
+    if not os.path.exists(COMPUTE_FILE) or os.access(COMPUTE_FILE, os.R_OK | os.W_OK):
+        return ()
+    sentence = f"no permission to use {COMPUTE_FILE}, without which PyTorch sees no GPU of AMD"
+    return (DriverFault(sentence, JOIN_GROUPS),)

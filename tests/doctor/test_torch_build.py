@@ -19,7 +19,8 @@ __version__ = {version!r}
 version = N(cuda={cuda!r}, hip={hip!r})
 distributed = N(is_available=lambda: True, is_nccl_available=lambda: {nccl!r} is not None)
 cuda = N(is_available=lambda: {available!r}, device_count=lambda: 2, get_arch_list=lambda: {archs!r},
-         nccl=N(version=lambda: {nccl!r}))
+         nccl=N(version=lambda: {nccl!r}),
+         get_device_properties=lambda index: N(gcnArchName=("gfx942:sramecc+:xnack-", "gfx1031")[index]))
 """
 ON_12 = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=((9, 0), (9, 0)))
 
@@ -122,9 +123,12 @@ def test_several_gpus_need_nccl_and_one_does_not(torch_says) -> None:
 
 def test_a_build_for_rocm_on_a_box_with_cards_of_amd_is_ok(torch_says) -> None:
     rocm = {"cuda": None, "hip": "6.4.43482", "source": "amdsmi", "triton": "pytorch_triton_rocm"}
-    torch, rccl = torch_says(**rocm, archs=("gfx90a", "gfx942"))
+    torch, rccl = torch_says(**rocm, archs=("gfx942", "gfx1031"))
     assert (torch.level, torch.sentence) == ("ok", "2.9.0, built for ROCm 6.4.43482")
     assert (rccl.subject, rccl.level) == ("RCCL", "ok")
+    unknown = torch_says(**rocm, archs=("gfx90a", "gfx942"))[1]
+    assert unknown.level == "error"
+    assert unknown.sentence == "2.9.0 has no code for gfx1031, only for gfx90a gfx942"
     hidden = torch_says(**rocm, available=False, HIP_VISIBLE_DEVICES="0")[0]
     assert hidden.remedy == 'unset HIP_VISIBLE_DEVICES, which is "0"'
 

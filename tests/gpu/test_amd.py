@@ -14,8 +14,9 @@ import pytest
 from support import amd_shapes
 from support.amd_driver import build_library, environment, module_folder
 
-from sae_tui.gpu import amd
+from sae_tui.gpu import amd, amd_faults
 from sae_tui.gpu.amd import Amd
+from sae_tui.gpu.base import SourceUnavailable
 
 Run = Callable[..., Any]
 READ = """
@@ -227,3 +228,20 @@ def test_a_serial_number_that_is_none_is_a_marked_stand_in(monkeypatch: pytest.M
         sample = source.sample(0, processes=False)
         assert (sample.name, sample.uuid, sample.healthy) == ("AMD GPU", "GPU-index-0", True)
         assert sample.failed["uuid"] in ("not supported", "unknown")
+
+
+def test_a_user_who_may_not_compute_is_told_so_though_cards_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(**amd_shapes.ROCM_7_0))
+    monkeypatch.setattr(amd_faults, "COMPUTE_FILE", str(tmp_path))
+    source = Amd()
+    source.open()
+    assert source.facts().faults == ()
+    monkeypatch.setattr(amd_faults.os, "access", lambda *_: False)
+    (fault,) = source.facts().faults
+    assert "without which PyTorch sees no GPU of AMD" in fault.sentence
+    assert "usermod -aG render,video" in fault.remedy
+    monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(amdsmi_get_processor_handles=[]))
+    with pytest.raises(SourceUnavailable, match="no permission to use the AMD driver"):
+        Amd().open()

@@ -56,6 +56,7 @@ ROCM_7_0 = {
 }
 COMMON: dict[str, Any] = {
     "amdsmi_init": None,
+    "amdsmi_shut_down": None,
     "amdsmi_get_processor_handles": ["a"],
     "amdsmi_get_gpu_asic_info": {"market_name": "0x740f", "asic_serial": "0x00A1B2C3D4E5F607"},
     "amdsmi_get_gpu_vram_usage": {"vram_total": 65520, "vram_used": 12},
