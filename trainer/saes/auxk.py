@@ -57,7 +57,7 @@ class AuxK(nn.Module):
         fixed = sae.input_bias.detach()
         # Nothing is added, but this is where input_bias gets its gradient: a product with one vector, not with x's.
         b_enc = b_enc + W_enc.detach() @ (fixed - sae.input_bias)
-        pre_acts = torch.addmm(b_enc, x - fixed, W_enc.T).masked_fill(~is_dead, -torch.inf)
+        pre_acts = torch.addmm(b_enc.masked_fill(~is_dead, -torch.inf), x - fixed, W_enc.T)
         acts = pre_acts.relu() * _are_strongest(pre_acts.detach(), n_chosen, sae.latents.group)
         return part_summed(acts @ W_dec, sae.latents.group), is_any_dead
 

@@ -8,6 +8,8 @@ from support.saes import assert_same, batch, gradients, peers_losses, peers_twin
 from torch import Tensor
 
 from trainer.contract.errors import UserError
+from trainer.saes.auxk import AuxK
+from trainer.saes.base import Sae
 from trainer.saes.losses import auxk_error
 from trainer.saes.topk import TopK
 
@@ -127,6 +129,25 @@ def test_of_many_dead_latents_those_silent_for_longest_are_candidates() -> None:
     grads = gradients(sae, run(sae, batch(400)).losses["auxk"])
     touched = (grads["W_enc"].abs().sum(dim=0) > 0).nonzero().flatten()
     assert touched.tolist() == list(range(sae.d_sae - 6, sae.d_sae))
+
+
+@pytest.mark.parametrize("n_dead", [0, 3])
+def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
+    n_dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def candidates(self: AuxK, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
+        longest = sae.n_tokens_since_fired.topk(2 * self.k_aux).indices
+        is_dead = sae.dead()[longest]
+        return longest, is_dead, is_dead.any(), self.k_aux
+
+    monkeypatch.setattr(AuxK, "_candidates", candidates)
+    monkeypatch.setattr(Sae, "may_have_dead", lambda sae: True)
+    sae, x = random_topk(), batch()
+    sae.n_tokens_since_fired[7 : 7 + n_dead] = 1000
+    output, (naive, _) = run(sae, x), naive_losses(sae, x)
+    assert_same(output.losses, naive)
+    expected = gradients(sae, naive["auxk"]) if n_dead else {k: torch.zeros_like(p) for k, p in sae.named_parameters()}
+    assert_same(gradients(sae, output.losses["auxk"]), expected)
 
 
 def test_auxk_does_not_pull_the_living_towards_what_suits_the_dead() -> None:
