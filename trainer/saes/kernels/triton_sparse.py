@@ -68,7 +68,9 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     Entries that are not `filled` are in no bag and get 0.
     """
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
-    shape = _tile(_power_of_two(n_entries // max(n_bags, 1), least=8, most=32), n_columns)
+    n_filled, n_expected = filled or (None, n_entries)
+    # Short bags would leave most of a taller tile empty.
+    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=8, most=32), n_columns)
     # Where all rows are more than the cache holds, each program multiplies a part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))
@@ -76,7 +78,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     make = rows.new_empty if filled is None else rows.new_zeros
     out = make(n_parts, n_entries, dtype=torch.float32)
     if n_entries:
-        tensors = out, dense.contiguous(), rows.contiguous(), indices, starts, filled and filled.n
+        tensors = out, dense.contiguous(), rows.contiguous(), indices, starts, n_filled
         with torch.cuda.device_of(rows):
             _multiply_rows[n_bags, n_parts](*tensors, n_entries, n_columns, blocks_per_part * shape["COLUMNS"], **shape)
     return out[0] if n_parts == 1 else out.sum(dim=0)
