@@ -20,6 +20,7 @@ from triton.runtime.jit import KernelInterface
 
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
+from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import foreseen, sparse, triton_sparse
 from trainer.training.learner import Learner
@@ -136,6 +137,7 @@ class OpLog(TorchDispatchMode):
         with (
             mock.patch.object(KernelInterface, "__getitem__", launcher),
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
+            mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):
             yield
 
@@ -170,7 +172,8 @@ def recorded_step(
     above = job.sae.knobs.n_active * n_tokens // ranks.latents.size
     with fake_gpu(None if dense else above):
         log = OpLog()
-        learner = Learner(job, d_in, None, ranks)
+        with log.kernels():
+            learner = Learner(job, d_in, None, ranks)
         x = torch.empty(n_tokens, d_in, device=DEVICE)
         for number in range(foreseen.MEMORY + 1):
             if dead:
@@ -189,8 +192,8 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
     called = dict(zip(kernel.arg_names, args, strict=False)) | named
     arguments = {name: _operand(one) if isinstance(one, Tensor) else one for name, one in called.items()}
     tensors = [(name, one) for name, one in arguments.items() if isinstance(one, Operand)]
-    # By its name is known what is written.
-    writes = tuple(one for name, one in tensors if name.startswith("out"))
+    # By its name is known what is written, and what is both read and written.
+    writes = tuple(one for name, one in tensors if name.startswith(("out", "inout")))
     reads = tuple(one for name, one in tensors if not name.startswith("out"))
     shape = tuple(map(int, grid(named) if callable(grid) else (grid if isinstance(grid, tuple) else (grid,))))
     return Op(kernel.__name__, reads, writes, _place(), kernel, shape, tuple(arguments.items()))

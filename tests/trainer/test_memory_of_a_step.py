@@ -16,6 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from trainer.contract.planning import memory
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
+from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import sparse
 from trainer.training.learner import Learner
@@ -37,9 +38,24 @@ class Kernels:
         return rows.new_empty(len(indices), dtype=torch.float32)
 
 
+class UpdateKernels:
+    """A stand-in for those of an update."""
+
+    WIDEST, Matrix, Constants = triton_update.WIDEST, triton_update.Matrix, triton_update.Constants
+
+    @staticmethod
+    def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:
+        return None if unit_rows is None else torch.empty_like(squares)
+
+    @staticmethod
+    def step(*arguments: object) -> None:
+        """Change weights and moments in place."""
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield
 

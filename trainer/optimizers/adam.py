@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Optimizer
-from trainer.optimizers.tiled import Betas, adam_step
+from trainer.optimizers.base import Optimizer, RowStep
+from trainer.optimizers.row_adam import RowAdam
+from trainer.optimizers.tiled import adam_step, betas_of
 
 # Without what torch 2.6 to 2.13 wrap around it: that loads the compiler (see `Optimizer`).
 _FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
@@ -45,23 +46,31 @@ class Adam(torch.optim.Adam, Optimizer):
         return 6e-3 * math.sqrt(3072 / d_sae)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        if self._codec != "fp32":
+            group = group | {"params": [one for one in group["params"] if one.dim() < 2]}
         # A fused kernel on a CPU first copies what does not lie in the order of its dimensions, as W_enc does not.
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(_as_it_lies, tensors)
         return has_complex
 
+    def by_rows(self) -> RowStep | None:
+        """Return a step by kernels where the latents are on a GPU on which they work."""
+        return RowAdam.of(self, self._codec)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        if self._codec == "fp32":
-            _FUSED_STEP(self, closure)
-            return
+        if self._codec != "fp32":
+            self._step_matrices()
+        _FUSED_STEP(self, closure)
+
+    def _step_matrices(self) -> None:
+        """Step the matrices, whose moments are not in fp32."""
         for group, parameter, grad in self.with_gradient():
-            beta1, beta2 = group["betas"]
-            betas = Betas(beta1, beta2, group["eps"])
-            state, now, axis = self.state[parameter], self.now(group, parameter), self.latent_axes.get(parameter)
-            adam_step(parameter, grad, state, self._codec, betas, now, axis)
+            if parameter.dim() > 1:
+                betas, axis = betas_of(group), self.latent_axes.get(parameter)
+                adam_step(parameter, grad, self.state[parameter], self._codec, betas, self.now(group, parameter), axis)
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

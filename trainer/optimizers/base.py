@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -31,6 +32,33 @@ class LatentAxis(NamedTuple):
     ids: Tensor
 
 
+class Follower(NamedTuple):
+    """A parameter that goes `share` of the way of another, transposed, beside its own steps."""
+
+    parameter: nn.Parameter
+    share: float
+
+
+class RowStep(ABC):
+    """Steps matrices, each latent's weights in one pass, where an optimizer can do so.
+
+    It takes the part of a gradient along a row of length 1 out, and scales the row back: what the caller of `step` does
+    otherwise. Followers go with what they follow.
+    """
+
+    @abstractmethod
+    def measure(self) -> Tensor:
+        """Return Σ‖g‖² of the matrices' gradients, fp64, 0-dim; of rows of length 1 only what lies across them."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it."""
+
+    @abstractmethod
+    def steps(self, parameter: nn.Parameter) -> bool:
+        """Tell whether it steps a parameter."""
+
+
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose whole state is tensors in `state[parameter]`, which is what a checkpoint holds.
 
@@ -46,6 +74,8 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # Where the latents of a parameter are; those without any are left out.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
+    # What goes with the unit rows of another parameter, by that one.
+    followers: Mapping[nn.Parameter, Follower] = MappingProxyType({})
     # With a schedule of its own, the learning rate is not decayed at the end.
     is_schedule_free = False
 
@@ -59,6 +89,10 @@ class Optimizer(torch.optim.Optimizer):
     def auto_lr(d_sae: int) -> float:
         """Return the full learning rate that suits a dictionary of this width."""
         raise NotImplementedError
+
+    def by_rows(self) -> RowStep | None:
+        """Return what steps matrices in one pass, where there is anything that does; the attributes above are set."""
+        return None
 
     def use_trained_weights(self) -> None:
         """Put the weights to evaluate and save into the parameters, where they differ from those that are stepped."""

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.contract.planning.memory import CUDA_TILE
 from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
-# Weights in a tile: on a CPU its twenty passes stay in the cache.
-_TILE = {"cpu": 2**16, "cuda": CUDA_TILE}
+# Weights in a tile: on a CPU its twenty passes stay in the cache. A GPU steps all but a skip connection by rows, unless
+# Triton fails there: then nothing is compiled either, and a tile takes 200 MB while it is stepped.
+_TILE = {"cpu": 2**16, "cuda": 2**23}
 # Modulo 2^16 the multiples of these are spread evenly, so that the roundings of a weight are over its steps: 2^16
 # over the plastic number and over its square (Roberts' R2 sequence), and over the golden ratio.
-_BY_STEP, _BY_COLUMN, _BY_ROW = 49471, 37345, 40503
+BY_STEP, BY_COLUMN, BY_ROW = 49471, 37345, 40503
 
 
 class Betas(NamedTuple):
@@ -26,6 +26,12 @@ class Betas(NamedTuple):
     beta1: float
     beta2: float
     eps: float
+
+
+def betas_of(group: dict[str, Any]) -> Betas:
+    """Return the constants of a group of torch's Adam."""
+    beta1, beta2 = group["betas"]
+    return Betas(beta1, beta2, group["eps"])
 
 
 @torch.no_grad()
@@ -51,11 +57,14 @@ def adam_step(
     step = state["step"] + 1
     whole, gradient = _as_matrix(weight), _as_matrix(grad)
     moments = {name: _as_matrix(moment) for name, moment in state.items() if name != "step"}
+    correction1, correction2 = 1 - betas.beta1 ** step.double(), 1 - betas.beta2 ** step.double()
+    # Computed once: compiled into a kernel, powers in float64 would be taken for every weight.
+    rates = (~now.skips * now.lr / correction1).float(), correction2.sqrt().float()
     by_row, by_column = _dithers(whole, step, now.skips, axis)
     for rows, columns in _tiles(whole, dim):
         tile = {name: _part(moment, whole.shape, rows, columns) for name, moment in moments.items()}
         dithers = by_row[rows], by_column[columns]
-        _update(whole[rows, columns], gradient[rows, columns], tile, dithers, step, betas, now, how, dim)
+        _update(whole[rows, columns], gradient[rows, columns], tile, dithers, rates, betas, now, how, dim)
     state["step"].copy_(torch.where(now.skips, state["step"], step))
 
 
@@ -95,8 +104,8 @@ def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids
-    rows = numbers[0][:, None] * _BY_ROW + step.long() * _BY_STEP
-    columns = numbers[1] * _BY_COLUMN
+    rows = numbers[0][:, None] * BY_ROW + step.long() * BY_STEP
+    columns = numbers[1] * BY_COLUMN
     rows, columns = torch.where(skips, 2**15, rows), torch.where(skips, 0, columns)
     return (rows & 0xFFFF).int(), (columns & 0xFFFF).int()
 
@@ -107,19 +116,21 @@ def _update(
     grad: Tensor,
     state: State,
     dithers: tuple[Tensor, Tensor],
-    step: Tensor,
+    rates: tuple[Tensor, Tensor],
     betas: Betas,
     now: Now,
     codec: Codec,
     dim: int,
 ) -> None:
-    """Apply Kingma & Ba's algorithm 1 in place; a step that is skipped adds 0 to everything."""
+    """Apply Kingma & Ba's algorithm 1 in place; a step that is skipped adds 0 to everything.
+
+    `rates` are the learning rate by the first moment's correction, and the root of the second's.
+    """
     beta1, beta2, eps = betas
     taken, grad = ~now.skips, now.gradient(grad)
     m, v = codec.read(state)
     m.lerp_(grad, taken * (1 - beta1))
     v.lerp_(grad.square_(), taken * (1 - beta2))
-    correction1, correction2 = 1 - beta1 ** step.double(), 1 - beta2 ** step.double()
-    rate = (taken * now.lr / correction1).float()
-    weight.addcdiv_(m * rate, v.sqrt().div_(correction2.sqrt().float()).add_(eps), value=-1)
+    rate, root2 = rates
+    weight.addcdiv_(m * rate, v.sqrt().div_(root2).add_(eps), value=-1)
     codec.write(state, m, v, dim, (dithers[0] + dithers[1]) & 0xFFFF)

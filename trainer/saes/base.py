@@ -296,9 +296,8 @@ class Sae(nn.Module, ABC):
             parallel = torch.einsum("ij,ij->i", grad, weights)
             grad.addcmul_(parallel[:, None], weights, value=-1)
 
-    def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Bring the weights of the latents `rows` back into their allowed range after a step."""
-        self.normalise_decoder(skips, rows)
+    def constrain(self, rows: slice = ALL) -> None:
+        """Bring what else the latents `rows` have into its allowed range after a step, W_dec's rows having length 1."""
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:

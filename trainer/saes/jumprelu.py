@@ -75,8 +75,7 @@ class JumpReLU(Penalised):
         return torch.tanh(scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
 
     @torch.no_grad()
-    def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        super().constrain(skips, rows)
+    def constrain(self, rows: slice = ALL) -> None:
         # Below 0 nothing jumps, and the window's gradients would be those of something that does not happen.
         self.threshold[rows].clamp_min_(0)
 

@@ -19,9 +19,9 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.schedule import lr_factor
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import LatentAxis, Optimizer
+from trainer.optimizers.base import Follower, LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.group import dense, own_part, sum_of
+from trainer.parallel.group import own_part, sum_of
 from trainer.parallel.latents import Latents
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
 from trainer.runtime.precision import autocast, resolve_precision
@@ -30,8 +30,9 @@ from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, prepare, total_square
+from trainer.training.gradients import LossScale, prepare
 from trainer.training.sharded_state import ShardedState, under
+from trainer.training.update import RowUpdate, Squares, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
 
 
@@ -80,12 +81,12 @@ class Learner:
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
         self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
-        self._following = self._follow(following)
         self._decay_fraction = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
+        self._update = self._update_of(following)
         self._precision = resolve_precision(self._train.precision, device)
         self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
@@ -96,12 +97,15 @@ class Learner:
         self.overflowed = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
 
-    def _follow(self, rates: FollowingRates | None) -> Following | None:
-        """Return what moves encoders with their decoders, where there are rates for that."""
-        if rates is None:
-            return None
-        asked = self._job.sae.encoder_scale
-        return Following(self.sae.encoder_scale if asked == "auto" else asked, self.stepped.parameters)
+    def _update_of(self, rates: FollowingRates | None) -> Update:
+        """Return how weights are stepped; with `rates` encoders go with their decoders."""
+        of = self.sae, self.stepped, self.optimizer
+        asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
+        share = self.sae.encoder_scale if asked == "auto" else asked
+        if rates is not None:
+            self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
+        by_rows = self.optimizer.by_rows()
+        return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
@@ -179,18 +183,16 @@ class Learner:
     def update(self) -> None:
         """Take the step, unless a gradient is not finite: then change nothing but the count of such steps."""
         self.stepped.begin()
-        self.sae.project_gradient(self.stepped.rows)
+        squares = self._update.measure()
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
         scale = self.loss_scale.factor * share
-        norm = self._total_norm()
+        norm = self._total_norm(squares)
         self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
         overflowed = self.sae.has_overflowed()
         bad_gradient = bad if overflowed is None else bad * ~overflowed
         self.loss_scale.update(bad_gradient)
         self.optimizer.found_inf = bad
-        with self._following.apart(bad > 0) if self._following else contextlib.nullcontext():
-            self.optimizer.step()
-            self.sae.constrain(bad > 0, self.stepped.rows)
+        self._update.take(bad > 0)
         self.stepped.end()
         self.sae.zero_grad()
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
@@ -200,16 +202,10 @@ class Learner:
         if overflowed is not None:
             self.overflowed += bad - bad_gradient
 
-    def _total_norm(self) -> Tensor:
-        """Return the gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
-        dims = self.sae.latent_dims()
-        parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, parameter in self.stepped.parameters.items():
-            if parameter.grad is not None:
-                parts[name in dims].append(dense(parameter.grad))
-        of_latents, of_all = (total_square(parts[is_own]) for is_own in (True, False))
-        of_latents = sum_of(sum_of(of_latents, self.stepped.others), self.latents.group)
-        return (of_latents + of_all).sqrt().float()
+    def _total_norm(self, squares: Squares) -> Tensor:
+        """Return the gradient's norm over all latents, 0-dim, from this rank's squares."""
+        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
+        return (of_latents + squares.of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
         """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""

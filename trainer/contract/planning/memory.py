@@ -25,8 +25,6 @@ PROCESS_BYTES = 570 * 2**20
 ALLOCATOR_SLACK = 0.13
 # Bytes of one value of optimizer state; int8 also stores a scale for every block.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
-# Weights whose optimizer state a GPU unpacks to fp32 at a time: these are one or two compiled kernels.
-CUDA_TILE = 2**23
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -167,6 +165,5 @@ def state_bytes(train: Train) -> float:
 
 
 def _update_bytes(train: Train, stepped: float) -> int:
-    """Return the bytes an update needs beside the state; moments stored in less than fp32 are unpacked tile by tile."""
-    tiles = 6 * min(4 * CUDA_TILE, stepped / 2) if train.knobs.state_dtype != "fp32" else 0
-    return round(OPTIMIZERS[train.optimizer].scratch * stepped / 2 + tiles)
+    """Return the bytes an update needs beside the state."""
+    return round(OPTIMIZERS[train.optimizer].scratch * stepped / 2)

@@ -7,9 +7,6 @@ core at 4,096 tokens, d_in 384, d_sae 3,072 and k 32 these take 5, 7 and 8 ms wh
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
 
@@ -110,16 +108,5 @@ def triton_for(rows: Tensor) -> ModuleType | None:
     return _working_triton(rows.device) if rows.is_cuda and rows.dtype != torch.float64 else None
 
 
-@functools.cache
 def _working_triton(device: torch.device) -> ModuleType | None:
-    """Import and try out the Triton kernels; warn and return None where they fail.
-
-    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing.
-    """
-    try:
-        module = importlib.import_module("trainer.saes.kernels.triton_sparse")
-        module.try_out(device)
-    except Exception as error:
-        warnings.warn(f"sparse products on {device} go without Triton, slower: {error}", stacklevel=2)
-        return None
-    return module
+    return working_kernels("trainer.saes.kernels.triton_sparse", "sparse products", device)

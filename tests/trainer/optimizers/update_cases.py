@@ -1,0 +1,211 @@
+"""The kernels of an update against float64 and against the passes they replace; `test_triton_update.py` runs this.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+from torch import Tensor, nn
+
+from trainer.optimizers import row_adam, triton_update
+from trainer.optimizers.adam import Adam
+from trainer.optimizers.base import Follower, LatentAxis
+from trainer.parallel.base import Parallel
+from trainer.training.following import Following
+from trainer.training.learner import Learner
+from trainer.training.update import RowUpdate, Update
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+# Ways that an update may go: encoders that follow decoders or do not, rows of any length, other parameters, moments.
+WAYS: list[tuple[dict[str, Any], str]] = [
+    ({"architecture": "topk"}, "fp32"),
+    ({"architecture": "topk"}, "bf16"),
+    ({"architecture": "topk"}, "int8"),
+    ({"architecture": "topk", "encoder_follows": "off"}, "fp32"),
+    ({"architecture": "standard"}, "bf16"),
+    ({"architecture": "jumprelu"}, "int8"),
+]
+
+
+@pytest.fixture(autouse=True)
+def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the kernels also for tensors that are not on a GPU."""
+    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
+
+
+def rows(n: int, d: int, seed: int) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37, 64, 100, 300])
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_what_is_measured_is_what_float64_measures(width: int, size: float) -> None:
+    grad, weight = rows(5, width, 1), nn.functional.normalize(rows(5, width, 2))
+    grad[2] = 0
+    # Almost all of this one lies along its row.
+    grad[3] = weight[3] + size * grad[3]
+    squares = torch.empty(5, device=DEVICE)
+    dots = triton_update.measure(grad, weight, squares)
+    exact = (grad.double() * weight.double()).sum(dim=1)
+    torch.testing.assert_close(dots.double(), exact, rtol=1e-6, atol=1e-6)
+    across = grad.double() - dots.double()[:, None] * weight.double()
+    torch.testing.assert_close(squares.double(), across.square().sum(dim=1), rtol=1e-3, atol=1e-13)
+    assert triton_update.measure(grad, None, squares) is None
+    torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
+
+
+def learners(sae: dict[str, Any], d_out: int | None = None, **train: Any) -> tuple[Learner, Learner]:
+    """Return one SAE twice: stepped by the kernels, and by passes over whole matrices."""
+    settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
+    job = job_of({"d_sae": 6, "k": 3} | sae, settings)
+    by_rows, by_passes = (Learner(job, 70, d_out, Parallel(DEVICE)) for _ in range(2))
+    for one in (by_rows, by_passes):
+        one.initialise(rows(50, 70, 9), rows(50, d_out or 70, 10 if d_out else 9))
+    follower = by_passes.optimizer.followers.get(by_passes.stepped.parameters["W_dec"])
+    following = follower and Following(follower.share, by_passes.stepped.parameters)
+    by_passes._update = Update(by_passes.sae, by_passes.stepped, by_passes.optimizer, following)
+    assert isinstance(by_rows._update, RowUpdate)
+    return by_rows, by_passes
+
+
+def step(one: Learner, number: int, bad: float | None = None) -> None:
+    """Take a step; with a gradient that is `bad` in one place."""
+    one.begin_step(number)
+    x = rows(16, 70, number)
+    one.accumulate(x, rows(16, one.sae.d_out, 50 + number) if one.sae.is_transcoder else x)
+    if bad is not None:
+        one.sae.W_enc.grad[2, 3] = bad
+    one.update()
+
+
+def state(one: Learner) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in one.state.tensors()}
+
+
+def assert_alike(one: Learner, other: Learner) -> None:
+    found, expected = state(one), state(other)
+    assert found.keys() == expected.keys()
+    # Of a step of 1e-2, what another code for its moment makes.
+    off = 3e-7 if found["optimizer.exp_avg.W_enc"].dtype == torch.float32 else 2e-4
+    for name, value in found.items():
+        assert value.stride() == expected[name].stride(), name
+        if value.dtype in (torch.int8, torch.uint8, torch.bfloat16):
+            # Where a number lies at the edge of two codes, the last digits decide.
+            codes, others = (t.view(torch.int16) if t.dtype == torch.bfloat16 else t for t in (value, expected[name]))
+            different = (codes.int() - others.int()).abs()
+            assert int(different.max()) <= 1, name
+            assert float(different.float().mean()) < 0.01, name
+            continue
+        torch.testing.assert_close(value, expected[name], rtol=2e-5, atol=off, msg=name)
+
+
+@pytest.mark.parametrize(("sae", "moments"), WAYS, ids=str)
+def test_steps_are_those_of_whole_passes(sae: dict[str, Any], moments: str) -> None:
+    by_rows, by_passes = learners(sae, state=moments)
+    by_rows.loss_scale.factor.fill_(1024)  # no digit is lost
+    for number in range(2):
+        step(by_rows, number)
+        step(by_passes, number)
+        torch.testing.assert_close(by_rows.grad_norm, by_passes.grad_norm, rtol=1e-4, atol=0)
+    assert_alike(by_rows, by_passes)
+
+
+def test_so_are_those_of_transcoders() -> None:
+    one, other = learners({"architecture": "batch_topk", "skip": True}, d_out=130)
+    step(one, 0)
+    step(other, 0)
+    assert_alike(one, other)
+
+
+@pytest.mark.parametrize(("moments", "bad"), [("fp32", torch.nan), ("bf16", torch.nan), ("int8", torch.inf)])
+def test_a_step_that_is_skipped_changes_no_bit(moments: str, bad: float) -> None:
+    one, _ = learners({"architecture": "topk"}, state=moments)
+    step(one, 0, bad)  # before there is any state
+    step(one, 1)
+    before = state(one)
+    step(one, 2, bad)
+    after = state(one)
+    assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
+    assert one.take_skipped() == (2, 1)
+    step(one, 3)
+    assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
+
+
+def test_a_run_goes_on_by_passes_where_it_was_left_by_rows() -> None:
+    by_rows, by_passes = learners({"architecture": "topk"}, state="int8")
+    for number in range(2):
+        step(by_rows, number)
+    by_passes.state.load(state(by_rows))
+    step(by_rows, 2)
+    step(by_passes, 2)
+    assert_alike(by_rows, by_passes)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_a_latent_takes_the_same_step_whichever_others_its_rank_has(moments: str) -> None:
+    # To the last bit, so that neither shares of the step nor the order of programs show.
+    def stepped(some: Tensor) -> list[Tensor]:
+        weights = nn.Parameter(nn.functional.normalize(rows(7, 70, 1))[some])
+        encoder = nn.Parameter(rows(7, 70, 2)[some].T)
+        optimizer = Adam([weights, encoder], 1e-2, beta1=0.9, beta2=0.999, state=moments)
+        optimizer.unit_rows = (weights,)
+        optimizer.latent_axes = {weights: LatentAxis(0, some), encoder: LatentAxis(1, some)}
+        optimizer.followers = {weights: Follower(encoder, 0.3)}
+        optimizer.found_inf = torch.zeros((), device=DEVICE)
+        by_rows = optimizer.by_rows()
+        assert by_rows is not None
+        for number in range(2):
+            weights.grad, encoder.grad = rows(7, 70, 10 + number)[some], rows(7, 70, 20 + number)[some].T
+            by_rows.measure()
+            by_rows.step()
+        return [weights.detach(), encoder.detach().T, optimizer.state[encoder]["exp_avg"].T]
+
+    whole = stepped(torch.arange(7, device=DEVICE))
+    for some in (torch.tensor([5]), torch.tensor([6, 0, 3]), torch.tensor([], dtype=torch.int64)):
+        for part, all_rows in zip(stepped(some.to(DEVICE)), whole, strict=True):
+            assert torch.equal(part, all_rows[some])
+
+
+def test_the_weights_are_those_of_float64() -> None:
+    weights = nn.Parameter(nn.functional.normalize(rows(4, 37, 1)))
+    optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
+    optimizer.unit_rows, optimizer.latent_axes = (weights,), {weights: LatentAxis(0, torch.arange(4, device=DEVICE))}
+    optimizer.found_inf = torch.zeros((), device=DEVICE)
+    by_rows = optimizer.by_rows()
+    assert by_rows is not None
+    exact = weights.detach().double()
+    m, v = torch.zeros_like(exact), torch.zeros_like(exact)
+    for number in range(1, 6):
+        weights.grad = rows(4, 37, 10 + number)
+        grad = weights.grad.double()
+        by_rows.measure()
+        by_rows.step()
+        grad -= (grad * exact).sum(dim=1, keepdim=True) * exact
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        exact = exact - 1e-2 * m / (1 - 0.9**number) / ((v / (1 - 0.999**number)).sqrt() + 6.25e-10)
+        exact /= exact.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(weights.detach().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+def test_matrices_that_do_not_lie_by_latents_are_left_to_the_optimizer() -> None:
+    weights = nn.Parameter(rows(6, 8, 1))
+    for axis, is_stepped in ((LatentAxis(0, torch.arange(6)), True), (LatentAxis(1, torch.arange(8)), False)):
+        optimizer = Adam([weights], 1e-2, beta1=0.9, beta2=0.999, state="fp32")
+        optimizer.latent_axes = {weights: axis}
+        assert (optimizer.by_rows() is not None) == is_stepped
+
+
+def test_the_kernels_pass_their_own_trial() -> None:
+    triton_update.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_update, "step", lambda matrix, constants: None)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_update.try_out(DEVICE)

@@ -1,0 +1,108 @@
+"""Adam's step of an SAE's matrices on a GPU, with what belongs before and after it, in one pass over each latent."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optimizers.base import Optimizer, RowStep
+from trainer.optimizers.codecs import CODECS
+from trainer.optimizers.tiled import betas_of
+from trainer.runtime.triton_kernels import working_kernels
+
+
+class RowAdam(RowStep):
+    """What is remembered is the optimizer's: nothing but the time of a step shows which of them took it."""
+
+    def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
+        self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
+        groups = {one: group for group, one in optimizer.with_group()}
+        self._groups = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
+        self._dots: dict[nn.Parameter, Tensor | None] = {}
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, codec: str) -> RowAdam | None:
+        """Return a step of the optimizer's matrices by kernels, where they are on a GPU on which kernels work."""
+        kernels = next((kernels_for(one) for one in optimizer.latent_axes), None)
+        step = cls(optimizer, codec, kernels) if kernels else None
+        return step if step and step._may_have_all() else None
+
+    def _may_have_all(self) -> bool:
+        """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
+        rows = [self._by_latent(one, one) for one in self._groups]
+        fits = (one.is_contiguous() and one.shape[1] <= self._kernels.WIDEST for one in rows)
+        return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
+
+    def steps(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._groups
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        stepped = [one for one in self._groups if one.grad is not None]
+        sizes = [one.shape[self._dim(one)] for one in stepped]
+        squares = next(iter(self._groups)).new_empty(sum(sizes))
+        self._dots = {
+            one: self._kernels.measure(self._gradient(one), self._unit_rows(one), of_rows)
+            for one, of_rows in zip(stepped, squares.split(sizes), strict=True)
+        }
+        return squares.sum(dtype=torch.float64)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
+        assert found_inf is not None, "set before a step"
+        divisor = torch.ones_like(found_inf) if divisor is None else divisor
+        matrices = {one: self._matrix(one) for one in self._dots}
+        torch._foreach_add_([matrix.n_steps for matrix in matrices.values()], [1 - found_inf] * len(matrices))
+        following = {one: by for one, by in self._optimizer.followers.items() if {one, by.parameter} <= matrices.keys()}
+        led = {by.parameter for by in following.values()}
+        for one, matrix in matrices.items():
+            if one not in led:
+                ids, group = self._optimizer.latent_axes[one].ids, self._groups[one]
+                constants = self._kernels.Constants(betas_of(group), ids, divisor, found_inf)
+                by = following.get(one)
+                self._kernels.step(matrix, constants, *((matrices[by.parameter], by.share) if by else ()))
+        for one in matrices:
+            one.grad = None
+
+    def _matrix(self, parameter: nn.Parameter) -> Any:
+        state, dim = self._optimizer.state[parameter], self._dim(parameter)
+        if not state:
+            state.update(step=parameter.new_zeros(()), **self._codec.new(parameter, 1 - dim))
+        moments = {name: self._by_latent(parameter, state[name]) for name in ("exp_avg", "exp_avg_sq")}
+        return self._kernels.Matrix(
+            self._by_latent(parameter, parameter.detach()),
+            self._gradient(parameter),
+            state | moments,
+            state["step"],
+            self._groups[parameter]["lr"],
+            dim,
+            self._dots[parameter],
+        )
+
+    def _unit_rows(self, parameter: nn.Parameter) -> Tensor | None:
+        is_unit = any(parameter is held for held in self._optimizer.unit_rows)
+        return self._by_latent(parameter, parameter.detach()) if is_unit else None
+
+    def _gradient(self, parameter: nn.Parameter) -> Tensor:
+        assert parameter.grad is not None
+        return self._by_latent(parameter, parameter.grad).contiguous()
+
+    def _by_latent(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """Return a tensor of the parameter's shape with latents as rows."""
+        return tensor.T if self._dim(parameter) else tensor
+
+    def _dim(self, parameter: nn.Parameter) -> int:
+        return self._optimizer.latent_axes[parameter].dim
+
+
+def kernels_for(weights: Tensor) -> ModuleType | None:
+    """Return the kernels where they work, on a GPU; else None."""
+    return _working_kernels(weights.device) if weights.is_cuda else None
+
+
+def _working_kernels(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.optimizers.triton_update", "the optimizer's steps", device)

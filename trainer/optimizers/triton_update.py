@@ -1,0 +1,342 @@
+"""What a GPU does between the backward pass and the next step, a latent at a time: its weights pass once.
+
+A matrix is fp32 [n_latents, width], the weights of each latent side by side, and a program has one row. Where rows are
+held at length 1, the part of a gradient along its row is taken out before the step and the row scaled back after it.
+Sums are fp32 and have a fixed order: no two programs add to the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.optimizers.codecs import BLOCK
+from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
+
+# The widest row that the registers of a program hold.
+WIDEST = 2**13
+# Values of a row for each thread.
+_PER_THREAD = 16
+_BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
+
+
+class Matrix(NamedTuple):
+    """A matrix to step: its weights and gradient [n_latents, width], and their moments as a codec stores them.
+
+    Scales are as the codec has them, with latents along `latent_dim`, as the SAE's matrix has. `n_steps` (0-dim) counts
+    this step already. `dots` are the products of rows and gradients where rows are held at length 1.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    moments: Mapping[str, Tensor]
+    n_steps: Tensor
+    lr: float
+    latent_dim: int
+    dots: Tensor | None = None
+
+
+class Constants(NamedTuple):
+    """What the matrices of a step have in common: `divisor` of gradients and `found_inf`, 0-dim fp32 on the device."""
+
+    betas: Betas
+    ids: Tensor
+    divisor: Tensor
+    found_inf: Tensor
+
+
+def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:
+    """Write the squared length of each row of a gradient to `squares` [n], of `unit_rows` that of the part across them.
+
+    Return the product of each gradient with its row of `unit_rows`, fp32 [n], or None without them.
+    """
+    n_rows, width = grad.shape
+    dots = None if unit_rows is None else torch.empty_like(squares)
+    if n_rows:
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device_of(grad):
+            _measure_rows[n_rows,](grad, unit_rows, dots, squares, width, **_tile(width))
+    return dots
+
+
+def step(matrix: Matrix, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
+    """Take Adam's step; change no bit where `found_inf` is 1.
+
+    A `follower`, of the same shape, takes its own step and `share` of the way that the matrix went.
+    """
+    n_rows, width = matrix.weight.shape
+    betas = constants.betas
+    followers = dict.fromkeys(_FOLLOWER) if follower is None else _arguments(follower, "follower_")
+    if n_rows:
+        with torch.cuda.device_of(matrix.weight):
+            _step_rows[n_rows,](
+                **_arguments(matrix, ""),
+                **followers,
+                dots=matrix.dots,
+                share=share,
+                ids=constants.ids,
+                divisor=constants.divisor,
+                found_inf=constants.found_inf,
+                ln_beta1=_log(betas.beta1),
+                ln_beta2=_log(betas.beta2),
+                share1=1 - betas.beta1,
+                share2=1 - betas.beta2,
+                eps=betas.eps,
+                width=width,
+                **_tile(width),
+            )
+
+
+def try_out(device: torch.device) -> None:
+    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
+    squares, one = torch.empty(2, device=device), torch.ones((), device=device)
+    dots = measure(grad, weight, squares)
+    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+    matrix = Matrix(weight, grad, moments, one, 1.0, latent_dim=0, dots=dots)
+    constants = Constants(Betas(0.9, 0.999, 1e-9), torch.arange(2, device=device), one, torch.zeros_like(one))
+    step(matrix, constants)
+    if not torch.allclose(squares, 15 * one) or not torch.allclose(weight.abs(), one / 4, rtol=1e-4):
+        raise RuntimeError("the kernels give wrong results")
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -math.inf
+
+
+def _tile(width: int) -> dict[str, Any]:
+    columns = max(BLOCK, triton.next_power_of_2(width))
+    warps = min(max(1, columns // (32 * _PER_THREAD)), 32)
+    # Set explicitly, since Triton 3.10 no longer does so by itself.
+    return {"BLOCKS": columns // BLOCK, "num_warps": warps, "enable_fp_fusion": True}
+
+
+def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
+    """Return what the kernel is told of a matrix; what it both reads and writes is called `inout_`."""
+    moments, across = matrix.moments, 1 - matrix.latent_dim
+    m, v, scale = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_scale")
+    return {
+        f"inout_{prefix}weight": matrix.weight,
+        f"{prefix}grad": matrix.grad,
+        f"{prefix}n_steps": matrix.n_steps,
+        f"{prefix}lr": matrix.lr,
+        f"inout_{prefix}m": _bits(m),
+        f"inout_{prefix}v": _bits(v),
+        f"inout_{prefix}m_scale": scale,
+        f"inout_{prefix}v_scale": moments.get("exp_avg_sq_scale"),
+        f"{prefix}latent_stride": 0 if scale is None else scale.stride(matrix.latent_dim),
+        # A single scale is that of all blocks.
+        f"{prefix}block_stride": 0 if scale is None or scale.shape[across] == 1 else scale.stride(across),
+        f"{prefix}BY_LATENT": BY_COLUMN if matrix.latent_dim else BY_ROW,
+        f"{prefix}BY_WEIGHT": BY_ROW if matrix.latent_dim else BY_COLUMN,
+        f"{prefix}ONE_SCALE": scale is not None and scale.shape[across] == 1,
+    }
+
+
+def _bits(moment: Tensor) -> Tensor:
+    return moment.view(torch.int16) if moment.dtype == torch.bfloat16 else moment
+
+
+@triton.jit
+def _measure_rows(grad, unit_rows, out_dots, out_squares, width, BLOCKS: tl.constexpr):
+    """Measure one row of a gradient."""
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCKS * _BLOCK)
+    start, inside = row.to(tl.int64) * width, columns < width
+    g = tl.load(grad + start + columns, mask=inside, other=0)
+    if unit_rows is not None:
+        unit = tl.load(unit_rows + start + columns, mask=inside, other=0)
+        dot = tl.sum(g * unit, axis=0)
+        tl.store(out_dots + row, dot)
+        # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
+        g -= dot * unit
+    tl.store(out_squares + row, tl.sum(g * g, axis=0))
+
+
+@triton.jit
+def _step_rows(
+    inout_weight,
+    grad,
+    dots,
+    n_steps,
+    lr,
+    inout_m,
+    inout_v,
+    inout_m_scale,
+    inout_v_scale,
+    latent_stride,
+    block_stride,
+    inout_follower_weight,
+    follower_grad,
+    follower_n_steps,
+    follower_lr,
+    inout_follower_m,
+    inout_follower_v,
+    inout_follower_m_scale,
+    inout_follower_v_scale,
+    follower_latent_stride,
+    follower_block_stride,
+    share,
+    ids,
+    divisor,
+    found_inf,
+    ln_beta1,
+    ln_beta2,
+    share1,
+    share2,
+    eps,
+    width,
+    BY_LATENT: tl.constexpr,
+    BY_WEIGHT: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    follower_BY_LATENT: tl.constexpr,
+    follower_BY_WEIGHT: tl.constexpr,
+    follower_ONE_SCALE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Step one row of a matrix, and that of its follower."""
+    if tl.load(found_inf) == 0:
+        row = tl.program_id(0).to(tl.int64)
+        scale = tl.load(divisor)
+        latent = tl.load(ids + row) & 0xFFFF
+        columns = (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
+        # Added to a pointer before the columns are, which fit 32 bits.
+        start, inside = row * width, columns < width
+
+        weight = tl.load(inout_weight + start + columns, mask=inside, other=0)
+        g = tl.load(grad + start + columns, mask=inside, other=0)
+        if dots is not None:
+            g -= tl.load(dots + row) * weight
+        now = tl.load(n_steps)
+        dither = _dither(latent, now, columns, BY_LATENT, BY_WEIGHT)
+        scales_at = row * latent_stride + (tl.arange(0, BLOCKS) * block_stride)[:, None]
+        change = _change(
+            g / scale, inout_m, inout_v, inout_m_scale, inout_v_scale, scales_at, start, columns, inside, dither, now,
+            lr, ln_beta1, ln_beta2, share1, share2, eps, ONE_SCALE,
+        )  # fmt: skip
+        stepped = weight - change
+        if dots is not None:
+            stepped /= tl.sqrt(tl.sum(tl.sum(stepped * stepped, axis=1), axis=0))
+        tl.store(inout_weight + start + columns, stepped, mask=inside)
+
+        if inout_follower_weight is not None:
+            way = share * (stepped - weight)
+            g = tl.load(follower_grad + start + columns, mask=inside, other=0)
+            now = tl.load(follower_n_steps)
+            dither = _dither(latent, now, columns, follower_BY_LATENT, follower_BY_WEIGHT)
+            scales_at = row * follower_latent_stride + (tl.arange(0, BLOCKS) * follower_block_stride)[:, None]
+            change = _change(
+                g / scale, inout_follower_m, inout_follower_v, inout_follower_m_scale, inout_follower_v_scale,
+                scales_at, start, columns, inside, dither, now,
+                follower_lr, ln_beta1, ln_beta2, share1, share2, eps, follower_ONE_SCALE,
+            )  # fmt: skip
+            follower = tl.load(inout_follower_weight + start + columns, mask=inside, other=0)
+            tl.store(inout_follower_weight + start + columns, follower + (way - change), mask=inside)
+
+
+@triton.jit
+def _change(
+    g,
+    inout_m,
+    inout_v,
+    inout_m_scale,
+    inout_v_scale,
+    scales_at,
+    start,
+    columns,
+    inside,
+    dither,
+    n_steps,
+    lr,
+    ln_beta1,
+    ln_beta2,
+    share1,
+    share2,
+    eps,
+    ONE_SCALE: tl.constexpr,
+):
+    """Return what Kingma & Ba's algorithm 1 takes off the weights, and store the moments as their codec has it."""
+    m, v = (
+        tl.load(inout_m + start + columns, mask=inside, other=0),
+        tl.load(inout_v + start + columns, mask=inside, other=0),
+    )
+    if inout_m_scale is not None:
+        # Blocks beyond the row have no scale.
+        has_scale = tl.max(inside.to(tl.int32), axis=1)[:, None] != 0
+        root, fourth_root = m.to(tl.float32) / 127, v.to(tl.float32) / 255
+        m = root * tl.abs(root) * tl.load(inout_m_scale + scales_at, mask=has_scale, other=0)
+        square = fourth_root * fourth_root
+        v = square * square * tl.load(inout_v_scale + scales_at, mask=has_scale, other=0)
+    elif inout_v.dtype.element_ty == tl.int16:
+        m, v = _of_upper_half(m), _of_upper_half(v)
+    m += (g - m) * share1
+    v += (g * g - v) * share2
+    rate, root2 = lr / _rest_of_power(ln_beta1, n_steps), tl.sqrt(_rest_of_power(ln_beta2, n_steps))
+    change = rate * m / (tl.sqrt(v) / root2 + eps)
+    if inout_m_scale is not None:
+        up = dither * (1 / 65536)
+        size = tl.abs(m)
+        largest = _largest(size, ONE_SCALE)
+        tl.store(inout_m_scale + scales_at, largest, mask=has_scale)
+        # What a conversion to integers cuts off is rounded towards 0; a quotient may be a little more than 1.
+        code = tl.minimum(tl.sqrt(size / tl.maximum(largest, _TINY)) * 127 + up, 127)
+        tl.store(inout_m + start + columns, tl.where(m < 0, -code, code).to(tl.int8), mask=inside)
+        largest = _largest(v, ONE_SCALE)
+        tl.store(inout_v_scale + scales_at, largest, mask=has_scale)
+        code = tl.sqrt(tl.sqrt(v / tl.maximum(largest, _TINY))) * 255 + up
+        # Never 0 beside a mean that is not: the step divides one by the root of the other.
+        tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
+    elif inout_v.dtype.element_ty == tl.int16:
+        # The mean is rounded to the nearest, and to even.
+        nearest = 0x7FFF + ((m.to(tl.int32, bitcast=True) >> 16) & 1)
+        tl.store(inout_m + start + columns, _upper_half(m, nearest), mask=inside)
+        tl.store(inout_v + start + columns, _upper_half(v, dither), mask=inside)
+    else:
+        tl.store(inout_m + start + columns, m, mask=inside)
+        tl.store(inout_v + start + columns, v, mask=inside)
+    return change
+
+
+@triton.jit
+def _of_upper_half(bits):
+    """Return the fp32 numbers of which bf16 has kept the upper half; cards before sm_80 know no bf16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _upper_half(numbers, rounding):
+    return ((numbers.to(tl.int32, bitcast=True) + rounding) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _dither(latent, n_steps, columns, BY_LATENT: tl.constexpr, BY_WEIGHT: tl.constexpr):
+    """Return `tiled`'s dither of the weights of one latent."""
+    of_latent = ((latent * BY_LATENT + n_steps.to(tl.int64) * _BY_STEP) & 0xFFFF).to(tl.int32)
+    return (of_latent + columns * BY_WEIGHT) & 0xFFFF
+
+
+@triton.jit
+def _largest(sizes, ONE_SCALE: tl.constexpr):
+    """Return the largest of each block [BLOCKS, 1], or everywhere that of the row."""
+    of_blocks = tl.max(sizes, axis=1)
+    if ONE_SCALE:
+        of_blocks = tl.zeros_like(of_blocks) + tl.max(of_blocks, axis=0)
+    return of_blocks[:, None]
+
+
+@triton.jit
+def _rest_of_power(ln_beta, n):
+    """Return 1 - beta^n to fp32's last digits; 1 minus the power has few of them at first."""
+    x = ln_beta * n
+    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
+    return tl.where(x > -0.5, -x * series, 1 - tl.exp(x))
+
+
+# What the kernel is told of a follower.
+_FOLLOWER = tuple(name for name in _step_rows.arg_names if "follower" in name)

@@ -1,0 +1,25 @@
+"""Finds out whether kernels in Triton work on a device, before anything relies on them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+
+
+@functools.cache
+def working_kernels(name: str, purpose: str, device: torch.device) -> ModuleType | None:
+    """Import the module `name` and run its `try_out(device)`; warn and return None where either fails.
+
+    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing.
+    """
+    try:
+        module = importlib.import_module(name)
+        module.try_out(device)
+    except Exception as error:
+        warnings.warn(f"{purpose} on {device} go without Triton, slower: {error}", stacklevel=2)
+        return None
+    return module
