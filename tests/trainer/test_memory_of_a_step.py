@@ -41,7 +41,7 @@ class Kernels:
 class UpdateKernels:
     """A stand-in for those of an update."""
 
-    WIDEST, Matrix, Constants = triton_update.WIDEST, triton_update.Matrix, triton_update.Constants
+    Matrix, Constants, fits = triton_update.Matrix, triton_update.Constants, staticmethod(triton_update.fits)
 
     @staticmethod
     def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:

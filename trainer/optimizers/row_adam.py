@@ -33,7 +33,7 @@ class RowAdam(RowStep):
     def _may_have_all(self) -> bool:
         """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
         rows = [self._by_latent(one, one) for one in self._groups]
-        fits = (one.is_contiguous() and one.shape[1] <= self._kernels.WIDEST for one in rows)
+        fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def steps(self, parameter: nn.Parameter) -> bool:

@@ -19,10 +19,10 @@ from torch import Tensor
 from trainer.optimizers.codecs import BLOCK
 from trainer.optimizers.tiled import BY_COLUMN, BY_ROW, BY_STEP, Betas
 
-# The widest row that the registers of a program hold.
-WIDEST = 2**13
-# Values of a row for each thread.
-_PER_THREAD = 16
+# The widest row that the registers of a program hold, where they read it in vectors of four.
+_WIDEST, _VECTOR = 2**13, tl.constexpr(4)
+# Values of a row for each thread, and the most warps, of which AMD's have 64 threads.
+_PER_THREAD, _MOST_WARPS = 8, 16
 _BLOCK, _BY_STEP, _TINY = tl.constexpr(BLOCK), tl.constexpr(BY_STEP), tl.constexpr(2.0**-126)
 
 
@@ -51,6 +51,11 @@ class Constants(NamedTuple):
     found_inf: Tensor
 
 
+def fits(width: int) -> bool:
+    """Tell whether a program can hold a row."""
+    return width <= _WIDEST and width % _VECTOR.value == 0
+
+
 def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:
     """Write the squared length of each row of a gradient to `squares` [n], of `unit_rows` that of the part across them.
 
@@ -61,7 +66,7 @@ def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor |
     if n_rows:
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(grad):
-            _measure_rows[n_rows,](grad, unit_rows, dots, squares, width, **_tile(width))
+            _measure_rows[n_rows,](grad, unit_rows, dots, squares, **_tile(width))
     return dots
 
 
@@ -88,7 +93,6 @@ def step(matrix: Matrix, constants: Constants, follower: Matrix | None = None, s
                 share1=1 - betas.beta1,
                 share2=1 - betas.beta2,
                 eps=betas.eps,
-                width=width,
                 **_tile(width),
             )
 
@@ -112,9 +116,9 @@ def _log(beta: float) -> float:
 
 def _tile(width: int) -> dict[str, Any]:
     columns = max(BLOCK, triton.next_power_of_2(width))
-    warps = min(max(1, columns // (32 * _PER_THREAD)), 32)
+    warps = min(columns // (32 * _PER_THREAD) or 1, _MOST_WARPS)
     # Set explicitly, since Triton 3.10 no longer does so by itself.
-    return {"BLOCKS": columns // BLOCK, "num_warps": warps, "enable_fp_fusion": True}
+    return {"vectors": width // _VECTOR.value, "BLOCKS": columns // BLOCK, "num_warps": warps, "enable_fp_fusion": True}
 
 
 def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
@@ -144,9 +148,9 @@ def _bits(moment: Tensor) -> Tensor:
 
 
 @triton.jit
-def _measure_rows(grad, unit_rows, out_dots, out_squares, width, BLOCKS: tl.constexpr):
+def _measure_rows(grad, unit_rows, out_dots, out_squares, vectors, BLOCKS: tl.constexpr):
     """Measure one row of a gradient."""
-    row = tl.program_id(0)
+    row, width = tl.program_id(0), vectors * _VECTOR
     columns = tl.arange(0, BLOCKS * _BLOCK)
     start, inside = row.to(tl.int64) * width, columns < width
     g = tl.load(grad + start + columns, mask=inside, other=0)
@@ -191,7 +195,7 @@ def _step_rows(
     share1,
     share2,
     eps,
-    width,
+    vectors,
     BY_LATENT: tl.constexpr,
     BY_WEIGHT: tl.constexpr,
     ONE_SCALE: tl.constexpr,
@@ -202,7 +206,7 @@ def _step_rows(
 ):
     """Step one row of a matrix, and that of its follower."""
     if tl.load(found_inf) == 0:
-        row = tl.program_id(0).to(tl.int64)
+        row, width = tl.program_id(0).to(tl.int64), vectors * _VECTOR
         scale = tl.load(divisor)
         latent = tl.load(ids + row) & 0xFFFF
         columns = (tl.arange(0, BLOCKS) * _BLOCK)[:, None] + tl.arange(0, _BLOCK)[None, :]
