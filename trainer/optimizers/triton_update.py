@@ -165,45 +165,16 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, vectors, BLOCKS: tl.co
 
 @triton.jit
 def _step_rows(
-    inout_weight,
-    grad,
-    dots,
-    n_steps,
-    lr,
-    inout_m,
-    inout_v,
-    inout_m_scale,
-    inout_v_scale,
-    latent_stride,
-    block_stride,
-    inout_follower_weight,
-    follower_grad,
-    follower_n_steps,
-    follower_lr,
-    inout_follower_m,
-    inout_follower_v,
-    inout_follower_m_scale,
-    inout_follower_v_scale,
-    follower_latent_stride,
-    follower_block_stride,
-    share,
-    ids,
-    divisor,
-    found_inf,
-    ln_beta1,
-    ln_beta2,
-    share1,
-    share2,
-    eps,
-    vectors,
-    BY_LATENT: tl.constexpr,
-    BY_WEIGHT: tl.constexpr,
-    ONE_SCALE: tl.constexpr,
-    follower_BY_LATENT: tl.constexpr,
-    follower_BY_WEIGHT: tl.constexpr,
-    follower_ONE_SCALE: tl.constexpr,
+    inout_weight, grad, dots, n_steps, lr,
+    inout_m, inout_v, inout_m_scale, inout_v_scale, latent_stride, block_stride,
+    inout_follower_weight, follower_grad, follower_n_steps, follower_lr,
+    inout_follower_m, inout_follower_v, inout_follower_m_scale, inout_follower_v_scale,
+    follower_latent_stride, follower_block_stride,
+    share, ids, divisor, found_inf, ln_beta1, ln_beta2, share1, share2, eps, vectors,
+    BY_LATENT: tl.constexpr, BY_WEIGHT: tl.constexpr, ONE_SCALE: tl.constexpr,
+    follower_BY_LATENT: tl.constexpr, follower_BY_WEIGHT: tl.constexpr, follower_ONE_SCALE: tl.constexpr,
     BLOCKS: tl.constexpr,
-):
+):  # fmt: skip
     """Step one row of a matrix, and that of its follower."""
     if tl.load(found_inf) == 0:
         row, width = tl.program_id(0).to(tl.int64), vectors * _VECTOR
@@ -246,30 +217,12 @@ def _step_rows(
 
 @triton.jit
 def _change(
-    g,
-    inout_m,
-    inout_v,
-    inout_m_scale,
-    inout_v_scale,
-    scales_at,
-    start,
-    columns,
-    inside,
-    dither,
-    n_steps,
-    lr,
-    ln_beta1,
-    ln_beta2,
-    share1,
-    share2,
-    eps,
-    ONE_SCALE: tl.constexpr,
-):
+    g, inout_m, inout_v, inout_m_scale, inout_v_scale, scales_at, start, columns, inside, dither, n_steps,
+    lr, ln_beta1, ln_beta2, share1, share2, eps, ONE_SCALE: tl.constexpr,
+):  # fmt: skip
     """Return what Kingma & Ba's algorithm 1 takes off the weights, and store the moments as their codec has it."""
-    m, v = (
-        tl.load(inout_m + start + columns, mask=inside, other=0),
-        tl.load(inout_v + start + columns, mask=inside, other=0),
-    )
+    m = tl.load(inout_m + start + columns, mask=inside, other=0)
+    v = tl.load(inout_v + start + columns, mask=inside, other=0)
     if inout_m_scale is not None:
         # Blocks beyond the row have no scale.
         has_scale = tl.max(inside.to(tl.int32), axis=1)[:, None] != 0
