@@ -17,6 +17,7 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.optimizers.adam import Adam
 from trainer.optimizers.base import Follower, LatentAxis
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.training.following import Following
 from trainer.training.learner import Learner
 from trainer.training.update import RowUpdate, Update
@@ -60,11 +61,22 @@ def test_what_is_measured_is_what_float64_measures(width: int, size: float) -> N
     torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
 
 
-def learners(sae: dict[str, Any], d_out: int | None = None, **train: Any) -> tuple[Learner, Learner]:
+class Twin(Group):
+    """Two replicas, of which the other always has what this one has, and steps nothing."""
+
+    size = 2
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor, tensor])
+
+
+def learners(
+    sae: dict[str, Any], d_out: int | None = None, data: Group | None = None, **train: Any
+) -> tuple[Learner, Learner]:
     """Return one SAE twice: stepped by the kernels, and by passes over whole matrices."""
     settings = {"batch_size": 16, "precision": "fp32", "lr": 1e-2, "grad_clip": 0.05} | train
-    job = job_of({"d_sae": 6, "k": 3} | sae, settings)
-    by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE)) for _ in range(2))
+    job = job_of({"d_sae": 6, "k": 3} | sae, settings, {"mode": "ddp"} if data else None)
+    by_rows, by_passes = (Learner(job, 72, d_out, Parallel(DEVICE, data=data, world=data)) for _ in range(2))
     for one in (by_rows, by_passes):
         one.initialise(rows(50, 72, 9), rows(50, d_out or 72, 10 if d_out else 9))
     follower = by_passes.optimizer.followers.get(by_passes.stepped.parameters["W_dec"])
@@ -121,6 +133,18 @@ def test_so_are_those_of_transcoders() -> None:
     step(one, 0)
     step(other, 0)
     assert_alike(one, other)
+
+
+def test_so_are_those_of_replicas_that_step_a_share_each() -> None:
+    one, other = learners({"architecture": "topk"}, data=Twin(), state="int8")
+    before = one.sae.W_dec.detach().clone()
+    step(one, 0)
+    step(other, 0)
+    assert_alike(one, other)
+    assert one.stepped.rows == slice(0, 3)
+    changed = (one.sae.W_dec != before).any(dim=1)
+    assert bool(changed[:3].any())
+    assert not changed[3:].any()
 
 
 @pytest.mark.parametrize(("moments", "bad"), [("fp32", torch.nan), ("bf16", torch.nan), ("int8", torch.inf)])
