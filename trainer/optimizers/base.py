@@ -74,7 +74,7 @@ class Optimizer(torch.optim.Optimizer):
     unit_rows: tuple[nn.Parameter, ...] = ()
     # Where the latents of a parameter are; those without any are left out.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
-    # What goes with the unit rows of another parameter, by that one.
+    # Parameters that go with another, by that other: with `by_rows` alone, else the caller of `step` moves them.
     followers: Mapping[nn.Parameter, Follower] = MappingProxyType({})
     # With a schedule of its own, the learning rate is not decayed at the end.
     is_schedule_free = False
