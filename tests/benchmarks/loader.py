@@ -4,16 +4,17 @@
 
 Batches of 4096 rows are read in the order of a training, in which each row comes once: of rows that were shuffled as
 they were stored, as an extraction does, in runs; of others one by one: by one thread, as beside a step on the CPU, and
-by all, as beside a GPU. The aim is 90 % of the sequential read, which keeps none of what it reads, from the page cache
-and from the disk (the files are dropped from the cache before). Then a TopK SAE is trained for 100 steps; at
-most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside it. Needs `--rows` ×
-`--d-in` × 4 bytes of disk, for Parquet twice.
+by all into the same memory over and over, as beside a GPU. The aim is 90 % of the sequential read, which keeps none of
+what it reads, from the page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is
+trained for 100 steps; at most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside
+it. Needs `--rows` × `--d-in` × 4 bytes of disk, for Parquet twice.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -35,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import save_file
 
+from trainer.activations.base import Empty, empty_rows
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import IndexedData
 from trainer.contract.settings.job_file import parse_job
@@ -84,7 +86,8 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
         speeds = [in_batches]
         if where == "cache":  # what is mapped cannot be dropped from it again
             source.read_by_all_threads()
-            speeds.append(4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9)
+            read = functools.partial(read_in_batches, empty=one_place(d_in))
+            speeds.append(4 * d_in * source.n_tokens / timed(read, source) / 1e9)
         waiting = f"{wait_of_training(folder):.1%}" if where == "cache" else ""
         pairs = [text for speed in speeds for text in (f"{speed:.2f}", f"{speed / sequential:.0%}")]
         pairs += [""] * (4 - len(pairs))
@@ -111,11 +114,17 @@ def read_through(files: list[Path]) -> None:
                 pass
 
 
-def read_in_batches(source: Shards) -> None:
+def read_in_batches(source: Shards, empty: Empty = empty_rows) -> None:
     """Read an epoch in the order of a training."""
     data = IndexedData(source, 0, 0, Group())
     for position in range(0, source.n_tokens, BATCH):
-        data.read(position, min(BATCH, source.n_tokens - position))
+        data.read(position, min(BATCH, source.n_tokens - position), empty)
+
+
+def one_place(d_in: int) -> Empty:
+    """Return what gives the same memory for each batch."""
+    place = torch.empty(BATCH * d_in)
+    return lambda n, width, _: place[: n * width].view(n, width)
 
 
 def wait_of_training(folder: Path) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,17 +137,21 @@ def check_waits(device: torch.device) -> Iterator[Check]:
         let_some_die(learner)
         for number in range(3):
             take(learner, number, x)
-        places = _waits(learner, x)
+        places = waits_of(device, partial(take, learner, 3, x))
         yield Check("waits", _name(sae, train), not places, {"places": dict(places)})
 
 
-def _waits(learner: Learner, x: Tensor) -> Counter[str]:
-    torch.cuda.synchronize(x.device)
+def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
+    """Return where the host waits for a GPU while it does this work, and how often."""
+    if device.type != "cuda":
+        work()
+        return Counter()
+    torch.cuda.synchronize(device)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            take(learner, 3, x)
+            work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchroniz" in str(one.message))

@@ -13,6 +13,7 @@ import torch
 
 from trainer.contract.errors import first_line
 from trainer.self_test.base import Check
+from trainer.self_test.feeding import check_feeding
 from trainer.self_test.learning import check_curves, check_resuming, check_waits
 from trainer.self_test.memory_need import check_memory
 from trainer.self_test.products import check_products, check_selections
@@ -23,11 +24,12 @@ SHORT: tuple[Part, ...] = (
     check_products,
     check_selections,
     check_waits,
+    check_feeding,
     partial(check_resuming, half=10),
     partial(check_curves, n_steps=40),
 )
 FULL: tuple[Part, ...] = (
-    *SHORT[:3],
+    *SHORT[:4],
     partial(check_resuming, half=20),
     partial(check_curves, n_steps=200),
     check_memory,

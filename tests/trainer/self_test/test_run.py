@@ -12,6 +12,7 @@ from torch import Tensor
 from trainer.saes.kernels import sparse
 from trainer.self_test import run
 from trainer.self_test.base import CPU, Check
+from trainer.self_test.feeding import check_feeding
 from trainer.self_test.learning import check_curves, check_resuming
 from trainer.self_test.products import check_products, check_selections
 from trainer.training.sharded_state import ShardedState
@@ -30,6 +31,16 @@ def test_a_product_that_is_slightly_off_is_seen(monkeypatch: pytest.MonkeyPatch)
     right = sparse.bag_sums
     monkeypatch.setattr(sparse, "bag_sums", lambda *args, **named: right(*args, **named) * 1.0001)
     assert {check.name.partition(":")[0] for check in wrong(check_products(CPU))} == {"decoding", "gradient of weights"}
+
+
+def test_batches_and_log_intervals_of_a_cpu_are_right_and_a_row_that_is_off_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not wrong(check_feeding(CPU))
+    used = iter([torch.zeros_like, *[lambda x: x] * 200])
+    monkeypatch.setattr("trainer.self_test.feeding._used", lambda x: next(used)(x))
+    (check,) = wrong(check_feeding(CPU))
+    assert check.found == {"differing": [0]}
 
 
 def test_state_that_a_checkpoint_forgets_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
