@@ -22,15 +22,21 @@ THREAD_BYTES = 2**27
 
 
 def fits_everywhere(
-    learners: Sequence[Learner], parallel: Parallel, sample: tuple[Tensor, Tensor], stretch: Stretch, n_hooks: int = 1
+    learners: Sequence[Learner],
+    parallel: Parallel,
+    sample: tuple[Tensor, Tensor],
+    stretch: Stretch,
+    n_hooks: int = 1,
+    kept_bytes: int = 0,
 ) -> bool:
     """Tell whether all ranks can pass their `stretch` of rows through every SAE; learn nothing from it.
 
-    They are rows of the `sample`, whichever of the `n_hooks` in a batch an SAE is of. Ranks wait for each other only
+    They are rows of the `sample`, whichever of the `n_hooks` in a batch an SAE is of. Beside them `kept_bytes` have to
+    find room, which evaluations keep. Ranks wait for each other only
     after it: a rank that fails leaves nobody waiting in the middle of a pass.
     """
     failed = torch.zeros((), device=parallel.device)
-    failed.fill_(not _fits(learners, sample, stretch, n_hooks))
+    failed.fill_(not _fits(learners, sample, stretch, n_hooks, kept_bytes))
     for learner in learners:
         learner.forget_pass()
     hand_back(parallel.device)
@@ -38,10 +44,12 @@ def fits_everywhere(
     return not failed
 
 
-def _fits(learners: Sequence[Learner], sample: tuple[Tensor, Tensor], stretch: Stretch, n_hooks: int) -> bool:
+def _fits(
+    learners: Sequence[Learner], sample: tuple[Tensor, Tensor], stretch: Stretch, n_hooks: int, kept_bytes: int
+) -> bool:
     try:
         x, y = _rows(sample, stretch.length)
-        reserve = _allocate_beside(learners, x, y, n_hooks)
+        reserve = _allocate_beside(learners, x, y, n_hooks, kept_bytes)
         for learner in learners:
             with dry_run(learner.sae):
                 learner.accumulate(x, y, stretch.of_all)
@@ -53,9 +61,10 @@ def _fits(learners: Sequence[Learner], sample: tuple[Tensor, Tensor], stretch: S
     return True
 
 
-def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int) -> Tensor:
+def _allocate_beside(learners: Sequence[Learner], x: Tensor, y: Tensor, n_hooks: int, kept_bytes: int) -> Tensor:
     """Allocate as much memory as a later step holds beside such a pass."""
     n_bytes = sum(learner.state_bytes for learner in learners) + n_hooks * BATCHES_BESIDE * (x.nbytes + y.nbytes)
+    n_bytes += kept_bytes
     if x.device.type == "cpu":
         # How a CPU finds the largest pre-activations depends on the data: at worst it makes all of them once more.
         of_pass = THREAD_BYTES + x.element_size() * len(x) * max(learner.sae.n_own for learner in learners)

@@ -15,6 +15,7 @@ from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
+from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
 from trainer.contract.settings.job import JobConfig
@@ -180,11 +181,13 @@ class Trainer:
     def _cut_until_it_fits(self) -> None:
         """Halve the micro-batches until all ranks have the memory for a pass; a step keeps its number of tokens."""
         sample, learners = self._samplers[0].sample(self._train.seed), list(self.learners.values())
+        width = self._source.n_hooks * (self._source.d_in + (self._source.d_out or 0))
+        kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
         for learner in learners:
             learner.begin_step(self.position.step)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
-            if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks):
+            if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None

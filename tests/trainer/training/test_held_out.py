@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.activations.base import Empty, Indices, Pair, empty_rows
+from trainer.activations.micro_batches import Stretch
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import IndexedData
+from trainer.contract.planning.rows_on_gpu import MOST_KEPT_BYTES, most_kept
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
+from trainer.training.batch_size_trial import fits_everywhere
 from trainer.training.held_out import HeldOut
+from trainer.training.learner import Learner
 
 
 class Counted(Shards):
@@ -66,6 +73,16 @@ def test_more_rows_than_there_is_room_for_are_read_anew(activations: Path, monke
         kept.keeps = True
         assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500
         assert kept.keeps == keeps
+
+
+def test_a_micro_batch_fits_only_beside_the_rows_that_are_kept(make_job: Callable[..., JobConfig]) -> None:
+    parallel, x = Parallel(torch.device("cpu")), torch.randn(100, 16)
+    learner = Learner(make_job(), 16, None, parallel)
+    learner.initialise(x, x)
+    fits = [fits_everywhere([learner], parallel, (x, x), Stretch(0, 64, 64), 1, kept) for kept in (0, 2**20, 2**60)]
+    assert fits == [True, True, False]
+    assert most_kept(32_768, 1, 2304) == 4 * 32_768 * 2304
+    assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES
 
 
 def test_a_row_that_is_not_finite_is_kept_like_any_other(activations: Path) -> None:

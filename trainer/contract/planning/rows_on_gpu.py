@@ -17,4 +17,9 @@ def bytes_of_rows(work: Workload) -> int:
     width = len(work.job.hooks) * work.shape.width
     n_held_out = work.job.data.held_out(work.shape.n_tokens, work.ranks)
     sent_ahead = READ_AHEAD * 4 * work.micro_batch * width
-    return sent_ahead + min(4 * -(-n_held_out // work.data_ranks) * width, MOST_KEPT_BYTES)
+    return sent_ahead + most_kept(n_held_out, work.data_ranks, width)
+
+
+def most_kept(n_held_out: int, n_ranks: int, width: int) -> int:
+    """Return the most bytes that a GPU keeps of the held-out rows that so many ranks share, each of `width` numbers."""
+    return min(4 * -(-n_held_out // n_ranks) * width, MOST_KEPT_BYTES)
