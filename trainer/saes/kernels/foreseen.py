@@ -6,6 +6,9 @@ take no part in loss or gradient. Where more are, activations are lost. The host
 the values chosen are NaN then, so that the step is skipped as any step without a finite gradient, and nothing wrong is
 ever learnt. The next batches get the dense product, for which no room is needed and which tells the true number.
 
+The host reads the number of the batch before once this one's product is queued. Behind that number the GPU then has a
+backward pass, an update and the product to do: it never stands still, and the host is at most a step ahead of it.
+
 Each rank decides by its own numbers: either product needs the same exchange with other ranks.
 """
 
@@ -28,10 +31,11 @@ MEMORY = 4
 
 
 class _Batch(NamedTuple):
-    """What the host knows of a batch: its tokens, and for how many values there was room; None where for all."""
+    """A batch: its tokens, for how many values there was room (None: for all), how many were not below the bound."""
 
     n_tokens: int
     room: int | None
+    n_above: HostCopy
 
 
 class Foresight:
@@ -40,7 +44,6 @@ class Foresight:
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
         self._before: _Batch | None = None
-        self._late: HostCopy | None = None
         # Whether there was too little room for the last batch, 0-dim bool; None before the first.
         self.overflowed: Tensor | None = None
 
@@ -49,17 +52,17 @@ class Foresight:
 
         Return None where a dense product is faster, or nothing is known yet.
         """
-        n_tokens, d_sae = pre_acts.shape
+        # Before the host reads anything.
+        matrix = pre_acts.matrix
+        n_tokens, d_sae = matrix.shape
         size = self._room(n_tokens, d_sae)
         if size is None:
-            chosen, n_above = None, (pre_acts.matrix >= bound).sum()
+            chosen, n_above = None, (matrix >= bound).sum()
             self.overflowed = torch.zeros_like(n_above, dtype=torch.bool)
         else:
             chosen, n_above = largest_above(pre_acts, bound, size)
             self.overflowed = n_above == size
-        # Read as the next batch is queued, when the GPU is at most a step behind and has work: it never stands still.
-        self._late = HostCopy(n_above)
-        self._before = _Batch(n_tokens, size)
+        self._before = _Batch(n_tokens, size, HostCopy(n_above))
         return chosen
 
     def _room(self, n_tokens: int, d_sae: int) -> int | None:
@@ -76,9 +79,9 @@ class Foresight:
 
     def _learn(self) -> None:
         """Take in the number of the batch before; begin anew where there was too little room for it."""
-        if self._before is None or self._late is None:
+        if (before := self._before) is None:
             return
-        n_above, before = int(self._late.read()), self._before
+        n_above = int(before.n_above.read())
         if n_above == before.room:
             self._above.clear()
         elif before.n_tokens:
