@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest pictures numerics test-fake-cuda model install lock clean
+.PHONY: demo test check pytest pictures numerics test-fake-cuda test-gpu model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -32,6 +32,10 @@ numerics: $(VENV)/.dev
 # all kernels compiled for ten kinds of card.
 test-fake-cuda:
 	tests/fake_cuda/run.sh build/fake_cuda
+
+# What only a GPU can tell, in eight minutes of one: a line for each part, all answers in gpu_day.json.
+test-gpu: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python tests/benchmarks/gpu_day.py
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
