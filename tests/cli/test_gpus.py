@@ -142,9 +142,9 @@ def test_free_memory_is_without_what_the_driver_keeps_for_itself(shell, drivers)
 
 def test_a_split_card_and_one_that_hides_its_memory_are_recommended_to_nobody(shell, drivers):
     setting = {"GPUS": 3, "PIDS": "", "FAULTS": "*:idle,0:mig,1:no_memory_info"}
-    split, hiding, _ = rows_on_nvml(shell, drivers, **setting)
+    split, hiding, *_ = rows_on_nvml(shell, drivers, **setting)
     assert not split["healthy"]
-    assert split["reason"].startswith("MIG is on, but it has no slices; make some by")
+    assert split["reason"].startswith("it is split into MIG slices")
     assert (hiding["memory_free"], hiding["healthy"], hiding["is_busy"]) == (None, True, False)
     answer = json.loads(on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 3, "--json", **setting).stdout)
     assert answer["gpus"] == [2]

@@ -11,9 +11,11 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 
 
-def workload(job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda") -> Workload:
-    """Return the job on `ranks` ordinary GPUs or CPU processes, with more than enough data."""
-    return Workload(job, ranks, DataShape(d_in, d_out, 10**9), CPU if device == "cpu" else "")
+def workload(
+    job: JobConfig, d_in: int, ranks: int = 1, *, d_out: int | None = None, device: str = "cuda", n_tokens: int = 10**9
+) -> Workload:
+    """Return the job on `ranks` ordinary GPUs or CPU processes, with more than enough data unless `n_tokens` says."""
+    return Workload(job, ranks, DataShape(d_in, d_out, n_tokens), CPU if device == "cpu" else "")
 
 
 def stream_of_model(folder: Path) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def of_same_shape(
         same_place = (done.device, done.world_size, done.mode) == (device, devices, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        wanted = wanted or _shape(job, data, devices, mode, device)
+        # How many rows a job had is not recorded, and only decides how many of them are held out.
+        wanted = wanted or _shape(job, data._replace(n_tokens=0), devices, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, devices, mode, device) == wanted:
             yield done
 

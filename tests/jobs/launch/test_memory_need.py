@@ -135,7 +135,7 @@ def test_a_sweep_is_of_another_shape_than_its_first_sae(config):
 def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimated(config):
     look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
     takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
-    assert takes.parts == memory.estimate(workload(config, 8, 2))
+    assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
     assert takes.rank_bytes == look.needs_bytes == 3 * GIB + CUDA_CONTEXT_BYTES
     assert look.problems(config) == []
     less = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
@@ -144,7 +144,7 @@ def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimate
 
 def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
     look = on_cards(config, 3 * GIB, 23 * GIB, past=[done(config)])
-    assert look.needs_bytes == memory.estimate(workload(config, 8, 2)).total
+    assert look.needs_bytes == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens)).total
     (problem,) = look.problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
     assert problem.message == "it has 3.0 GiB free, and job 41 of this shape took 3.5 GiB of a GPU"
@@ -155,7 +155,11 @@ def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
     look = on_cpu(config)
     takes = need(look, config, DATA, Room(2 * GIB, "this machine"), device="cpu", past=past)
     assert str(takes.measured) == "measured 3.0 GiB in job 41, libraries included"
-    assert takes.rank_bytes == takes.parts.total == memory.estimate(workload(config, 8, 2, device="cpu")).total
+    assert (
+        takes.rank_bytes
+        == takes.parts.total
+        == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens, device="cpu")).total
+    )
     assert takes.parts.context == PROCESS_BYTES
     assert not takes.judged_lacking
 
@@ -185,7 +189,7 @@ def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_a
 
 def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
-    free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2)).total
+    free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2, n_tokens=DATA.n_tokens)).total
     look = on_cards(wide, free, 23 * GIB)
     takes = need(look, wide, DATA, Room(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
@@ -198,7 +202,9 @@ def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
 @pytest.mark.parametrize(("device", "beside"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", 0)])
 def test_what_is_expected_of_a_recorded_job_counts_as_its_peak_does(config, device, beside):
     recorded = done(
-        config, device=device, estimated_memory_bytes=memory.estimate(workload(config, 8, 2, device=device)).total
+        config,
+        device=device,
+        estimated_memory_bytes=memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens, device=device)).total,
     )
     assert expected_bytes(recorded) == recorded.estimated_memory_bytes - beside
     assert expected_bytes(done(config)) is None
