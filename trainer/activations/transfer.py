@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.activations.base import Empty, Pair, empty_rows, to_device
+
+# Batches whose training the host may have queued before the GPU has begun with the first of them.
+AHEAD = 2
 
 
 class Event(Protocol):
@@ -61,10 +65,15 @@ class Lane(Protocol):
 
 
 class CudaLane:
-    """A stream of its own."""
+    """A stream of its own.
+
+    A batch's memory is free once the GPU has trained on it, not once the host has queued that. So the host waits where
+    it is more than two batches ahead: else it would have memory made for each.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
+        self._met: deque[torch.cuda.Event] = deque()
 
     def pinned(self, n_bytes: int) -> Tensor:
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
@@ -80,6 +89,9 @@ class CudaLane:
 
     def meet(self, arrival: Any, rows: tuple[Tensor, ...]) -> None:
         training = torch.cuda.current_stream(self._device)
+        if len(self._met) == AHEAD:
+            self._met.popleft().synchronize()
+        self._met.append(training.record_event())
         training.wait_event(arrival)
         for one in rows:
             one.record_stream(training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -146,6 +147,10 @@ class Trainer:
                     self._beat("training")
         except BaseException:
             self._batches.abandon()
+            if self._reads_late:
+                # The last steps before a failure tell the most of it.
+                with contextlib.suppress(Exception):
+                    self._record_interval()
             raise
         self._batches.close()
         try:

@@ -177,6 +177,22 @@ def test_a_late_row_comes_after_the_next_step_and_the_last_with_the_run(
     assert at == [(4, 5), (8, 9), (11, 11)]
 
 
+def test_a_late_row_is_written_though_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    trainer = make_trainer(make_job(train={"n_steps": 11, "log_every": 4}), kept)
+    trainer._reads_late = True
+    take = trainer._train_step
+
+    def fail() -> None:
+        if trainer.position.step == 4:
+            raise OSError("the disk is gone")
+        take()
+
+    trainer._train_step = fail
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.run()
+    assert [row.step for row in kept.reported if row.name == "loss"] == [4]
+
+
 def test_the_logged_loss_is_the_share_of_variance_left(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     trainer = make_trainer(make_job(sae={"auxk_alpha": 0.0}), kept)
     trainer.run()
