@@ -64,7 +64,8 @@ ENERGY = (
     " AND timestamp > ? AND timestamp <= ? AND gpu_uuid = ? ORDER BY timestamp"
 )
 LAST_BUSY = (
-    "SELECT max(minute), max(CASE WHEN utilization_max > :above THEN minute END) FROM gpu_minutes"
+    "SELECT max(CASE WHEN utilization_max IS NOT NULL THEN minute END),"
+    " max(CASE WHEN utilization_max > :above THEN minute END) FROM gpu_minutes"
     f" WHERE host = :host AND gpu_index = :gpu AND minute BETWEEN :first AND {NEVER} AND gpu_uuid = :uuid"
 )
 
@@ -150,7 +151,8 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
     """Return when the utilisation of a card was last above `above` percent, or `after` if it was not since then.
 
-    Return None where nothing is known: no history of that time, or of the last minutes.
+    Return None where nothing is known: no history of that time, or of the last minutes, or none of utilisation, as of
+    a slice.
     """
     if not path.exists():
         return None

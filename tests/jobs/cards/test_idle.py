@@ -19,7 +19,7 @@ from trainer.contract.store.states import JobState
 HOST = socket.gethostname()
 
 
-def history(box, utilizations: list[int]) -> None:
+def history(box, utilizations: list[int | None]) -> None:
     """Store the maxima of utilisation of the last minutes, the newest last."""
     box.data.create()
     newest = int(time.time() // 60)
@@ -57,8 +57,8 @@ def test_a_card_never_used_since_it_was_taken_is_idle_for_as_long(box):
 
 @pytest.mark.parametrize(
     ("utilizations", "held_s"),
-    [([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
-    ids=["busy", "just now idle", "just taken", "nothing known"],
+    [([None] * 60, 3000), ([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
+    ids=["a slice", "busy", "just now idle", "just taken", "nothing known"],
 )
 def test_nothing_is_said_of_a_card_in_use_or_just_taken_or_unknown(box, utilizations, held_s):
     history(box, utilizations)
