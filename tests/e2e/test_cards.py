@@ -12,7 +12,9 @@ def test_a_full_card_whose_user_cannot_be_seen_is_neither_idle_nor_ticked(box: B
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
     terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
     # The screen is written from above, and may have been read in the middle.
-    text = terminal.wait_for(lambda text: "in use, cannot be seen" in text and text.count("H200") == 2)
+    text = terminal.wait_for(
+        lambda text: "in use, cannot be seen" in text and "idle" in text and text.count("H200") == 2
+    )
     assert "2 of 3 GPUs, by CUDA_VISIBLE_DEVICES" in text
     assert text.count("H200") == 2
     assert text.count("idle") == 1
