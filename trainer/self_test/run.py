@@ -19,17 +19,15 @@ from trainer.self_test.memory_need import check_memory
 from trainer.self_test.products import check_products, check_selections
 
 Part = Callable[[torch.device], Iterator[Check]]
-# The short half takes two minutes of a GPU.
+_QUICK: tuple[Part, ...] = (check_products, check_selections, check_waits, check_feeding)
+# Meant to take two minutes of a GPU; the full one six.
 SHORT: tuple[Part, ...] = (
-    check_products,
-    check_selections,
-    check_waits,
-    check_feeding,
+    *_QUICK,
     partial(check_resuming, half=10),
     partial(check_curves, n_steps=40),
 )
 FULL: tuple[Part, ...] = (
-    *SHORT[:4],
+    *_QUICK,
     partial(check_resuming, half=20),
     partial(check_curves, n_steps=200),
     check_memory,

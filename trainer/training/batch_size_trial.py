@@ -32,8 +32,8 @@ def fits_everywhere(
     """Tell whether all ranks can pass their `stretch` of rows through every SAE; learn nothing from it.
 
     They are rows of the `sample`, whichever of the `n_hooks` in a batch an SAE is of. Beside them `kept_bytes` have to
-    find room, which evaluations keep. Ranks wait for each other only
-    after it: a rank that fails leaves nobody waiting in the middle of a pass.
+    find room, which evaluations keep. Ranks wait for each other only after it: a rank that fails leaves nobody waiting
+    in the middle of a pass.
     """
     failed = torch.zeros((), device=parallel.device)
     failed.fill_(not _fits(learners, sample, stretch, n_hooks, kept_bytes))
