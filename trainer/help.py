@@ -188,7 +188,7 @@ one host `run` needs no such port, on a cluster launch.backend = "slurm" of sae-
 SELF_TEST = """\
 Nothing of it reads or writes your data. Checked are sparse products and selections against float64, whether the host
 waits for the GPU in a step, batches that are copied beside it, runs that are broken off and resumed to the last bit,
-and FVU of every architecture in every precision against the CPU; with --full also reserved memory against the estimate. Nobody else should use the GPU
-meanwhile.
+and FVU of every architecture in every precision against the CPU; with --full also reserved memory against the
+estimate. Nobody else should use the GPU meanwhile.
 Exit codes: 0 all right, 1 something is wrong, 2 bad usage.
 """
