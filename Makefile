@@ -81,8 +81,9 @@ COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock
   -c requirements/torch.txt pyproject.toml -
 lock: $(VENV)/.app
 	$(PIP) uv
-	$(COMPILE) --extra dev -o requirements/dev.txt
-	$(COMPILE) -c requirements/dev.txt -o requirements/app.txt
+	$(COMPILE) --extra dev --extra docs --extra train --extra web -o requirements/dev.txt
+	$(COMPILE) --extra train -c requirements/dev.txt -o requirements/app.txt
+	$(COMPILE) -c requirements/app.txt -o requirements/watch.txt
 
 clean:
 	rm -rf $(VENV) pictures build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
