@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 def locked(name: str) -> dict[str, str]:
     """Return the packages of a lock file, each with its entry of version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
-    return {entry.partition("==")[0]: entry.strip() for entry in entries if not entry.startswith("#")}
+    # On which systems a package is asked for depends on who else asks for it.
+    return {entry.partition("==")[0]: re.sub(" ;.*", " \\\\", entry.strip()) for entry in entries if entry[0] != "#"}
 
 
 def wanted(*extras: str) -> set[str]:
@@ -25,7 +26,7 @@ def wanted(*extras: str) -> set[str]:
     return {re.match(r"[\w-]+", entry)[0] for entry in entries}  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("name", "extras"), [("app.txt", ()), ("dev.txt", ("dev",))])
+@pytest.mark.parametrize(("name", "extras"), [("app.txt", ("train",)), ("dev.txt", ("dev", "docs", "train", "web"))])
 def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras: tuple[str, ...]) -> None:
     packages = locked(name)
     assert wanted(*extras) - packages.keys() == {"torch"}
@@ -37,6 +38,13 @@ def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras
 def test_tests_are_of_the_versions_that_users_get() -> None:
     tested = locked("dev.txt")
     assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
+
+
+def test_without_the_trainer_nothing_of_it_is_installed() -> None:
+    watching = locked("watch.txt")
+    assert wanted() <= watching.keys()
+    assert watching.items() < locked("app.txt").items()
+    assert not {"numpy", "safetensors", "torch"} & watching.keys()
 
 
 PEERS = {"circuit-tracer", "dictionary-learning", "eai-delphi", "eai-sparsify", "sae-dashboard"}
