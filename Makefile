@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest pictures numerics test-fake-cuda test-gpu model install lock clean
+.PHONY: demo test check pytest explore pictures numerics test-fake-cuda test-gpu model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -17,8 +17,14 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Three on two cores, since many tests wait for other processes.
-	$(BIN)/pytest -n 3 --dist worksteal
+# Three on two cores, since many tests wait for other processes. What failed in company is tried once more alone, if it is
+# little: a machine that stood still for a while fails a test that waits, and a fault fails twice.
+	$(BIN)/pytest -n 3 --dist worksteal || { [ $$? = 1 ] && \
+	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3; }
+
+# Properties with examples that no run has tried yet, and more of them.
+explore: $(VENV)/.dev
+	EXAMPLES=explore $(BIN)/pytest -n 3 -m hypothesis tests
 
 # Every screen in every size and theme, on a page to look at: pictures/index.html.
 pictures: $(VENV)/.dev
@@ -26,7 +32,7 @@ pictures: $(VENV)/.dev
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
 # What a GPU does in a step, with torch's build for CUDA (5 GB into build/) and tensors that say cuda:0, but no GPU; and
 # all kernels compiled for ten kinds of card.

@@ -1,6 +1,7 @@
 """The order of the tests: what takes long begins at once, and what waits runs beside what calculates.
 
-No example of a property has a deadline, and torch one thread: the machine is shared. Each run tries other examples.
+No example of a property has a deadline, and torch one thread: the machine is shared. A run tries the examples of the run
+before, so that it fails for what has changed; `make explore` tries others, and many more.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from sae_tui.gpu.once import THREAD_NAME
 
 # Threads wait for each other by spinning, and several processes of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settings.register_profile("shared", deadline=None, max_examples=60)
-settings.load_profile("shared")
+settings.register_profile("same", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("explore", deadline=None, max_examples=2000)
+settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
 # What each of three processes begins with: keys typed into an app and a real model, jobs that are killed and waited
 # for, and trainings. In the order of the files the first two would follow each other, and the cores stand still during
