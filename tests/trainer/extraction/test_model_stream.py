@@ -343,7 +343,8 @@ def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on
             time.sleep(0.01)
         psutil.Process(process.pid).children()[1].kill()
         _, told = process.communicate(timeout=60)
-    assert b"SIGKILL" in told
+    # By whom it was killed is told by a counter of the whole machine, on which other tests run out of memory.
+    assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
     tensors = [load_file(one / "checkpoints" / "step-00000120" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
