@@ -1,7 +1,7 @@
 """The order of the tests: what takes long begins at once, and what waits runs beside what calculates.
 
-No example of a property has a deadline, and torch one thread: the machine is shared. A run tries the examples of the run
-before, so that it fails for what has changed; `make explore` tries others, and many more.
+No example of a property has a deadline, and torch one thread: the machine is shared. A run tries the examples of the
+run before, so that it fails for what has changed; `make explore` tries others, and many more.
 """
 
 from __future__ import annotations

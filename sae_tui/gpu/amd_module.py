@@ -7,9 +7,11 @@ import importlib.util
 import io
 import os
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import TextIO
 
 from sae_tui.gpu import amd_faults as faults
 
@@ -27,7 +29,7 @@ def load_amdsmi() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules["amdsmi"] = module
     # It prints why it finds no library, which would go across the screen.
-    words = io.StringIO()
+    words = _OwnThread(sys.stdout)
     try:
         with contextlib.redirect_stdout(words):
             spec.loader.exec_module(module)
@@ -35,6 +37,20 @@ def load_amdsmi() -> ModuleType:
     except Exception as error:  # an AttributeError or KeyError of its own for a library that is missing or older
         _forget()
         raise faults.broken_module(_reason(words.getvalue(), error)) from None
+
+
+class _OwnThread(io.StringIO):
+    """Keeps what the thread that made it prints; others print where they did."""
+
+    def __init__(self, others: TextIO) -> None:
+        super().__init__()
+        self._thread, self._others = threading.get_ident(), others
+
+    def write(self, text: str) -> int:
+        return super().write(text) if threading.get_ident() == self._thread else self._others.write(text)
+
+    def flush(self) -> None:
+        self._others.flush()
 
 
 def _spec_of_rocm() -> ModuleSpec | None:

@@ -31,6 +31,20 @@ class SharesSource(Protocol):
 
 
 @runtime_checkable
+class MixedSource(Protocol):
+    """A source of several vendors' cards."""
+
+    def vendor(self, index: int) -> str:
+        """Return whose card it is, by its name in `VENDORS`, without asking the card."""
+        ...
+
+
+def vendor_of(source: object, index: int) -> str:
+    """Return whose card it is, where the source has cards of several vendors, and "" where it does not."""
+    return source.vendor(index) if isinstance(source, MixedSource) else ""
+
+
+@runtime_checkable
 class RememberingSource(Protocol):
     """A source of which the driver remembers how a card was before it was asked."""
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from sae_tui.gpu import faults, vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource
+from sae_tui.gpu.detailed import vendor_of
 
 # Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
 OPEN_LIMIT_S = 15.0
@@ -64,10 +65,12 @@ def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tu
     """Return one sample of every card, all read at the same time; a card that hangs is an unhealthy sample."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
-    return tuple(_sample(index, answer, deadline, limit_s) for index, answer in enumerate(answers))
+    return tuple(
+        _sample(index, answer, deadline, limit_s, vendor_of(source, index)) for index, answer in enumerate(answers)
+    )
 
 
-def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float) -> GpuSample:
+def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float, vendor: str) -> GpuSample:
     """Return the sample, or an unhealthy one if the card failed or did not answer before the deadline."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
@@ -75,4 +78,6 @@ def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: flo
         reason = f"did not answer within {limit_s:g} s"
     except Exception as error:
         reason = f"reading it failed: {error!r}"
-    return GpuSample(index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False, reason=reason)
+    return GpuSample(
+        index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False, reason=reason, vendor=vendor
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource, vendor_of
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
 
 if TYPE_CHECKING:
@@ -235,7 +235,8 @@ class Sampler:
 
     def _new_card(self, index: int) -> _Card:
         sample = GpuSample(index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False,
-                           reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"})  # fmt: skip
+                           reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"},
+                           vendor=vendor_of(self.source, index))  # fmt: skip
         return _Card(sample, self.ring(index), time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None) -> None:

@@ -59,6 +59,9 @@ class Several:
         source, number = self._cards[index]
         return replace(source.sample(number, processes=processes), index=index, vendor=source.name)
 
+    def vendor(self, index: int) -> str:
+        return self._cards[index][0].name
+
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         from sae_tui.gpu.details import GpuDetails
 

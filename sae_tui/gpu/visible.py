@@ -6,10 +6,10 @@ All are sampled and stored, but only the others are shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from sae_tui.gpu.base import GpuSample
-from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 
 
 def visible(
@@ -17,15 +17,30 @@ def visible(
 ) -> tuple[GpuSample, ...]:
     """Return the samples of the cards that may be used, by index; of simulated ones none is hidden."""
     samples = tuple(samples)
-    hidden: set[int] = set()
-    for name, vendor in VENDORS.items():
-        own = [sample for sample in samples if (sample.vendor or source_name) == name]
-        # Each vendor counts its own cards.
-        first = min((sample.index for sample in own), default=0)
-        cards = [(sample.index - first, sample.uuid) for sample in own]
-        left = {first + index for index in vendor.visible_indices(vendor.visible_devices(environ), cards)}
-        hidden |= {sample.index for sample in own} - left
-    return tuple(sample for sample in samples if sample.index not in hidden)
+    cards = [(sample.index, sample.uuid, sample.vendor or source_name) for sample in samples]
+    left = left_by(cards, lambda vendor: vendor.visible_devices(environ))
+    return tuple(sample for sample in samples if sample.index in left)
+
+
+def left_by(cards: Iterable[tuple[int, str, str]], variable: Callable[[Vendor], str | None]) -> set[int]:
+    """Return the indices of the cards (index, UUID, vendor) that each vendor's variable leaves, by its own numbers.
+
+    Cards of no vendor, such as simulated ones, are left.
+    """
+    by_vendor: dict[str, list[tuple[int, str]]] = {}
+    for index, uuid, name in cards:
+        by_vendor.setdefault(name, []).append((index, uuid))
+    left: set[int] = set()
+    for name, own in by_vendor.items():
+        first = min(index for index, _ in own)
+        numbered = [(index - first, uuid) for index, uuid in own]
+        vendor = VENDORS.get(name)
+        left |= (
+            {first + index for index in vendor.visible_indices(variable(vendor), numbered)}
+            if vendor
+            else {index for index, _ in own}
+        )
+    return left
 
 
 def count_visible(n_visible: int, n_cards: int, source_name: str) -> str:

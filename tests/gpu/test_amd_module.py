@@ -59,3 +59,14 @@ def test_a_module_that_cannot_be_used_is_named_and_prints_nothing(tmp_path: Path
     assert "amdsmi cannot be used" in reason
     assert words in reason
     assert is_broken
+
+
+def test_what_other_threads_print_while_it_is_loaded_is_not_lost(tmp_path: Path) -> None:
+    text = (
+        "import threading; print('of the module')\n"
+        "other = threading.Thread(target=print, args=('of another thread',)); other.start(); other.join()\n"
+    )
+    installed = install(tmp_path / "site", text + GOOD.format(mark="pip"))
+    env = os.environ | {"ROCM_PATH": str(tmp_path), "PYTHONPATH": f"{installed}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", LOAD], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == 'of another thread\n"pip"\n'

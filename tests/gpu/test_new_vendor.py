@@ -25,6 +25,7 @@ from sae_tui.doctor.driver import check_cards, check_driver, check_visible
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuFacts, GpuPair, SourceUnavailable
 from sae_tui.gpu.monitor import Monitor
+from sae_tui.gpu.once import read_all
 from sae_tui.gpu.several import Several
 from sae_tui.gpu.simulated import uuid_of
 from sae_tui.gpu.visible import visible
@@ -244,6 +245,17 @@ def test_a_driver_that_never_answers_does_not_hide_another(monkeypatch: pytest.M
     assert machine.open() == 2
     (fault,) = machine.facts().faults
     assert fault.sentence == "the GPU driver did not answer within 1 s"
+    never.set()
+
+
+def test_a_silent_card_is_counted_as_its_vendors(frames: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never, cards = threading.Event(), Cards(2)
+    both, sample = Several([cards, load_source("abacus")]), cards.sample
+    monkeypatch.setattr(cards, "sample", lambda index, **more: sample(index, **more) if index else never.wait())
+    samples = read_all(both, both.open(), limit_s=0.5)
+    assert [one.vendor for one in samples] == ["nvml", "nvml", "abacus", "abacus"]
+    left = visible(samples, both.name, {"CUDA_VISIBLE_DEVICES": "1", "ABACUS_FRAMES": ""})
+    assert [one.index for one in left] == [1]
     never.set()
 
 

@@ -119,6 +119,7 @@ def _card(
         stranger=choice.reason if choice.state == "busy" else "",
         leases=tuple(leases),
         frees_in_s=_frees_in_s(leases, jobs),
+        vendor=sample.vendor,
     )
 
 

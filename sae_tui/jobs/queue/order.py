@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.gpu import resolve
-from trainer.contract.planning.gpu_vendors import VENDORS, is_slice
+from sae_tui.gpu.visible import left_by
+from trainer.contract.planning.gpu_vendors import is_slice
 from trainer.contract.store.rows import Job, Lease
 from trainer.contract.wording import gibibytes, join_words, plural
 
@@ -33,6 +34,8 @@ class Card(msgspec.Struct, frozen=True):
     stranger: str = ""
     leases: tuple[Lease, ...] = ()
     frees_in_s: float = 0.0
+    # Whose card it is, where the machine has those of several vendors.
+    vendor: str = ""
 
     def has_memory(self, job: Job) -> bool:
         """Tell whether the job would fit beside strangers alone.
@@ -105,11 +108,13 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
 
 def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
     """Return the cards that the job may use: a job that takes any, only those visible where it was launched."""
-    vendor = VENDORS.get(resolve(job.gpu_source)) if job.visible_devices is not None else None
-    if not job.any_gpus or vendor is None:
+    if not job.any_gpus or job.visible_devices is None:
         return list(board.values())
-    indices = vendor.visible_indices(job.visible_devices, [(card.index, card.uuid) for card in board.values()])
-    return [card for card in board.values() if card.index in indices]
+    source = resolve(job.gpu_source)
+    left = left_by(
+        ((card.index, card.uuid, card.vendor or source) for card in board.values()), lambda _: job.visible_devices
+    )
+    return [card for card in board.values() if card.index in left]
 
 
 def _turn(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> Turn:

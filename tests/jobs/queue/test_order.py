@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs.queue import order
 from sae_tui.jobs.queue.order import BACKFILL_S, Card, Turn, in_order, turns
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
 
 GIB = 2**30
@@ -393,3 +394,15 @@ def test_each_job_takes_only_cards_that_its_own_environment_leaves():
     decisions = turns(line, board, NOW)
     assert [[taken.index for taken in decisions[one.id].cards] for one in line] == [[3], [], [1], [0]]
     assert decisions[2].waits_for == "2 GPUs: job 1 was there first"
+
+
+def test_beside_another_vendors_driver_the_environment_leaves_the_same_cards(monkeypatch, tmp_path):
+    for name, vendor in VENDORS.items():
+        here = msgspec.structs.replace(vendor, driver_files=(str(tmp_path),))
+        monkeypatch.setitem(VENDORS, name, here)
+    board = [card(index, vendor="nvml") for index in (1, 2, 3)]
+    (turn,) = turns([job(1, visible_devices="1", gpus_wanted=1)], board, NOW).values()
+    # Each vendor counts its own cards, of which the second is the third here.
+    assert [taken.index for taken in turn.cards] == [2]
+    (turn,) = turns([job(1, visible_devices="2", gpus_wanted=1)], board, NOW).values()
+    assert [taken.index for taken in turn.cards] == [3]
