@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.visible import all_hidden
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
 
 # Classes of PCI devices: display controllers, of which compute cards are some, and accelerators, such as an MI300X.
 _DISPLAY, _ACCELERATOR = "0x03", "0x12"
+# The graphics of a Ryzen set 0.5 to 2 GiB aside; the smallest cards that ROCm takes have 8.
+_SMALLEST_CARD_BYTES = 4 << 30
 
 
 def check_driver(box: Box) -> Iterator[Finding]:
@@ -67,7 +71,8 @@ def check_cards(box: Box) -> Iterator[Finding]:
             remedy = "leave it out of jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
         elif sample.unusable:
-            remedy = "`nvidia-smi -mig 0` makes it one GPU again, when nobody uses it"
+            unsplit = vendor_to_name(sample.vendor or box.gpus.source_name).unsplit
+            remedy = f"`{unsplit}` makes it one GPU again, when nobody uses it" if unsplit else ""
             yield Finding("note", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
@@ -89,13 +94,24 @@ def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
     return Finding("note", "driver", f"{problem}; there are no GPUs to see, and jobs run on the CPU", remedy)
 
 
+def _is_graphics_alone(vendor_file: Path) -> bool:
+    """Tell whether amdgpu says of a device that its memory is too little for a card."""
+    try:
+        return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_CARD_BYTES
+    except (OSError, ValueError):
+        return False
+
+
 def _cards_on_the_bus(box: Box) -> str:
-    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver."""
+    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver.
+
+    The graphics of a processor are left out, as far as a driver tells: nobody trains on them.
+    """
     vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
     ids = [
         path.read_text().strip()
         for path in vendors
-        if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR))
+        if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR)) and not _is_graphics_alone(path)
     ]
     counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
     return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)

@@ -37,6 +37,18 @@ def test_cards_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
     assert "though 2 NVIDIA cards can be seen" in finding.sentence
 
 
+def test_the_graphics_of_a_processor_are_no_card_that_lacks_a_driver(sandbox) -> None:
+    for place, memory in (("05:00.0", 512 << 20), ("06:00.0", 16 << 30)):
+        sandbox.file(f"sys/bus/pci/devices/0000:{place}/vendor", "0x1002\n")
+        sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", "0x030000\n")
+        sandbox.file(f"sys/bus/pci/devices/0000:{place}/mem_info_vram_total", f"{memory}\n")
+    (finding,) = check_driver(sandbox.box(Broken()))
+    assert "though 1 AMD card can be seen" in finding.sentence
+    sandbox.file("sys/bus/pci/devices/0000:06:00.0/mem_info_vram_total", f"{1 << 30}\n")
+    (finding,) = check_driver(sandbox.box(Broken()))
+    assert finding.level == "note"
+
+
 def test_a_working_driver_is_told_with_its_cuda(sandbox) -> None:
     box = sandbox.box(Cards(8, GpuFacts(driver="570.172.08", cuda=(12, 8))))
     (driver,) = check_driver(box)
@@ -59,6 +71,10 @@ def test_a_split_card_is_noted(sandbox) -> None:
 
     split, _ = check_cards(sandbox.box(Split(1)))
     assert (split.level, split.subject, split.sentence) == ("note", "GPU 0", "NVIDIA H100: it is split")
+    assert split.remedy == "`nvidia-smi -mig 0` makes it one GPU again, when nobody uses it"
+    of_amd = Split(1)
+    of_amd.name = "amdsmi"
+    assert next(check_cards(sandbox.box(of_amd))).remedy == ""
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,10 @@ def _train(
     if isinstance(job, JobConfig):
         job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
     progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
-    # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
-    others_s = patience_s(job, spec.world_size)
-    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent)
     try:
+        # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
+        others_s = patience_s(job, spec.world_size)
+        _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent)
         return _run(spec, rank, job, paths, progress, stop, on_met, others_s)
     except BaseException as error:
         progress.event("failed", _sentence(error), "error")

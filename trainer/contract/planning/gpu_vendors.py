@@ -36,6 +36,8 @@ class Vendor(msgspec.Struct, frozen=True):
     tool: str
     order: Mapping[str, str] = {}
     uuid_prefix: str = "GPU-"
+    # The command that makes a split card one GPU again, where what its source says of it does not name it.
+    unsplit: str = ""
     # What the identity of a slice begins with, where cards can be split into slices that are GPUs of their own.
     slice_prefix: str = ""
     device: Device = "cuda"
@@ -132,6 +134,7 @@ VENDORS: dict[str, Vendor] = {
         tool="nvidia-smi",
         order={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
         slice_prefix="MIG-",
+        unsplit="nvidia-smi -mig 0",
         brands=("NVIDIA ", "GeForce ", "Tesla "),
         pci_vendor="0x10de",
         version_file="/sys/module/nvidia/version",
