@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trainer.contract.errors import UsageError, UserError
+from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
@@ -49,6 +50,8 @@ from trainer.ranks.foreground import Foreground, new_run, result, write_job
 if TYPE_CHECKING:
     from trainer.training.push import Push
 
+# The commands that need none; `rank` records what it lacks as the reason why its run has failed.
+_WITHOUT_TORCH = ("estimate", "rank")
 # The default folder of runs.
 RUNS = Path("runs")
 
@@ -64,6 +67,8 @@ def _main(argv: Sequence[str] | None) -> int:
     flags = make_parser().parse_args(argv)
     try:
         leave_deleted_folder(_paths(flags))
+        if flags.command not in _WITHOUT_TORCH:
+            refuse_without_trainer()
         return _COMMANDS[flags.command](flags)
     except UsageError as error:
         _warn(str(error))

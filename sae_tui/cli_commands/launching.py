@@ -20,6 +20,7 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.extras import lack_of_trainer
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
 from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
@@ -142,7 +143,8 @@ def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placem
 def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> tuple[Placement | None, list[Problem]]:
     """Return where the job would run, or None, and every problem with the job and with that place."""
     here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
-    problems = check(job, here, _look(context, job, here))
+    lack = lack_of_trainer()
+    problems = [*([Problem("", lack)] if lack else []), *check(job, here, _look(context, job, here))]
     try:
         return resolve_placement(context, job, promises), problems
     except JobFileError as error:

@@ -13,6 +13,7 @@ from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
 from trainer.contract.errors import UserError
+from trainer.contract.extras import missing_of_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, is_slice, mixture
 from trainer.contract.planning.hardware import Box as KnownSpeeds
@@ -48,7 +49,12 @@ class Probed(msgspec.Struct, frozen=True):
 
 
 def check_bus(box: Box) -> Iterator[Finding]:
-    """Measure the bus, only if all GPUs are idle; locks keep jobs from starting on them meanwhile."""
+    """Measure the bus, only if all GPUs are idle; locks keep jobs from starting on them meanwhile.
+
+    What is not installed for that, the check of torch has told.
+    """
+    if missing_of_trainer():
+        return
     if not box.gpus.cuda:
         yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
         return

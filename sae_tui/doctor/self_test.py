@@ -14,6 +14,7 @@ from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
 from trainer.contract.errors import UserError
+from trainer.contract.extras import missing_of_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.wording import plural
@@ -35,7 +36,12 @@ class Tested(msgspec.Struct, frozen=True):
 
 
 def check_training(box: Box) -> Iterator[Finding]:
-    """Train in small on the first idle GPU, which a lock keeps jobs from meanwhile."""
+    """Train in small on the first idle GPU, which a lock keeps jobs from meanwhile.
+
+    What is not installed for that, the check of torch has told.
+    """
+    if missing_of_trainer():
+        return
     if not box.gpus.cuda:
         yield _finding(box, {}, "cpu")
         return

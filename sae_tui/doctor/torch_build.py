@@ -10,6 +10,7 @@ import msgspec
 from sae_tui.doctor.base import Box, Finding, Gpus
 from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, for_another_vendor, without_cuda
+from trainer.contract.extras import install, missing_of_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 from trainer.contract.wording import join_words, plural
@@ -76,6 +77,10 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 def check_torch(box: Box) -> Iterator[Finding]:
     """Check torch against the driver and the cards, and NCCL and Triton with it."""
+    if missing := missing_of_trainer():
+        sentence = f"GPUs and jobs are shown, but nothing trains here without {join_words(missing)}"
+        yield Finding("error", "torch", sentence, f"run `{install('train')}`")
+        return
     build, failure = _ask(box)
     if build is None:
         remedy = f"see `{sys.executable} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"

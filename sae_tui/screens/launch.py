@@ -159,7 +159,9 @@ class LaunchScreen(FramedScreen):
 
     def _launch(self, review: Review) -> None:
         job = review.job
-        if job is None:
+        if review.refusal:
+            self.notify(review.refusal, title="Not launched", severity="error", markup=False)
+        elif job is None:
             self._refuse("launched", review)
         elif review.question:
             self.app.push_screen(Confirm(review.question, yes="Launch"), lambda yes: self._go([job]) if yes else None)
@@ -182,8 +184,8 @@ class LaunchScreen(FramedScreen):
         self.form.once_reviewed(self._launch_each)
 
     def _launch_each(self, review: Review) -> None:
-        if review.job is None:
-            self._refuse("launched", review)
+        if review.refusal or review.job is None:
+            self._launch(review)
             return
         jobs = job_form.each_alone(review.job)
         question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."

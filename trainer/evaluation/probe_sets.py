@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import UserError, first_line
+from trainer.contract.extras import install
 from trainer.contract.wording import plural
 
 PACKAGE = "sae_probes"
@@ -66,7 +67,7 @@ def read_sets(n: int) -> list[TextSet]:
 def _folder() -> Path:
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
-        raise UserError(f"--probe: needs {' and '.join(missing)}: `pip install 'sae-tui[eval]'`")
+        raise UserError(f"--probe: needs {' and '.join(missing)}: `{install('eval')}`")
     spec = importlib.util.find_spec(PACKAGE)
     return Path(((spec and spec.submodule_search_locations) or [""])[0]) / _TABLES
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError, first_line
+from trainer.contract.extras import install
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Model
@@ -255,7 +256,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     try:
         import transformers
     except ImportError:
-        raise UserError("model.path: reading a language model needs `pip install 'sae-tui[hf]'`") from None
+        raise UserError(f"model.path: reading a language model needs `{install('hf')}`") from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     # Of a hub that cannot be reached it tells each of ten attempts.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainer.contract.errors import UserError, first_line
+from trainer.contract.extras import install
 from trainer.contract.files import open_plain
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Text
@@ -93,7 +94,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError("text.path: reading .parquet needs `pip install 'sae-tui[hf]'`") from None
+        raise UserError(f"text.path: reading .parquet needs `{install('hf')}`") from None
 
     parquet = pyarrow.parquet.ParquetFile(file)
     wanted = {*COLUMNS} if column == "auto" else {column}
@@ -132,7 +133,7 @@ def _load_datasets() -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError("text: reading a data set needs `pip install 'sae-tui[hf]'`") from None
+        raise UserError(f"text: reading a data set needs `{install('hf')}`") from None
     return datasets
 
 

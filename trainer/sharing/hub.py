@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.errors import UsageError, UserError, first_line
+from trainer.contract.extras import install
 from trainer.sharing.base import MODEL_CARD
 
 _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9_])?", re.ASCII)
@@ -91,7 +92,7 @@ def _client() -> tuple[Any, str]:
         for part in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
-        raise UsageError("--push: needs the hub's client; pip install 'sae-tui[hf]'") from None
+        raise UsageError(f"--push: needs the hub's client; {install('hf')}") from None
     if hub.constants.HF_HUB_OFFLINE:
         raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
     token = hub.get_token()

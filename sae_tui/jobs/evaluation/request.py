@@ -16,6 +16,7 @@ from sae_tui.jobs.output import extracts, may_tell_tokens
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
+from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.runs.lock import is_held
@@ -68,6 +69,7 @@ def refuse(data: DataDir, job: Job) -> None:
         raise UserError(f"job {job.id} has left no SAE to evaluate in {data.sae(job.id)}")
     if is_going(data, job.id):
         raise UserError(f"job {job.id} is being evaluated already")
+    refuse_without_trainer()
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:

@@ -25,6 +25,7 @@ from sae_tui.jobs.launch.placement import machine, summary
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
+from trainer.contract.extras import lack_of_trainer
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
@@ -71,6 +72,8 @@ class Review(msgspec.Struct, frozen=True):
     lack: str = ""
     # The width of the rows of a training.
     d_in: int | None = None
+    # Why no job at all can be launched here; a job file can be written all the same.
+    refusal: str = ""
 
     @property
     def errors(self) -> list[Problem]:
@@ -103,12 +106,17 @@ class Review(msgspec.Struct, frozen=True):
     @property
     def told(self) -> list[str]:
         """The summary and below it every problem, errors first."""
+        refusal = [f"✗ {self.refusal}"] if self.refusal else []
         lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
-        return ([self.summary] if self.summary else []) + lines
+        return ([self.summary] if self.summary else []) + refusal + lines
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
     """Check a draft against this machine; reads the headers of the activation shards, or of the language model."""
+    return msgspec.structs.replace(_review(candidate, choices, data, past, cuda), refusal=lack_of_trainer())
+
+
+def _review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], cuda: bool) -> Review:
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
     job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
     wrong_paths = {problem.path for problem in problems}

@@ -18,6 +18,7 @@ from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
+from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
@@ -63,6 +64,7 @@ def launch(
     """
     job = with_paths(job, [working_folder()])
     after = tuple(after)
+    refuse_without_trainer()
     problems = errors(check(job, _machine_of(data, placement, promised_by(data, after))))
     if problems:
         raise JobFileError(problems)

@@ -22,6 +22,7 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
+from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
@@ -94,6 +95,7 @@ def resume(
 
 def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Check everything before anything is changed, and return what the resume comes to."""
+    refuse_without_trainer()
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import Problem
+from trainer.contract.extras import install
 from trainer.contract.paths import free_disk
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
@@ -127,7 +128,7 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     """Return what keeps an extraction from running here, apart from its devices."""
     problems = outlook.problems()
     if importlib.util.find_spec("transformers") is None:
-        problems.append(Problem("model.path", "reading a language model needs `pip install 'sae-tui[hf]'`"))
+        problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
     if job.text.path and not os.path.exists(job.text.path):
         problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
     if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):

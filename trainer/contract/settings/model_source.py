@@ -7,6 +7,7 @@ import os
 from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.extras import install
 from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
@@ -139,5 +140,5 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         if os.path.isabs(self.model) and not os.path.exists(self.model):
             return [Problem("data.model", f"there is nothing at {self.model}")]
         if importlib.util.find_spec("transformers") is None:
-            return [Problem("data.model", "reading a language model needs `pip install 'sae-tui[hf]'`")]
+            return [Problem("data.model", f"reading a language model needs `{install('hf')}`")]
         return []
