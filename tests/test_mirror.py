@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 # What tests the whole, and what other tests use.
-WHOLE = {"benchmarks", "e2e", "faults", "fuzz", "slurm", "support"}
+WHOLE = {"benchmarks", "e2e", "faults", "fuzz", "package", "slurm", "support"}
 ON_SCREEN = {"app", "messages", "notices", "palette", "panels", "screens", "theme", "widgets"}
 COMMANDS = {"cli", "cli_commands"}
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from contextlib import closing
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import msgspec
@@ -497,7 +498,7 @@ async def test_an_extraction_is_launched_from_the_form_and_cloned_into_it(
     (tmp_path / "corpus.txt").write_text("the cat sat")
     model_of(tmp_path / "model", 10**7)
     file.write_text(EXTRACTION)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: ModuleSpec(name, None, origin="here"))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)

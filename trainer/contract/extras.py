@@ -43,8 +43,8 @@ def lack_of_trainer() -> str:
     """Return what to install before anything can train or be evaluated, as a sentence; "" where nothing is missing."""
     if not (missing := missing_of_trainer()):
         return ""
-    are = "is" if len(missing) == 1 else "are"
-    return f"the trainer needs {join_words(missing)}, which {are} not installed here: `{install('train')}`"
+    them = "it" if len(missing) == 1 else "them"
+    return f"the trainer lacks {join_words(missing)}: `{install('train')}` adds {them}"
 
 
 def refuse_without_trainer() -> None:

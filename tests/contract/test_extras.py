@@ -1,0 +1,47 @@
+"""What of the optional packages is missing is told with the command that adds it to this very installation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.extras import install, lack_of_trainer
+
+ASK = "import sys; sys.path[:] = sys.argv[1:]; from trainer.contract.extras import lack_of_trainer as ask; print(ask())"
+ROOT = Path(__file__).parents[2]
+
+
+def test_where_the_trainer_can_run_nothing_is_lacking() -> None:
+    assert lack_of_trainer() == ""
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ((), "torch, numpy and safetensors: `pip install 'sae-tui[train]'` adds them"),
+        (("torch", "numpy"), "safetensors: `pip install 'sae-tui[train]'` adds it"),
+    ],
+)
+def test_only_what_is_missing_is_named(tmp_path, there, told) -> None:
+    for name in there:
+        (tmp_path / f"{name}.py").touch()
+    # A folder that only has the name is no package.
+    (tmp_path / "safetensors").mkdir()
+    code = "import sys, os, re, pathlib, msgspec, importlib.util"
+    path = [str(tmp_path), str(ROOT), *(entry for entry in sys.path if "site-packages" not in entry and entry)]
+    done = subprocess.run([sys.executable, "-c", f"{code}; {ASK}", *path], capture_output=True, text=True, check=True)
+    assert done.stdout == f"the trainer lacks {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("mark", "command"),
+    [("", "pip install"), ("uv-receipt.toml", "uv tool install"), ("pipx_metadata.json", "pipx install --force")],
+)
+def test_an_extra_is_added_by_the_tool_that_made_the_environment(tmp_path, monkeypatch, mark, command) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    if mark:
+        (tmp_path / mark).touch()
+    assert install("hf") == f"{command} 'sae-tui[hf]'"

@@ -1,0 +1,20 @@
+"""Builds packages of this tree, and keeps what steers pip and Python out of an environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def build(source: Path, out: Path, *options: str) -> None:
+    """Build packages by what is installed here."""
+    argv = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), *options, str(source)]
+    subprocess.run(argv, check=True, capture_output=True, timeout=240)
+
+
+def plain_environment(**variables: str) -> dict[str, str]:
+    """Return this environment without what steers pip and Python, and with these variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON", "NO_COLOR"))}
+    return kept | variables
