@@ -148,6 +148,9 @@ class SaeApp(KeysInOrder, Notices):
     def action_new_job(self) -> None:
         self.navigator.new_job()
 
+    def action_new_extraction(self) -> None:
+        self.navigator.new_extraction()
+
     def action_show_dashboard(self) -> None:
         self.navigator.show_dashboard()
 

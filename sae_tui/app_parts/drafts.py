@@ -9,8 +9,9 @@ from textual.app import App
 from textual.worker import get_current_worker
 
 from sae_tui.jobs.launch.clone import clone_settings
+from sae_tui.jobs.launch.job_form import extraction_preset
 from sae_tui.screens.launch import LaunchScreen
-from sae_tui.screens.launch_form import Origin
+from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
@@ -29,12 +30,32 @@ class Drafts:
         self._on_launched = on_launched
 
     def open(self) -> None:
-        """Open the form that was left, or a new one."""
-        if self._app.is_screen_installed(_LAUNCH):
-            self._session.go.switch_to(_LAUNCH)
-            self._app.get_screen(_LAUNCH, LaunchScreen).form.tell_draft()
+        """Open the form that was left, or a new one of a training."""
+        kept = self._kept
+        if kept and (kept.changed or not kept.is_extraction):
+            self._open_kept(kept)
         else:
             self._open(LaunchScreen(self._session))
+
+    def open_extraction(self) -> None:
+        """Open the form of an extraction that was left, or a new one; ask before another draft is lost."""
+        kept = self._kept
+        if kept and kept.is_extraction:
+            self._open_kept(kept)
+        else:
+            self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
+
+    def _open_kept(self, kept: LaunchForm) -> None:
+        self._session.go.switch_to(_LAUNCH)
+        kept.tell_draft()
+
+    def _replace_by(self, what: str, form: LaunchScreen) -> None:
+        """Open a form, asking first where changes in another would be lost."""
+        if kept := self._kept and self._kept.changed:
+            question = f"A draft with {plural(len(kept), 'changed setting')} is kept. Replace it by {what}?"
+            self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open(form) if yes else None)
+        else:
+            self._open(form)
 
     def clone(self, job_id: int) -> None:
         """Open the form with a job's settings; halve the batch where the job ran out of GPU memory."""
@@ -48,12 +69,7 @@ class Drafts:
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
-        form = LaunchScreen(self._session, Origin(job_id, was, config))
-        if self._changes:
-            question = f"A draft with {plural(self._changes, 'changed setting')} is kept. Replace it by the clone?"
-            self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open(form) if yes else None)
-        else:
-            self._open(form)
+        self._replace_by("the clone", LaunchScreen(self._session, Origin(job_id, was, config)))
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None) -> None:
         """Launch checked jobs in the background, and go back to the dashboard."""
@@ -89,10 +105,10 @@ class Drafts:
             return ""
 
     @property
-    def _changes(self) -> int:
-        """The number of settings that were changed by hand in the kept form."""
+    def _kept(self) -> LaunchForm | None:
+        """The form that was left, if there is one."""
         is_kept = self._app.is_screen_installed(_LAUNCH)
-        return len(self._app.get_screen(_LAUNCH, LaunchScreen).form.changed) if is_kept else 0
+        return self._app.get_screen(_LAUNCH, LaunchScreen).form if is_kept else None
 
     def _open(self, form: LaunchScreen) -> None:
         self._session.go.show_dashboard()

@@ -63,6 +63,11 @@ class Navigator:
         if not self._session.actions.refused():
             self._drafts.open()
 
+    def new_extraction(self) -> None:
+        """Open the launch form of an extraction."""
+        if not self._session.actions.refused():
+            self._drafts.open_extraction()
+
     def clone_job(self, job_id: int) -> None:
         """Open the launch form with a job's settings."""
         if not self._session.actions.refused():

@@ -21,6 +21,14 @@ def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
     return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
 
 
+def has_features(data: DataDir, job_id: int) -> bool:
+    """Tell whether there is such a file of the job."""
+    try:
+        return bool(features_of_job(data, job_id))
+    except UserError:
+        return False
+
+
 def features_in(folder: Path) -> dict[str, Path]:
     """Return the files of the SAEs in a folder, or in that of a run; raise `UserError` where there is none."""
     place = folder / "sae" if (folder / "sae").is_dir() else folder

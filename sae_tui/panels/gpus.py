@@ -62,7 +62,13 @@ class GpuPanel(LineView, can_focus=True):
     def show_words(self, words: str, style: str) -> None:
         """Say why there are no GPUs, in as many lines as it takes."""
         self._rows = ()
-        self.show([((fit(f" {line}", self.width), style),) for line in textwrap.wrap(words, max(20, self.width - 2))])
+        self.show([((fit(f" {line}", self.width), style),) for line in self.wrapped(words, self.width)])
+
+    @staticmethod
+    def wrapped(words: str, width: int) -> list[str]:
+        """Return the lines that sentences take here, each from a new line on."""
+        room = max(20, width - 2)
+        return [line for each in words.splitlines() for line in textwrap.wrap(each, room, break_on_hyphens=False)]
 
     def scroll_gpus(self, pages: int) -> None:
         """Scroll so many pages down, or up where negative."""

@@ -8,17 +8,12 @@ from sae_tui.format import bar, count, duration, number, percent
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.widgets.lines import Span
+from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.store.states import JobState
 
 MARK = "●"
-NO_JOBS = (
-    "No jobs yet: press n to launch one.\n"
-    "n, ctrl+l: train a first SAE, on the sample that is shown; it takes a minute.\n"
-    "n: choose GPUs, data and settings, or a model and a text to extract activations from.\n"
-    "d: what this machine lacks for it.  ?: every key."
-)
+_STEP_WIDTH = 9
 COLUMNS = (
     Column("JOB", 5, right=True),
     Column("NAME", 12, grow=True),
@@ -38,7 +33,8 @@ class JobsPanel(KeyedTable):
     """The table of jobs; its keys are job ids. `marked` are those to which an action applies together."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(COLUMNS, empty=NO_JOBS, id=id)
+        super().__init__(COLUMNS, id=id)
+        self.steps: tuple[Line, ...] = ()
         self.marked: frozenset[int] = frozenset()
         self._made: dict[int, tuple[JobView, bool, Row]] = {}
 
@@ -49,7 +45,7 @@ class JobsPanel(KeyedTable):
 
         `above` is the heading of this host and `below` what other hosts have, where there are any.
         """
-        self.empty = nothing or NO_JOBS
+        self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
         self._made |= made
         self.show_rows([*above, *(row for _, _, row in made.values()), *below])
@@ -60,10 +56,42 @@ class JobsPanel(KeyedTable):
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
 
+    def show_steps(self, steps: Sequence[Line]) -> None:
+        """Show these lines in place of jobs, while there are none."""
+        if tuple(steps) != self.steps:
+            if self.empty == self.steps:
+                self.empty = tuple(steps)
+            self.steps = tuple(steps)
+            self._draw()
+
     @property
     def selected(self) -> int | None:
         """The id of the job under the cursor; None for one of another host."""
         return int(self.cursor) if self.cursor is not None and self.cursor.isdecimal() else None
+
+
+def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
+    """Return what can be done where nothing was done yet, each with its key, in lines of at most 78 cells."""
+    if has_gpus:
+        see = _step("See", "0…9", ": one GPU in full · ", "t", ": who computes on them · ", "v", ": other views")
+    else:
+        see = _step("See", "", "no GPU here, so jobs run on the CPU; key ", ",", " adds GPUs of other hosts")
+    if readonly:
+        return [see, _step("Launch", "", "not from here: this was started with --readonly")]
+    if not has_torch:
+        remedy = "PyTorch is missing: ", "pip install 'sae-tui[train]'"
+        return [see, _step("Extract", "", *remedy), _step("Train", "", *remedy)]
+    return [
+        see,
+        _step("Extract", "e", ": activations of a language model, to train SAEs on"),
+        _step("Train", "n", ", then ", "ctrl+l", ": a first SAE on the sample, in about a minute"),
+    ]
+
+
+def _step(name: str, *keys_and_words: str) -> Line:
+    """Return a line of a name, and then of keys and words in turn."""
+    styles = ("accent", "dim")
+    return ((name.ljust(_STEP_WIDTH), "title"), *((text, styles[at % 2]) for at, text in enumerate(keys_and_words)))
 
 
 def job_row(job: JobView, *, marked: bool = False) -> Row:

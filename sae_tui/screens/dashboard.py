@@ -20,11 +20,13 @@ from sae_tui.format import duration
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
 from sae_tui.gpu.window import stored_past
+from sae_tui.jobs.features import features_of_job, has_features
+from sae_tui.jobs.launch.pytorch import has_torch
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow
 from sae_tui.panels.gpus import GpuPanel, Shape
-from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.jobs import JobsPanel, first_steps
 from sae_tui.panels.preview import PreviewPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.dashboard_rows import Rows, arrange
@@ -34,17 +36,22 @@ from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
+from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import KeyedTable
+from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
     from sae_tui.screens.dashboard_hosts import DashboardHosts
 
-NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
+NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
 GPUS = Binding.Group("GPUs")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
 # Shown only while they can be used.
 _OF_JOBS = frozenset(
-    {f"dashboard.{verb}" for verb in ("open", "stop", "pause", "continue", "log", "clone", "delete", "undo")}
+    {
+        f"dashboard.{verb}"
+        for verb in ("open", "stop", "pause", "continue", "log", "features", "clone", "delete", "undo")
+    }
     | {*_IDS.values(), "jobs.filter"}
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
@@ -72,6 +79,8 @@ class Dashboard(FramedScreen):
                 tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
         Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
                 tooltip="Choose GPUs and launch a training"),
+        Binding("e", "app.new_extraction", "Extract", id="dashboard.extract", group=JOBS,
+                tooltip="Activations of a language model, to train on"),
         Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,
                 tooltip="Curves, events and log of the job"),
         Binding("s", "stop_job", "Stop", id="dashboard.stop", group=JOBS,
@@ -82,10 +91,14 @@ class Dashboard(FramedScreen):
                 tooltip="Resume it where it was, or release it"),
         Binding("l", "open_log", "Log", id="dashboard.log", group=JOBS,
                 tooltip="The logs of the job: follow, search, filter"),
+        Binding("f", "open_features", "Features", id="dashboard.features", group=JOBS,
+                tooltip="What the latents of its SAE fire on"),
         Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS, tooltip="A new job like this one"),
         Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS, tooltip="Delete it, or those marked"),
         Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,
                 tooltip="Bring back what was deleted"),
+        Binding("comma", "app.settings", "Settings", key_display=",", id="dashboard.settings",
+                tooltip="Theme, alerts, other hosts and all else that can be set"),
     ]  # fmt: skip
     HELP = (
         "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
@@ -159,11 +172,16 @@ class Dashboard(FramedScreen):
         elif monitor.opening:
             panel.show_words(ASKING, "dim")
         else:
-            panel.show_words(NO_GPUS, "text")
+            panel.show_words(*self._why_none())
         if self._others:
             self._others.show_gpus(laid.chrome)
         self._title(self._back.span_s if past.is_period else None)
         self.query_one(StatusLine).show_status(self.session.status())
+
+    def _why_none(self) -> tuple[str, str]:
+        """Return why there are no GPUs and what to do about it, and the style for it."""
+        problem = self.session.monitor.problem
+        return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
     def _past(self, samples: Sequence[GpuSample]) -> Past:
         """Return what came before: of the newest intervals, or of a span of the store once that is read."""
@@ -208,6 +226,7 @@ class Dashboard(FramedScreen):
             cards=view == "per_gpu",
             tiles=view == "map",
             previews=self.query_one(JobsPanel).selected is not None,
+            words=len(self.query_one(GpuPanel).wrapped(self._why_none()[0], inside)),
             taken=self._others.rows if self._others else 0,
         )
         if (rows, view) != self._arranged:
@@ -236,11 +255,18 @@ class Dashboard(FramedScreen):
             return
         if self._others:
             self._others.show_jobs()
+        if not self.session.jobs:
+            self.query_one(JobsPanel).show_steps(self._first_steps())
         self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
         self.query_one(StatusLine).show_status(self.session.status())
         rows, detail = self._arrange(len(self.session.monitor.latest())), self.session.detail
         if rows.preview and detail is not None and detail.view.id == self.query_one(JobsPanel).selected:
             self.query_one(PreviewPanel).show_detail(msgspec.structs.replace(detail, member=detail.view.best_sae))
+
+    def _first_steps(self) -> Sequence[Line]:
+        monitor = self.session.monitor
+        has_gpus = monitor.opening or bool(monitor.latest())
+        return first_steps(has_gpus=has_gpus, has_torch=has_torch(), readonly=self.session.readonly)
 
     def _selected(self) -> None:
         self.refresh_bindings()
@@ -264,10 +290,12 @@ class Dashboard(FramedScreen):
         job, readonly = self.query_one(JobEdits).selected, self.session.readonly
         offered = offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
-        others = ["dashboard.new"] * (not readonly) + ["jobs.filter"] * (job is not None) + ["dashboard.view"]
+        launches = () if readonly else ("dashboard.new",) if job else ("dashboard.new", "dashboard.extract")
+        others = ["dashboard.features"] * (job is not None and has_features(self.session.data, job.id))
+        others += [*launches, *(["jobs.filter"] if job else []), "dashboard.view", "dashboard.settings"]
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
-        hidden = _OF_JOBS | {"dashboard.new"} if readonly else _OF_JOBS
+        hidden = _OF_JOBS | {"dashboard.new", "dashboard.extract"} if readonly or job else _OF_JOBS
         return Offer([*verbs, *others], hidden - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
@@ -277,6 +305,19 @@ class Dashboard(FramedScreen):
             from sae_tui.screens.log import LogScreen
 
             self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
+
+    def action_open_features(self) -> None:
+        job = self.query_one(JobEdits).selected
+        if job is None:
+            return
+        try:
+            features_of_job(self.session.data, job.id)
+        except UserError as error:
+            self.notify(str(error), severity="warning", markup=False)
+        else:
+            from sae_tui.screens.features import FeaturesScreen
+
+            self.app.push_screen(FeaturesScreen(self.session, job.id, job.best_sae))
 
     def action_toggle_view(self) -> None:
         views = list(_SHAPES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from sae_tui.panels.gpu_map import TALLEST
@@ -11,7 +10,6 @@ from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 # Columns from which the totals are four plots, and the preview stands beside the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
-_SENTENCE = 90  # cells
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
 _LEAST_JOBS = 5  # with the heading
 _LEAST_PLOT, _GOOD_PLOT, _TALLEST_PLOT = 2, 4, 12
@@ -58,22 +56,23 @@ def arrange(
     tiles: bool = False,
     previews: bool = False,
     taken: int = 0,
+    words: int = 1,
 ) -> Rows:
     """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
 
     `cards`: each GPU is a card. `tiles`: `n_gpus` are rows of tiles. `previews`: there is a job to preview. Without
-    jobs their panel says what can be done. `taken` rows are those of a panel that is not of this machine.
+    jobs their panel says what can be done. `taken` rows are those of a panel that is not of this machine, `words` those
+    that it takes to say why there are no GPUs.
     """
     room = max(2, height - 2 - taken)
-    rows = _least(Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM), room, width, n_gpus, cards=cards)
+    empty = Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
+    rows = _least(empty, room, n_gpus, n_gpus or words, cards=cards)
     tallest = 5 if cards else TALLEST if tiles else 0
     return _grown(rows, room, width, n_gpus, n_jobs, tallest=tallest, previews=previews)
 
 
-def _least(rows: Rows, room: int, width: int, n_gpus: int, *, cards: bool) -> Rows:
+def _least(rows: Rows, room: int, n_gpus: int, wanted: int, *, cards: bool) -> Rows:
     """Give each panel what it can be read with; where not even that fits, jobs go before cards, and totals first."""
-    # Why there are no GPUs is a sentence.
-    wanted = n_gpus or math.ceil(_SENTENCE / max(1, width))
     left = room - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (cards and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome

@@ -75,10 +75,10 @@ class LaunchScreen(FramedScreen):
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
 
-    def __init__(self, session: Session, origin: Origin | None = None) -> None:
+    def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
         super().__init__(name="launch")
         self.session = session
-        self.form = LaunchForm(session, origin)
+        self.form = LaunchForm(session, origin, preset)
         self._inspections = Inspections()
 
     def compose(self) -> ComposeResult:

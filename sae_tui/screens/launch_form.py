@@ -66,7 +66,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.review = review
             self.overridden = overridden
 
-    def __init__(self, session: Session, origin: Origin | None = None) -> None:
+    def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
         super().__init__()
         self.session = session
         self.origin = origin
@@ -81,7 +81,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._then: Callable[[Review], None] | None = None
         # What the form was filled with, and from which preset; a value that differs was changed by a person.
         self._start: dict[str, Any] = {}
-        self._preset: Path | None = None
+        self._preset = preset
         self._was_sweep = False
 
     def compose(self) -> ComposeResult:
@@ -124,7 +124,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.query_one("#picker").focus()
         self.show_gpus()
         if self.origin is None:
-            self.fill(job_form.default_preset())
+            self.fill(self._preset or job_form.default_preset())
         else:
             self._start_from(to_table(self.origin.start))
 
@@ -156,6 +156,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def changed(self) -> list[str]:
         """The settings that a person has changed since the form was filled, by path."""
         return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
+
+    @property
+    def is_extraction(self) -> bool:
+        """Whether the job that is filled in is an extraction."""
+        return job_form.kind_of(self._kind) == ExtractJob.kind
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
         """Fill the form with something else, asking first where changes would be lost."""

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual import events
 from textual.binding import Binding
 from textual.message import Message
@@ -75,7 +76,7 @@ class KeyedTable(LineView, can_focus=True):
         def control(self) -> KeyedTable:
             return self.table
 
-    def __init__(self, columns: Sequence[Column], *, empty: str = "", id: str | None = None) -> None:  # noqa: A002
+    def __init__(self, columns: Sequence[Column], *, empty: str | Sequence[Line] = "", id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.columns = tuple(columns)
         self.empty = empty
@@ -162,9 +163,21 @@ class KeyedTable(LineView, can_focus=True):
 
             self.show(LazyLines(1 + len(rows), line))
             return
-        room = max(10, self.size.width - 2)
-        wrapped = [line for text in self.empty.splitlines() for line in textwrap.wrap(text, room)]
-        self.show([heading, *(((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped)])
+        self.show([heading, *_indented(self.empty, self.size.width)])
+
+
+def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
+    """Return what stands in place of rows: lines as they are where they fit, all else wrapped."""
+    room = max(10, width - 2)
+    lines: list[Line] = [((text, "dim"),) for text in empty.splitlines()] if isinstance(empty, str) else list(empty)
+    found: list[Line] = []
+    for line in lines:
+        whole = "".join(text for text, _ in line)
+        if cell_len(whole) <= room:
+            found.append((("  ", "text"), *line, (" " * (room - cell_len(whole)), "text")))
+        else:
+            found += [((fit(f"  {text}", width), "dim"),) for text in textwrap.wrap(whole, room)]
+    return found
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:

@@ -337,6 +337,11 @@ def default_preset() -> Path:
     return shipped_data() / "presets" / "quick.toml"
 
 
+def extraction_preset() -> Path:
+    """Return the job file that the form of an extraction starts from."""
+    return shipped_data() / "presets" / "extract.toml"
+
+
 def shipped_data() -> Path:
     """Return the data folder: inside an installed package, or beside the packages in a checkout."""
     package = Path(__file__).parents[2]
