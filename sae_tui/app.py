@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
@@ -15,6 +15,7 @@ from textual.widgets import Input, TextArea
 
 from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.app_parts.colours import Colours
+from sae_tui.app_parts.effects import Effects, MakeHosts
 from sae_tui.app_parts.front import AppFront
 from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
 from sae_tui.app_parts.navigator import Navigator
@@ -54,6 +55,8 @@ class SaeApp(KeysInOrder, Notices):
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="What the app has said lately, in full"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
+        Binding("comma", "settings", "Settings", key_display=",", show=False, id="settings",
+                tooltip="Theme, alerts, other hosts and all else that can be set"),
     ]  # fmt: skip
     BEFORE_TEXT = frozenset({"jobs.filter", "jobs.tag", "jobs.rename", "jobs.note", "jobs.after", "logs.search"})
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
@@ -69,6 +72,8 @@ class SaeApp(KeysInOrder, Notices):
         readonly: bool = False,
         plain: Plain | None = None,
         hosts: Hosts | None = None,
+        make_hosts: MakeHosts | None = None,
+        given: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
@@ -76,7 +81,7 @@ class SaeApp(KeysInOrder, Notices):
         self._filters += [Printable(), *([plain] if plain else [])]
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         front = AppFront(self, watcher.poke)
-        self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts)
+        self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
         self.session.alerts = AlertWatcher(
             data,
             settings,
@@ -89,6 +94,9 @@ class SaeApp(KeysInOrder, Notices):
         self.redraw = Redraw(self, self.session)
         # Before any style is read: a change of colours has all of them read once more.
         self._colours = Colours(self, self.session)
+        self.navigator.effects = Effects(
+            self, self.session, self.navigator.dashboard, self._colours, self.redraw, make_hosts
+        )
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._first_words = first_words
@@ -153,6 +161,9 @@ class SaeApp(KeysInOrder, Notices):
 
     def action_show_dashboard(self) -> None:
         self.navigator.show_dashboard()
+
+    def action_settings(self) -> None:
+        self.navigator.show_settings()
 
     def action_doctor(self) -> None:
         self.navigator.show_doctor()

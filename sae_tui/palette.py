@@ -98,12 +98,14 @@ def commands(
     yield SystemCommand("Doctor", "What is in the way of a training here", go.show_doctor)
     for name in THEMES:
         yield SystemCommand(f"Theme: {name}", "Colours, kept in settings.toml", partial(choose_theme, name))
-    yield SystemCommand("Settings", "What they are, and where to change them", go.show_settings)
+    yield SystemCommand("Settings", "Theme, alerts, other hosts and all else that can be set", go.show_settings)
     yield SystemCommand("Alerts", "Those that last, and those of the last day", go.show_alerts)
     yield SystemCommand("Own cost", "What this app costs: CPU, memory, bytes to the terminal", go.show_own_cost)
     yield SystemCommand("Help", "What the keys do", go.show_help)
     yield SystemCommand("Quit", "Leave; jobs keep running", app.action_quit)
-    yield from _of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close", "Commands"))
+    yield from _of_keys(
+        screen, ("New job", "Dashboard", "Doctor", "Settings", "Help", "Quit", "Back", "Close", "Commands")
+    )
 
 
 def _of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from textual.screen import Screen
@@ -42,6 +42,7 @@ class Navigation(Protocol):
     def show_doctor(self) -> None: ...
     def show_help(self) -> None: ...
     def show_settings(self) -> None: ...
+    def read_settings(self) -> None: ...
     def show_alerts(self) -> None: ...
     def show_own_cost(self) -> None: ...
 
@@ -62,8 +63,11 @@ class Session:
         *,
         readonly: bool = False,
         hosts: Hosts | None = None,
+        given: Mapping[str, str] | None = None,
     ) -> None:
         self.data = data
+        # By setting what flags or the terminal make of it in this run, in words.
+        self.given = given or {}
         self.readonly = readonly
         self.hosts = hosts
         self.monitor = monitor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,60 +11,99 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
+from trainer.contract.paths import is_shared
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
 from trainer.contract.settings.toml import parse_toml, read_plain_text
 from trainer.contract.trust import distrust_of_file
+
+# Under these the form shows them.
+_LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
+_HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
+# Those that run a program or lead to another machine.
+_PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts")
+# What is drawn with is settled before there is an app.
+AT_START = frozenset({"look"})
 
 
 class Settings(msgspec.Struct, frozen=True):
     """Everything that can be set; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
-        Literal["aggregated", "per_gpu", "map"], about("What the dashboard shows first.")
+        Literal["aggregated", "per_gpu", "map"], about("What the dashboard shows first.", group=_LOOK)
     ] = "aggregated"
     default_gpu_selection: Annotated[
-        Literal["available", "all", "manual"], about("Which GPUs the launch screen ticks: all free ones, all, or none.")
+        Literal["available", "all", "manual"],
+        about("Which GPUs the launch screen ticks: all free ones, all, or none.", group=_LAUNCH),
     ] = "available"
-    multi_gpu_enabled: Annotated[bool, about("Whether a job may use more than one GPU.")] = True
-    sampling_interval_s: Annotated[float, about("Time between two readings of a GPU.", unit="s", ge=0.2, le=60)] = 1.0
-    history_hours: Annotated[float, about("How long every reading is kept.", unit="hours", gt=0, le=720)] = 24.0
-    history_days: Annotated[float, about("How long one-minute means are kept.", unit="days", gt=0, le=3650)] = 30.0
+    multi_gpu_enabled: Annotated[bool, about("Whether a job may use more than one GPU.", group=_LAUNCH)] = True
+    sampling_interval_s: Annotated[
+        float, about("Time between two readings of a GPU.", group=_HISTORY, unit="s", ge=0.2, le=60)
+    ] = 1.0
+    history_hours: Annotated[
+        float, about("How long every reading is kept.", group=_HISTORY, unit="hours", gt=0, le=720)
+    ] = 24.0
+    history_days: Annotated[
+        float, about("How long one-minute means are kept.", group=_HISTORY, unit="days", gt=0, le=3650)
+    ] = 30.0
     notify: Annotated[
-        Literal["bell", "terminal", "off"], about("How the app tells that a job has ended; terminal: a note by OSC 9.")
+        Literal["bell", "terminal", "off"],
+        about("How the app tells that a job has ended; terminal: a note by OSC 9.", group=_END),
     ] = "bell"
     on_job_end: Annotated[
         list[str],
         about(
             "A command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU, _OUTPUT tell it which.",
+            group=_END,
             wanted='a list of words like ["notify-send", "done"]',
         ),
     ] = []
     hosts: Annotated[
         list[str],
-        about("Other hosts whose GPUs and jobs are shown too, over ssh.", wanted='a list like ["gpu1", "me@gpu2"]'),
+        about(
+            "Other hosts whose GPUs and jobs are shown too, over ssh.",
+            group=_HOSTS,
+            wanted='a list like ["gpu1", "me@gpu2"]',
+            commas=True,
+        ),
     ] = []
     ssh_command: Annotated[
         list[str],
-        about("The command that reaches them; empty: ssh.", wanted='a list of words like ["ssh", "-F", "config"]'),
+        about(
+            "The command that reaches them; empty: ssh.",
+            group=_HOSTS,
+            wanted='a list of words like ["ssh", "-F", "config"]',
+        ),
     ] = []
     alert_heat_c: Annotated[
-        float, about("Alert where a GPU is so near to where it slows down; 0 for none.", unit="°C", ge=0, le=60)
+        float,
+        about(
+            "Alert where a GPU is so near to where it slows down; 0 for none.", group=_ALERTS, unit="°C", ge=0, le=60
+        ),
     ] = 4.0
     alert_throttling_s: Annotated[
         float,
-        about("Alert where heat or lack of power slow a GPU down for so long; 0 for none.", unit="s", ge=0, le=86400),
+        about(
+            "Alert where heat or lack of power slow a GPU down for so long; 0 for none.",
+            group=_ALERTS,
+            unit="s",
+            ge=0,
+            le=86400,
+        ),
     ] = 60.0
     alert_lost_s: Annotated[
-        float, about("Alert where a GPU cannot be read for so long; 0 for none.", unit="s", ge=0, le=86400)
+        float,
+        about("Alert where a GPU cannot be read for so long; 0 for none.", group=_ALERTS, unit="s", ge=0, le=86400),
     ] = 15.0
     alert_memory_percent: Annotated[
-        float, about("Alert where so much of a GPU's memory is in use; 0 for none.", unit="%", ge=0, le=100)
+        float,
+        about("Alert where so much of a GPU's memory is in use; 0 for none.", group=_ALERTS, unit="%", ge=0, le=100),
     ] = 98.0
     alert_idle_minutes: Annotated[
         float,
         about(
             "Alert where a job does not use a GPU that it has for so long, 10 at least; 0 for none.",
+            group=_ALERTS,
             unit="min",
             ge=0,
             le=10080,
@@ -72,29 +111,38 @@ class Settings(msgspec.Struct, frozen=True):
     ] = 30.0
     alert_disk_gib: Annotated[
         float,
-        about("Alert where so little is left on the disk of the data folder; 0 for none.", unit="GiB", ge=0, le=100000),
+        about(
+            "Alert where so little is left on the disk of the data folder; 0 for none.",
+            group=_ALERTS,
+            unit="GiB",
+            ge=0,
+            le=100000,
+        ),
     ] = 5.0
     on_alert: Annotated[
         list[str],
         about(
             "A command to run when an alert begins or ends, with what it is as JSON on its standard input.",
+            group=_ALERTS,
             wanted='a list of words like ["/home/me/bin/tell-slack"]',
         ),
     ] = []
-    price_per_kwh: Annotated[float, about("What a kWh costs, for the price of a job; 0 shows none.", ge=0, le=1000)] = (
-        0.0
-    )
-    currency: Annotated[str, about("What that price is in.", min_length=1, max_length=8)] = "EUR"
+    price_per_kwh: Annotated[
+        float, about("What a kWh costs, for the price of a job; 0 shows none.", group=_ENERGY, ge=0, le=1000)
+    ] = 0.0
+    currency: Annotated[str, about("What that price is in.", group=_ENERGY, min_length=1, max_length=8)] = "EUR"
     co2_g_per_kwh: Annotated[
-        float, about("CO₂ of a kWh, as your grid has it; 0 shows none.", unit="g", ge=0, le=5000)
+        float, about("CO₂ of a kWh, as your grid has it; 0 shows none.", group=_ENERGY, unit="g", ge=0, le=5000)
     ] = 0.0
     theme: Annotated[
         Literal["dark", "light", "high-contrast", "colour-blind", "terminal"],
-        about("Colours; terminal uses the 16 of your terminal."),
+        about("Colours; terminal uses the 16 of your terminal.", group=_LOOK),
     ] = "dark"
     look: Annotated[
         Literal["auto", "full", "plain"],
-        about("What is drawn with; plain is ASCII only, auto means plain on a vt100 or the Linux console."),
+        about(
+            "What is drawn with; plain is ASCII only, auto means plain on a vt100 or the Linux console.", group=_LOOK
+        ),
     ] = "auto"
 
 
@@ -119,7 +167,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
             values[name] = knobs[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
-    programs = [name for name in ("on_job_end", "on_alert", "ssh_command", "hosts") if values.get(name)]
+    programs = [name for name in _PROGRAMS if values.get(name)]
     if programs and (why := distrust_of_file(path)):
         for name in programs:
             del values[name]
@@ -132,19 +180,57 @@ def save_settings(path: Path, settings: Settings) -> None:
     write_whole(path, settings_text(settings))
 
 
-def change_setting(path: Path, name: str, value: str) -> None:
-    """Change one line of the file and leave all others, even wrong ones; raise `UserError` where it cannot."""
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """Return what the file says, right or wrong; raise `UserError` where it cannot be read."""
     if not os.path.exists(path):
-        save_settings(path, msgspec.structs.replace(Settings(), **{name: value}))
+        return {}
+    try:
+        return read_toml(path, read_plain_text)
+    except JobFileError as error:
+        raise UserError(f"{error}; mend it by hand or remove it") from None
+
+
+def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change these in the file, and leave all else as it is: comments, order, and what is wrong.
+
+    None takes one out, which leaves its default. Raises `UserError` where the file cannot be changed.
+    """
+    if not os.path.lexists(path):
+        save_settings(path, msgspec.structs.replace(Settings(), **changes))
         return
-    before = read_toml(path, read_plain_text)
-    line = f'{name} = "{value}"'
-    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, read_plain_text(path), count=1, flags=re.MULTILINE)
-    if not count:
-        text = f"{text.rstrip()}\n{line}\n".lstrip()
-    if parse_toml(text) != before | {name: value}:
-        raise UserError(f"{path} is written in a way that {name} cannot be changed from here; write {line} yourself")
+    before = read_settings_file(path)
+    _refuse_to_change(path, before)
+    text = _with_changes(read_plain_text(path), changes)
+    if text is None or parse_toml(text) != _without_none({**before, **changes}):
+        names = ", ".join(changes)
+        raise UserError(f"{path} is written in a way that {names} cannot be changed from here; change it by hand")
     write_whole(path, text)
+
+
+def _with_changes(text: str, changes: Mapping[str, Any]) -> str | None:
+    """Return a TOML text with these changes; None where tomlkit cannot make them."""
+    import tomlkit
+
+    try:
+        document = tomlkit.parse(text)
+        for name, value in changes.items():
+            document.pop(name, None) if value is None else document.update({name: value})
+        return tomlkit.dumps(document)
+    except Exception:
+        # Of what tomllib reads it refuses some, in ways of its own.
+        return None
+
+
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if value is not None}
+
+
+def _refuse_to_change(path: Path, table: Mapping[str, Any]) -> None:
+    """Raise `UserError` where writing the file would replace a link, or make somebody else's commands one's own."""
+    if path.is_symlink():
+        raise UserError(f"{path} is a link, which saving would replace; change {path.resolve()} by hand")
+    if any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent) and (why := distrust_of_file(path)):
+        raise UserError(f"{why}, after you have read it: its commands would become yours")
 
 
 def settings_text(settings: Settings) -> str:

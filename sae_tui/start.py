@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import select
@@ -64,9 +65,21 @@ def run_app(
         with contextlib.suppress(UserError, OSError):
             # What an app that was killed left in the trash, some of it half deleted.
             trash.empty(data)
-    others = _hosts(hosts, settings, problems, demo=source_name == "simulated")
+    make_hosts = functools.partial(_hosts, hosts, demo=source_name == "simulated")
+    others, wrong_hosts = make_hosts(settings)
     look = _plain_look("plain" if plain else settings.look)
-    app = SaeApp(data, monitor, settings, problems, first_words, readonly=readonly, plain=look, hosts=others)
+    app = SaeApp(
+        data,
+        monitor,
+        settings,
+        [*problems, *wrong_hosts],
+        first_words,
+        readonly=readonly,
+        plain=look,
+        hosts=others,
+        make_hosts=make_hosts,
+        given=_given(plain, look, settings, hosts),
+    )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
     # default took an eighth of the time that a key costs.
@@ -91,13 +104,24 @@ def _plain_look(look: Look) -> Plain | None:
     return Plain(letters=can_show("é", sys.stdout))
 
 
-def _hosts(named: Sequence[str], settings: Settings, problems: list[Problem], *, demo: bool) -> Hosts | None:
+def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[str]) -> dict[str, str]:
+    """Return by setting what the command line or the terminal makes of it in this run."""
+    given = {}
+    if look and settings.look != "plain":
+        given["look"] = f"plain now, by {'--plain' if plain else 'this terminal'}"
+    if hosts:
+        given["hosts"] = f"and {join_words(list(hosts))} now, by --host"
+    return given
+
+
+def _hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
     """Return the other hosts to watch, with simulated GPUs where those here are; None of none.
 
-    Of those in the settings add what is wrong with their names to `problems`.
+    With them is returned what is wrong with the names of those in the settings.
     """
+    problems: list[Problem] = []
     if not (named or settings.hosts):
-        return None
+        return None, problems
     from sae_tui.hosts.hosts import Hosts
     from sae_tui.ssh import checked_host
 
@@ -108,7 +132,7 @@ def _hosts(named: Sequence[str], settings: Settings, problems: list[Problem], *,
         except UserError as error:
             problems.append(Problem("hosts", f"leaves one out: {error}"))
     names += named
-    return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None
+    return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None, problems
 
 
 def _staying(data: DataDir, command: str) -> str:

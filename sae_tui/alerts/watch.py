@@ -121,10 +121,10 @@ class AlertWatcher:
     ) -> None:
         self.changed: tuple[Alert, ...] = ()
         self.active: tuple[Alert, ...] = ()
-        self.interval_s = max(1.0, settings.sampling_interval_s)
         # What went wrong with the file or the command, in sentences.
         self.problems: tuple[str, ...] = ()
-        self._data, self._settings, self._on_change, self._readonly = data, settings, on_change, readonly
+        self._data, self._on_change, self._readonly = data, on_change, readonly
+        self.change(settings)
         self._samples, self._held = samples, held
         self._lock = FileLock(data.locks / f"alerts-{socket.gethostname()}.lock")
         self._recent: Sequence[Alert] = ()
@@ -133,6 +133,11 @@ class AlertWatcher:
         self._disk_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
+
+    def change(self, settings: Settings) -> None:
+        """Look by other bounds from now on."""
+        self.interval_s = max(1.0, settings.sampling_interval_s)
+        self._settings = settings
 
     def start(self) -> None:
         self._thread.start()
@@ -148,9 +153,13 @@ class AlertWatcher:
         return sorted([*self._recent, *others], key=lambda alert: alert.raised, reverse=True)
 
     def _run(self) -> None:
-        alerts = Alerts(self._settings, read_alerts(self._data))
+        settings = self._settings
+        alerts = Alerts(settings, read_alerts(self._data))
         self.active, self._recent = alerts.active, alerts.recent
         while not self._stop.wait(self.interval_s):
+            if settings is not self._settings:
+                settings = self._settings
+                alerts = Alerts(settings, alerts.recent)
             try:
                 self._look(alerts)
             except Exception as error:

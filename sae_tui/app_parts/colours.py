@@ -6,7 +6,7 @@ import msgspec
 from textual.app import App
 
 from sae_tui.session import Session
-from sae_tui.settings import change_setting
+from sae_tui.settings import change_settings
 from sae_tui.theme import OWN_THEMES, ThemeName, shown_theme
 from trainer.contract.errors import UserError, sentence
 
@@ -19,19 +19,22 @@ class Colours:
         self._session = session
         for theme in OWN_THEMES:
             app.register_theme(theme)
-        self._show()
+        self.show()
 
     def choose(self, name: ThemeName) -> None:
-        """Change the colours now, and in the settings file for the next start."""
+        """Change the colours now and, unless nothing may be changed, in the settings file for the next start."""
         session = self._session
         session.settings = msgspec.structs.replace(session.settings, theme=name)
-        self._show()
+        self.show()
+        if session.readonly:
+            return
         try:
-            change_setting(session.data.settings_file, "theme", name)
+            change_settings(session.data.settings_file, {"theme": name})
         except (UserError, OSError) as error:
             self._app.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
 
-    def _show(self) -> None:
+    def show(self) -> None:
+        """Show the theme that the settings have now."""
         chosen = self._session.settings.theme
         self._app.set_class(chosen == "high-contrast", "-strong")
         self._app.theme = shown_theme(chosen, self._app.console.color_system)

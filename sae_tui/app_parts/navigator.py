@@ -19,15 +19,19 @@ from trainer.contract.settings.job_file import AnyJob
 
 if TYPE_CHECKING:
     from sae_tui.app_parts.drafts import Drafts
+    from sae_tui.app_parts.effects import Effects
     from sae_tui.doctor.base import Finding
 
 
 class Navigator:
     """Opens the screens, each with the session."""
 
+    effects: Effects  # set by the app, once it has what settings have an effect on
+
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
         self._session = session
+        self._settings_draft: dict[str, str] = {}
         self.dashboard = Dashboard(session, session.settings.monitor_view_default)
 
     @functools.cached_property
@@ -100,12 +104,15 @@ class Navigator:
         self._app.push_screen(HelpScreen(self._app.screen))
 
     def show_settings(self) -> None:
-        """Show the settings and where to change them, above the current screen."""
-        from sae_tui.screens.help import settings_lines
-        from sae_tui.widgets.reading import Reading
+        """Show the form of the settings above the current screen, with what was changed and not saved."""
+        from sae_tui.screens.settings_form import SettingsScreen
 
-        session = self._session
-        self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
+        if not any(isinstance(screen, SettingsScreen) for screen in self._app.screen_stack):
+            self._app.push_screen(SettingsScreen(self._session, self._settings_draft))
+
+    def read_settings(self) -> None:
+        """Read the settings file, and act on what has changed in it."""
+        self.effects.read_anew()
 
     def show_alerts(self) -> None:
         """Show the alerts that last, and those of the last day, above the current screen."""

@@ -39,8 +39,13 @@ class Redraw:
 
     def start(self) -> None:
         """Draw the GPUs at every interval, and the first time as soon as there is something to draw."""
-        self._app.set_interval(self._session.settings.sampling_interval_s, self.show_gpus)
+        self._ticks = self._app.set_interval(self._session.settings.sampling_interval_s, self.show_gpus)
         self._first_look = self._app.set_interval(_LOOK_S, self._look_first, repeat=_MOST_LOOKS)
+
+    def pace(self) -> None:
+        """Draw the GPUs at the interval that the settings have now."""
+        self._ticks.stop()
+        self._ticks = self._app.set_interval(self._session.settings.sampling_interval_s, self.show_gpus)
 
     def _look_first(self) -> None:
         monitor = self._session.monitor

@@ -69,6 +69,10 @@ class Recorder:
         """Whether this process is the one that stores."""
         return self._lock.held
 
+    def retain(self, retention: Retention) -> None:
+        """Keep samples for another time from now on."""
+        self._upkeep.retention = retention
+
     def start(self) -> None:
         self._thread.start()
 

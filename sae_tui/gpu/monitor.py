@@ -87,6 +87,12 @@ class Monitor:
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
+    def change(self, interval_s: float, retention: Retention) -> None:
+        """Read the cards at another interval, and keep their history for another time."""
+        self.interval_s = interval_s
+        self._sampler.pace(interval_s)
+        self._recorder.retain(retention)
+
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every card that may be used, by index."""
         return visible(self._sampler.latest(), self.source_name)

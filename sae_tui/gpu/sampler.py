@@ -220,6 +220,12 @@ class Sampler:
             return self.source.details(sample.index, sample)
         return None
 
+    def pace(self, interval_s: float) -> None:
+        """Read the cards at another interval from now on."""
+        with self._changed:
+            self._interval = interval_s
+            self._changed.notify_all()
+
     def _current(self, card: _Card, now: float) -> GpuSample:
         silent_s = now - card.answered
         waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET

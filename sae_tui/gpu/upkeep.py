@@ -40,7 +40,7 @@ class Upkeep:
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
         self._host = host
-        self._retention = retention
+        self.retention = retention
         self._begun = 0.0
         self._first = True
         self._made_anew = False
@@ -75,8 +75,8 @@ class Upkeep:
 
         Delete whole minutes only, so that the means of minutes begin exactly where the samples end.
         """
-        raw = (now - self._retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
-        minutes = (now - self._retention.minutes_days * 86400) // MINUTE_S
+        raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
+        minutes = (now - self.retention.minutes_days * 86400) // MINUTE_S
         for index in indices(db, self._host):
             yield from self._delete_range(db, "gpu_metrics", "timestamp", index, raw, MINUTE_S)
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)

@@ -79,6 +79,11 @@ class JobsFinder(Filtered):
             self._far = views
             self._draw()
 
+    def forget_far(self) -> None:
+        """Show no other hosts any more."""
+        self._far, self._far_rows = (), None
+        self._draw()
+
     def action_next_order(self) -> None:
         names = list(orders())
         self.order = names[(names.index(self.order) + 1) % len(names)]

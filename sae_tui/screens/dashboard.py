@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from sae_tui.screens.dashboard_hosts import DashboardHosts
 
 NO_GPUS = "d: why, and what to do · sae-tui --demo: simulated GPUs"
-GPUS = Binding.Group("GPUs")
+GPUS, _EVERYWHERE = Binding.Group("GPUs"), Binding.Group("Everywhere")
 _IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
 # Shown only while they can be used.
 _OF_JOBS = frozenset(
@@ -97,7 +97,7 @@ class Dashboard(FramedScreen):
         Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS, tooltip="Delete it, or those marked"),
         Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,
                 tooltip="Bring back what was deleted"),
-        Binding("comma", "app.settings", "Settings", key_display=",", id="dashboard.settings",
+        Binding("comma", "app.settings", "Settings", key_display=",", id="dashboard.settings", group=_EVERYWHERE,
                 tooltip="Theme, alerts, other hosts and all else that can be set"),
     ]  # fmt: skip
     HELP = (
@@ -116,11 +116,27 @@ class Dashboard(FramedScreen):
         self._arranged: tuple[Rows, str] | None = None
         self._rested: Timer | None = None
         self._back = LookBack(self, self._read_store)
-        self._others: DashboardHosts | None = None
-        if session.hosts:
-            from sae_tui.screens.dashboard_hosts import DashboardHosts
+        self._others = self._of_hosts()
 
-            self._others = DashboardHosts(self, session, session.hosts)
+    def _of_hosts(self) -> DashboardHosts | None:
+        if self.session.hosts is None:
+            return None
+        from sae_tui.screens.dashboard_hosts import DashboardHosts
+
+        return DashboardHosts(self, self.session, self.session.hosts)
+
+    async def change_hosts(self) -> None:
+        """Show the other hosts that are watched now, or none."""
+        self._others, self._arranged = None, None
+        await self.query("#hosts").remove()
+        self.query_one(JobEdits).forget_far()
+        if self.session.hosts:
+            from sae_tui.panels.far_gpus import FarGpus
+
+            await self.mount(FarGpus(id="hosts", classes="panel"), after="#gpus")
+            self._others = self._of_hosts()
+        self.show_jobs()
+        self.show_gpus()
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
@@ -318,6 +334,10 @@ class Dashboard(FramedScreen):
             from sae_tui.screens.features import FeaturesScreen
 
             self.app.push_screen(FeaturesScreen(self.session, job.id, job.best_sae))
+
+    def choose_view(self, view: str) -> None:
+        """Show the GPUs in this view."""
+        self.view, self._chosen = view, True
 
     def action_toggle_view(self) -> None:
         views = list(_SHAPES)

@@ -1,4 +1,4 @@
-"""What the keys of a screen do, by subject, from the bindings themselves; and what the settings are."""
+"""What the keys of a screen do, by subject, from the bindings themselves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from textual.binding import ActiveBinding, Binding
 from textual.screen import Screen
 
 from sae_tui.format import fit
-from sae_tui.settings import Settings
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
-from trainer.contract.paths import DataDir
-from trainer.contract.settings.knobs import knobs_of, show
 
 _EVERYWHERE = "Everywhere"
 # The subject of a binding without a group, by the first part of its id.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
+           "settings": "Settings",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
 _ORDER = ("Jobs", "Queue", "Find", "GPUs")
 _TWO_COLUMNS_FROM = 100
@@ -75,16 +73,6 @@ def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[L
     blank: Line = ((" " * each, "text"),)
     pairs = itertools.zip_longest(left, right, fillvalue=blank)
     return lines + [(*_pad(one, each), (" " * _APART, "text"), *other) for one, other in pairs]
-
-
-def settings_lines(settings: Settings, data: DataDir, width: int) -> list[Line]:
-    """Return all settings with what they mean, and the file to change them in."""
-    hint = f"Change them in {data.settings_file}; they are read when sae-tui starts."
-    lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(hint, max(20, width), break_on_hyphens=False)]
-    for knob in knobs_of(Settings):
-        lines += [(), ((f"{knob.name} = {show(getattr(settings, knob.name))}", "title"),)]
-        lines += [((f"  {text}", "dim"),) for text in textwrap.wrap(knob.help, max(20, width - 2))]
-    return lines
 
 
 def _title(binding: Binding) -> str:

@@ -131,14 +131,8 @@ class LaunchScreen(FramedScreen):
         self.form.reset()
 
     def action_find_setting(self) -> None:
-        """Ask for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
-        form = self.query_one(KnobForm)
-
-        def go(path: str | None) -> None:
-            if path is not None:
-                form.focus_field(path)
-
-        self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in form.rows]), go)
+        """Ask for a part of a setting's name, and go there."""
+        self.query_one(KnobForm).find()
 
     def action_to_gpus(self) -> None:
         self.query_one("#picker").focus()

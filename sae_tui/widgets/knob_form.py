@@ -15,6 +15,7 @@ from textual.events import DescendantBlur, DescendantFocus
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
+from sae_tui.widgets.find import Find
 from sae_tui.widgets.menu import Menu
 from trainer.contract.settings.knobs import Knob
 
@@ -23,7 +24,8 @@ from trainer.contract.settings.knobs import Knob
 class Field:
     """A knob at its place in the job file: `train.lr`; `several` where a list of values makes a sweep.
 
-    `label` is what stands before it, the knob's name unless another field has the same.
+    `label` is what stands before it, the knob's name unless another field has the same; `section` the heading that it
+    stands under, by default the section of its path.
     """
 
     path: str
@@ -31,6 +33,7 @@ class Field:
     choices: tuple[str, ...] = ()
     several: bool = False
     label: str = ""
+    section: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -39,6 +42,8 @@ class Field:
 
     def show(self, value: Any) -> str:
         """Return a value as a person would type it."""
+        if value == [] == self.knob.default:
+            return ""
         return ", ".join(value) if self.knob.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
@@ -52,7 +57,7 @@ class Field:
     def typing(self) -> str:
         """What can be typed beside a plain value."""
         if self.options or not self.knob.is_number:
-            return ""
+            return self.knob.wanted if self.knob.is_list and self.knob.default == [] else ""
         lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"
         hints = [
             "300k, 10M and 1e6 are numbers too" if self.knob.unit == "tokens" else "",
@@ -80,6 +85,7 @@ class KnobRow(Horizontal):
     KnobRow:focus-within > .hint { height: auto; text-wrap: wrap; }
     KnobRow.-wrong > .hint { color: $text-error; }
     KnobRow.-warned > .hint { color: $text-warning; }
+    KnobRow.-unusual > Label { color: $foreground; text-style: bold; }
     KnobRow.-changed > Label { color: $text-accent; text-style: bold; }
     KnobRow.-overridden > Input { color: $text-disabled; text-style: dim; }
     """
@@ -90,6 +96,7 @@ class KnobRow(Horizontal):
         self.field = field
         self.start = value
         self.original: str | None = None
+        self.marks_usual = False
         self._problem = self._overridden = self._warning = ""
         self._editor: Menu | Input | None = None
 
@@ -141,6 +148,7 @@ class KnobRow(Horizontal):
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
         self.set_class(bool(overridden), "-overridden")
+        self.set_class(self.marks_usual and self.is_unusual, "-unusual")
         if problem or self.is_changed:
             self.fill()
         self._draw()
@@ -148,15 +156,27 @@ class KnobRow(Horizontal):
     @on(DescendantFocus)
     @on(DescendantBlur)
     def _draw(self) -> None:
-        typing = f" {self.field.typing[:1].upper()}{self.field.typing[1:]}." if self.field.typing else ""
+        typing = "" if self._problem else self.field.typing
+        typing = typing and f" {typing[:1].upper()}{typing[1:]}."
         for hint in self.query(".hint").results(Static):
             hint.update(self._hint_text() + (typing if self.has_focus_within else ""), layout=self.has_focus_within)
 
     def _hint_text(self) -> str:
+        usual = f"default {self._placeholder()}" if self.marks_usual and self.is_unusual else ""
         was = f"was {self.original or 'default'}" if self.is_changed else ""
+        was = "" if usual and self.original in ("", self._placeholder()) else was
         if self._problem or self._warning:
             return f"✗ {self._problem}" if self._problem else f"! {self._warning}"
-        return " · ".join(filter(None, (self._overridden, was, self.help)))
+        return " · ".join(filter(None, (self._overridden, was, usual, self.help)))
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether the value differs from the default, or is wrong."""
+        try:
+            value = self.field.parse(self.text)
+        except ValueError:
+            return True
+        return value is not None and value != self.field.knob.default
 
     @property
     def is_changed(self) -> bool:
@@ -176,7 +196,7 @@ class KnobForm(Vertical):
     """Rows of knobs; without the class `-all` the advanced ones and the names of the sections are hidden.
 
     Posts `Edited` after every change; `values` gives what has been entered, hidden rows included. What differs from
-    `original`, where there is one, is highlighted.
+    `original`, where there is one, is highlighted; with `marks_usual` also what differs from its default.
     """
 
     BINDINGS = [
@@ -200,9 +220,11 @@ class KnobForm(Vertical):
         id: str | None = None,  # noqa: A002
         classes: str | None = None,
         original: dict[str, Any] | None = None,
+        marks_usual: bool = False,
     ) -> None:
         super().__init__(id=id, classes=classes)
         self._original = original
+        self._marks_usual = marks_usual
         self._fields = tuple(fields)
         self._values = values
         self._last: KnobRow | None = None
@@ -210,11 +232,12 @@ class KnobForm(Vertical):
     def compose(self) -> ComposeResult:
         previous = ""
         for field in self._fields:
-            section = field.path.rpartition(".")[0]
+            section = field.section or field.path.rpartition(".")[0]
             if section != previous:
                 yield Label(section, classes="section")
             previous = section
             row = KnobRow(field, self._values.get(field.path, field.knob.default))
+            row.marks_usual = self._marks_usual
             if self._original is not None:
                 row.original = field.show(self._original.get(field.path, field.knob.default))
             yield row
@@ -273,6 +296,15 @@ class KnobForm(Vertical):
                 row.add_class("-found")
                 row.focus_editor()
 
+    def find(self) -> None:
+        """Ask for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
+
+        def go(path: str | None) -> None:
+            if path is not None:
+                self.focus_field(path)
+
+        self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in self.rows]), go)
+
     def focus_again(self) -> None:
         """Put the cursor into the field that had it last, or into the first one."""
         row = self._last if self._last in self.rows else self.rows[0]
@@ -285,6 +317,12 @@ class KnobForm(Vertical):
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:
             row.set_value(values.get(row.field.path, row.field.knob.default))
+
+    def start_from(self, original: dict[str, Any]) -> None:
+        """Put these values in, from which what is changed from now on differs."""
+        self.set_values(original)
+        for row in self.rows:
+            row.original = row.field.show(original.get(row.field.path, row.field.knob.default))
 
     def say(self, problems: dict[str, str], overridden: dict[str, str], warnings: dict[str, str]) -> None:
         """Show at each field what is wrong with it, what to be warned of, or what another setting makes of it."""

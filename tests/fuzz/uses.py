@@ -37,7 +37,7 @@ from sae_tui.jobs.view.reader import _view
 from sae_tui.jobs.view.sweeps import labels
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.headline import headline
-from sae_tui.settings import change_setting, load_settings, settings_text
+from sae_tui.settings import change_settings, load_settings, settings_text
 from sae_tui.widgets.log_view import LogView
 from trainer.contract.errors import Problem, UserError
 from trainer.contract.paths import DataDir
@@ -347,7 +347,7 @@ def settings(home: Home) -> str:
     loaded, problems = load_settings(home.data.settings_file)
     assert all(str(problem) for problem in problems)
     with contextlib.suppress(UserError):
-        change_setting(home.data.settings_file, "theme", "light")
+        change_settings(home.data.settings_file, {"theme": "light"})
     return settings_text(loaded)
 
 

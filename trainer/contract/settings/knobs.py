@@ -22,13 +22,20 @@ Value = Any  # a TOML value: str, int, float, bool, list or None
 
 
 def about(
-    text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", commas: bool = False, **bounds: Any
+    text: str,
+    *,
+    unit: str = "",
+    advanced: bool = False,
+    wanted: str = "",
+    commas: bool = False,
+    group: str = "",
+    **bounds: Any,
 ) -> Meta:
     """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages.
 
-    With `commas` a list of words can be typed as `one, two`.
+    With `commas` a list of words can be typed as `one, two`. A form without sections shows it under its `group`.
     """
-    extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas}
+    extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas, "group": group}
     return Meta(description=text, extra=extra, **bounds)
 
 
@@ -43,6 +50,7 @@ class Knob(msgspec.Struct, frozen=True):
     advanced: bool = False
     required: bool = False
     commas: bool = False
+    group: str = ""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -145,13 +153,19 @@ def _knob(field: msgspec.structs.FieldInfo) -> Knob:
     return Knob(
         name=field.name,
         annotation=field.type,
-        default=None if field.required else field.default,
+        default=None if field.required else _default(field),
         help=meta.description or "",
         unit=extra.get("unit", ""),
         advanced=extra.get("advanced", False),
         required=field.required,
         commas=extra.get("commas", False),
+        group=extra.get("group", ""),
     )
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Value:
+    """Return the default of a field; of a list it is made by a function, so that no two share it."""
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def _meta(annotation: Any) -> Meta | None:

@@ -1,0 +1,175 @@
+"""The settings of the app as a form of their knobs, read from the settings file and saved to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+
+from sae_tui.session import Session
+from sae_tui.settings import AT_START, Settings, change_settings, load_settings, read_settings_file
+from sae_tui.ssh import checked_host
+from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.frame import FramedScreen, HeadingLine
+from sae_tui.widgets.knob_form import Field, KnobForm
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.wording import join_words, plural
+
+
+class SettingsScreen(FramedScreen):
+    """Shows what the file says; `draft` keeps what was typed and not saved, by setting, while the screen is closed.
+
+    Only what was changed is written, so that what another program has changed meanwhile stays.
+    """
+
+    BINDINGS = [
+        Binding("escape", "back", "Back", id="settings.back", tooltip="To where you were; what is not saved is kept"),
+        Binding("ctrl+s", "save", "Save", id="settings.save", tooltip="Write what was changed to the settings file",
+                priority=True),
+        Binding("ctrl+r", "reset", "Reset", id="settings.reset",
+                tooltip="This setting as it is saved; if it is so, its default"),
+        Binding("ctrl+f", "find_setting", "Find", id="settings.find", priority=True,
+                tooltip="Go to a setting by a part of its name"),
+    ]  # fmt: skip
+    HELP = "What differs from its default says so. Only what you change is written to the file; its comments stay."
+
+    def __init__(self, session: Session, draft: dict[str, str]) -> None:
+        super().__init__(name="settings")
+        self.session = session
+        self._draft = draft
+        self._path = session.data.settings_file
+        # What the file says, right or wrong, and why it cannot be read.
+        self._stored: dict[str, Any] = {}
+        self._broken = ""
+
+    def compose(self) -> ComposeResult:
+        self._read()
+        yield HeadingLine(" Settings", classes="heading", markup=False)
+        with VerticalScroll(id="form-scroll", can_focus=False, classes="panel"):
+            yield KnobForm(
+                _fields(),
+                self._stored | self._draft,
+                id="form",
+                classes="-all",
+                original=self._stored,
+                marks_usual=True,
+            )
+        yield Footer()
+
+    def on_mount(self) -> None:
+        form = self.query_one(KnobForm)
+        form.focus_again()
+        self._check()
+        if self._broken:
+            self.notify(self._broken, title="Settings", severity="error", markup=False)
+
+    def on_resize(self) -> None:
+        self._entitle()
+
+    def keys_offered(self) -> Offer:
+        """Put saving first among the keys, also before those of the focused widget."""
+        return Offer(("settings.save", "settings.reset", "settings.find"))
+
+    def _read(self) -> None:
+        try:
+            self._stored, self._broken = read_settings_file(self._path), ""
+        except UserError as error:
+            self._stored, self._broken = {}, str(error)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The settings that were changed and can be saved, by name."""
+        values, _ = self.query_one(KnobForm).values()
+        typed = {name: values.get(name, knob.default) for name, knob in _knobs().items() if name in self._draft}
+        return {name: value for name, value in typed.items() if value != self._stored.get(name, _knobs()[name].default)}
+
+    @on(KnobForm.Edited)
+    def _check(self) -> None:
+        """Check what stands in the form, and keep what was changed."""
+        form = self.query_one(KnobForm)
+        self._draft.clear()
+        self._draft.update({row.field.path: row.text for row in form.rows if row.is_changed})
+        warnings = {problem.path: problem.message for problem in load_settings(self._path)[1]}
+        form.say(self._wrong(), {**self.session.given}, warnings)
+        self._entitle()
+
+    def _wrong(self) -> dict[str, str]:
+        """Return what is wrong with settings, by name: with those in the form, also before they are changed."""
+        values, wrong = self.query_one(KnobForm).values()
+        for name in values.get("hosts", []):
+            try:
+                checked_host(name)
+            except UserError as error:
+                wrong.setdefault("hosts", str(error))
+        return wrong
+
+    def _entitle(self) -> None:
+        count = len(self._draft)
+        unsaved = f"{count} changed · ctrl+s saves" if count else ""
+        hint = "the file is broken, so nothing is saved" if self._broken else unsaved
+        self.entitle(self.query_one("#form-scroll"), f"Settings · {self._path}", hint)
+
+    def action_back(self) -> None:
+        """Leave the form; what is not saved is there when it is opened again."""
+        if self._draft:
+            self.notify(f"Draft kept: {plural(len(self._draft), 'setting')} not saved; the key , opens them again.")
+        self.app.pop_screen()
+
+    def action_find_setting(self) -> None:
+        self.query_one(KnobForm).find()
+
+    def action_reset(self) -> None:
+        """Put the saved value into the field with the cursor, or where that stands there the default."""
+        for row in self.query_one(KnobForm).rows:
+            if row.has_focus_within:
+                name, default = row.field.path, row.field.knob.default
+                row.set_value(self._stored.get(name, default) if row.is_changed else default)
+
+    def action_save(self) -> None:
+        """Write what was changed, unless some of it is wrong, and act on it."""
+        if self.session.actions.refused():
+            return
+        wrong = [name for name in self._wrong() if name in self._draft]
+        if wrong:
+            self.query_one(KnobForm).focus_field(wrong[0])
+            self.notify(f"Not saved: correct {join_words(wrong)} first.", severity="warning", markup=False)
+        elif self.changes or self._broken:
+            self._save(self.changes)
+        else:
+            self.notify("No setting was changed.")
+
+    def _save(self, changes: dict[str, Any]) -> None:
+        before = self._stored
+        try:
+            now = read_settings_file(self._path)
+            change_settings(self._path, changes)
+        except (UserError, OSError) as error:
+            self.notify(sentence(error), title="Not saved", severity="error", markup=False)
+            return
+        self._tell_saved(changes, [name for name in changes if now.get(name) != before.get(name)])
+        self.session.go.read_settings()
+        self._read()
+        self.query_one(KnobForm).start_from(self._stored)
+        self._check()
+
+    def _tell_saved(self, changes: dict[str, Any], meanwhile: list[str]) -> None:
+        late = sorted(AT_START & changes.keys())
+        parts = [f"Saved: {join_words(list(changes))}"]
+        parts += [f"{join_words(late)} counts from the next start on"] if late else []
+        parts += [f"the file said otherwise of {join_words(meanwhile)} meanwhile"] if meanwhile else []
+        self.notify("; ".join(parts) + ".", severity="warning" if meanwhile else "information", markup=False)
+
+
+def _knobs() -> dict[str, Knob]:
+    return {knob.name: knob for knob in knobs_of(Settings)}
+
+
+def _fields() -> list[Field]:
+    """Return a field for every setting, those of a group together."""
+    groups = list(dict.fromkeys(knob.group for knob in knobs_of(Settings)))
+    knobs = sorted(knobs_of(Settings), key=lambda knob: groups.index(knob.group))
+    return [Field(knob.name, knob, knob.choices, section=knob.group or "Others") for knob in knobs]
