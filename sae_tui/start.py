@@ -65,8 +65,8 @@ def run_app(
         with contextlib.suppress(UserError, OSError):
             # What an app that was killed left in the trash, some of it half deleted.
             trash.empty(data)
-    make_hosts = functools.partial(_hosts, hosts, demo=source_name == "simulated")
-    others, wrong_hosts = make_hosts(settings)
+    hosts_of = functools.partial(other_hosts, hosts, demo=source_name == "simulated")
+    others, wrong_hosts = hosts_of(settings)
     look = _plain_look("plain" if plain else settings.look)
     app = SaeApp(
         data,
@@ -77,7 +77,7 @@ def run_app(
         readonly=readonly,
         plain=look,
         hosts=others,
-        make_hosts=make_hosts,
+        make_hosts=hosts_of,
         given=_given(plain, look, settings, hosts),
     )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
@@ -114,7 +114,7 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
     return given
 
 
-def _hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
+def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
     """Return the other hosts to watch, with simulated GPUs where those here are; None of none.
 
     With them is returned what is wrong with the names of those in the settings.

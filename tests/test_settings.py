@@ -5,8 +5,9 @@ import stat
 
 import pytest
 
-from sae_tui.settings import Settings, change_setting, load_settings, save_settings, settings_text
+from sae_tui.settings import Settings, change_settings, load_settings, save_settings, settings_text
 from trainer.contract.errors import UserError
+from trainer.contract.settings.knobs import knobs_of
 
 
 def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:
@@ -57,14 +58,60 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path, monkeypatch) -> None:
     assert settings_text(Settings()) == before
 
 
-def test_one_setting_is_changed_and_every_other_line_stays_as_it_was(tmp_path) -> None:
+MINE = """# mine, in my order
+price_per_kwh = 0.31  # by day
+
+# what is this?
+what = 1
+on_job_end = [
+  "notify-send", # a program
+  "done",
+]
+[later]
+theme = "light"
+"""
+
+
+def test_what_is_changed_is_changed_and_every_other_line_stays_as_it_was(tmp_path) -> None:
     path = tmp_path / "settings.toml"
-    change_setting(path, "theme", "light")
+    change_settings(path, {"theme": "light"})
     assert load_settings(path) == (Settings(theme="light"), [])
-    path.write_text("# mine\nwhat = 1\nhistory_hours = 5\n")
-    change_setting(path, "theme", "terminal")
-    assert path.read_text() == '# mine\nwhat = 1\nhistory_hours = 5\ntheme = "terminal"\n'
-    path.write_text('on_job_end = ["""\ntheme = 1\n"""]\n')
-    with pytest.raises(UserError, match='write theme = "light" yourself'):
-        change_setting(path, "theme", "light")
-    assert "theme = 1" in path.read_text()
+    path.write_text(MINE)
+    path.chmod(0o600)
+    change_settings(path, {"price_per_kwh": 0.4, "hosts": ["gpu1"], "on_job_end": None})
+    before, after = MINE.splitlines(), path.read_text().splitlines()
+    assert [line for line in after if line not in before] == ["price_per_kwh = 0.4  # by day", 'hosts = ["gpu1"]']
+    assert [line for line in before if line not in after] == [before[1], *before[5:9]]
+    assert after.index('hosts = ["gpu1"]') < after.index("[later]")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("text", ["theme = ", 'theme = "a"\ntheme = "b"\n', "\ufeff[", "a = 'b\n"])
+def test_a_broken_file_is_told_and_not_overwritten(tmp_path, text) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"not valid TOML.*; mend it by hand or remove it"):
+        change_settings(path, {"theme": "light"})
+    assert path.read_text() == text
+
+
+def test_a_link_is_not_replaced_by_a_file(tmp_path) -> None:
+    path, real = tmp_path / "settings.toml", tmp_path / "dotfile"
+    real.write_text('theme = "dark"\n')
+    path.symlink_to(real)
+    with pytest.raises(UserError, match="is a link"):
+        change_settings(path, {"theme": "light"})
+    assert path.is_symlink()
+
+
+def test_saving_makes_nobody_elses_commands_ones_own(tmp_path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text('on_alert = ["/tmp/evil"]\n')
+    path.chmod(0o666)
+    with pytest.raises(UserError, match=r"chmod go-w.*its commands would become yours"):
+        change_settings(path, {"theme": "light"})
+    assert load_settings(path)[0].on_alert == []
+
+
+def test_every_setting_is_in_a_group_of_the_form() -> None:
+    assert [knob.name for knob in knobs_of(Settings) if not knob.group] == []

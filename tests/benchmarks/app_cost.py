@@ -56,10 +56,10 @@ def main() -> None:
         argv = [sys.executable, "-m", "sae_tui", "--data-dir", str(data)]
         warm_up(argv, columns, rows, env)
         floor = min(start([sys.executable, "-c", EMPTY], "painted", columns, rows, env) for _ in range(STARTS))
-        least = min(start(argv, "No jobs yet", columns, rows, env) for _ in range(STARTS))
+        least = min(start(argv, "Extract  ", columns, rows, env) for _ in range(STARTS))
         keep_training(DataDir(data), options.jobs)
         terminal = Terminal(argv, columns=columns, rows=rows, env=env)
-        jobs = "job 1" if options.jobs else "No jobs yet"
+        jobs = "job 1" if options.jobs else "Extract  "
         terminal.wait_for(lambda text: jobs in text and text.count("H200") >= options.gpus)
         start_up, first_bytes = time.monotonic() - terminal.started, terminal.bytes_read
         terminal.read(10)  # the history of the sparklines begins to fill
@@ -100,7 +100,7 @@ def build(folder: Path) -> Path:
 def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> None:
     """Start the app once and leave it, since only the first start byte-compiles and creates the stores."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
-    terminal.wait_for("No jobs yet", 60)
+    terminal.wait_for("Extract  ", 60)
     terminal.send("q")
     terminal.wait_for_exit()
     terminal.close()

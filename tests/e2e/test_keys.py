@@ -5,12 +5,16 @@ from __future__ import annotations
 import signal
 import termios
 import time
+from contextlib import closing
 
 import psutil
 import pytest
-from support.box import ESC, Box
+from support.box import CTRL_L, ESC, Box, wait_for_store
 from support.terminal import Terminal
 
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 
@@ -35,6 +39,21 @@ def test_a_screen_is_opened_again_as_fast_as_keys_come(box: Box) -> None:
     terminal.press("\r", "l", ESC, "l", ESC, "l", gap_s=0.05)
     terminal.wait_for("log of rank 0")
     assert terminal.process.poll() is None
+
+
+@pytest.mark.parametrize("gap_s", [0.0, 0.3])
+def test_two_keys_from_an_empty_screen_launch_a_first_job(box: Box, gap_s: float) -> None:
+    terminal = box.app(80, 24, "--gpu-source", "none", shows="Train    n, then ctrl+l")
+    terminal.press("n", CTRL_L, gap_s=gap_s)
+    terminal.wait_for(lambda text: ("quick" in text and "1 waiting" in text) or "1 running" in text, 60)
+    job = wait_for_first_job(DataDir(box.folder / "data"))
+    assert (job.name, job.device, job.world_size) == ("quick", "cpu", 1)
+
+
+def wait_for_first_job(data: DataDir) -> Job:
+    wait_for_store(data, lambda control: bool(control.jobs()))
+    with closing(Control(data.control_db, readonly=True)) as control:
+        return control.jobs()[0]
 
 
 def test_keys_that_arrive_in_one_packet_are_taken_in_their_order(box: Box) -> None:

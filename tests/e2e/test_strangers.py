@@ -283,7 +283,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(ESC, "\x1b[F", to=core("far job"))
     goes(ENTER, to=core("far log"))
     goes(ESC, "!", to="Messages")
-    goes(ESC, "\x10", *"settings", ENTER, to=core("hook"))
+    goes(ESC, ",", to=core("hook"))
     goes(ESC, "\x10", *"alerts", ENTER, to=core("alert"))
     goes(ESC, "?", to="GPUs above")
     assert sorted(world.texts.labels - visit.seen) == NOT_ON_SCREENS

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -29,6 +30,7 @@ from sae_tui.panels.report_card import CardPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.settings import Settings
+from sae_tui.start import other_hosts
 from sae_tui.terminal.plain import Plain
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import first_look
@@ -143,13 +145,27 @@ def still_app(
 ) -> SaeApp:
     """Return an app over GPUs and a machine that stand still."""
     chosen = Settings(sampling_interval_s=60.0, **settings)
-    app = SaeApp(data, cast(Any, monitor), chosen, problems, readonly=readonly, plain=plain, hosts=hosts)
+    app = SaeApp(
+        data,
+        cast(Any, monitor),
+        chosen,
+        problems,
+        readonly=readonly,
+        plain=plain,
+        hosts=hosts,
+        make_hosts=partial(other_hosts, (), demo=True),
+    )
     app.session.host = StillHost()
     return app
 
 
 def nothing(data: DataDir) -> None:
     """Record no job at all."""
+
+
+def _set_some(data: DataDir) -> None:
+    """Write a settings file with two settings that are not the usual ones, and one that is wrong."""
+    data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
 
 
 def _record_two(data: DataDir) -> None:
@@ -258,6 +274,7 @@ SCENES = (
     Scene("report card", _record_evaluated, _at("enter", "v", ready=_says(CardPanel))),
     Scene("features", _record_evaluated, _at("enter", "f", ready=_says(LatentDetail, "Latent"))),
     Scene("launch", nothing, _at("n", ready=_is_reviewed), busy=()),
+    Scene("settings", _set_some, _at("comma"), busy=()),
     Scene("compare", record_sweep, _compare),
     Scene("doctor", nothing, _doctor, busy=()),
     Scene("help", record_box, _at("question_mark")),

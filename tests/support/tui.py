@@ -18,6 +18,7 @@ from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.gpu.upkeep import Retention
 from sae_tui.host import Host, HostLoad
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
@@ -60,6 +61,9 @@ class StillMonitor:
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
+
+    def change(self, interval_s: float, retention: Retention) -> None:
+        self.retention = retention
 
     def latest(self) -> tuple[GpuSample, ...]:
         return self._latest

@@ -5,20 +5,27 @@ import re
 from dataclasses import replace
 
 import pytest
+from support.features import features_file
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
 from textual.geometry import Region
 from textual.widgets import Input
 
+from sae_tui.gpu.nvml_faults import NO_LIBRARY, source
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.panels.aggregate import AggregatePanel
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
+from sae_tui.screens import dashboard
+from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
 from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
+from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.states import JobState
 
 
@@ -224,14 +231,78 @@ async def test_while_the_driver_opens_nothing_is_said_to_be_missing(make_app) ->
         assert "0 GPUs" not in text(app, StatusLine)
 
 
-async def test_without_a_gpu_the_panel_says_what_to_do_and_the_status_line_why(make_app) -> None:
+async def test_without_a_gpu_the_panel_says_why_and_what_to_do_in_full(make_app) -> None:
     monitor = NoCards()
-    monitor.problem = "the NVIDIA driver is not loaded"
+    monitor.problem = str(source(NO_LIBRARY))
     app = make_app(monitor=monitor)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
-        assert "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo" in text(app, GpuPanel)
-        assert "the NVIDIA driver is not loaded" in text(app, StatusLine)
+        said = " ".join(text(app, GpuPanel).split())
+        assert said.startswith("There is no NVIDIA driver library (libnvidia-ml.so.1); install the NVIDIA driver, or")
+        assert said.endswith(" --gpus all. d: why, and what to do · sae-tui --demo: simulated GPUs")
+        assert "0 GPUs · 0 running" in text(app, StatusLine)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_where_nothing_was_done_yet_three_lines_say_what_can_be_and_by_which_key(
+    make_app, monkeypatch, size
+) -> None:
+    async def steps(monitor, **flags) -> list[str]:
+        app = make_app(monitor=monitor, **flags)
+        async with app.run_test(size=size) as pilot:
+            await wait_until(pilot, lambda: "See " in text(app, JobsPanel))
+            return [line.strip(" \n") for line in text(app, JobsPanel).splitlines()[1:]]
+
+    train = "Train    n, then ctrl+l: a first SAE on the sample, in about a minute"
+    extract = "Extract  e: activations of a language model, to train SAEs on"
+    none = "See      no GPU here, so jobs run on the CPU; key , adds GPUs of other hosts"
+    assert await steps(NoCards()) == [none, extract, train]
+    assert await steps(StillMonitor(8)) == [
+        "See      0…9: one GPU in full · t: who computes on them · v: other views", extract, train
+    ]  # fmt: skip
+    assert "not from here" in (await steps(NoCards(), readonly=True))[1]
+    monkeypatch.setattr(dashboard, "has_torch", lambda: False)
+    remedy = "PyTorch is missing: pip install 'sae-tui[train]'"
+    assert await steps(NoCards()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
+
+
+async def test_e_opens_an_extraction_which_n_does_not_open_again_unless_it_was_changed(make_app) -> None:
+    app = make_app()
+
+    def shows(name: str):
+        return lambda: (
+            app.screen.name == "launch" and app.screen.form.review.job and app.screen.form.review.job.name == name
+        )
+
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("e")
+        await wait_until(pilot, shows("gpt2-activations"))
+        await pilot.press("escape", "n")
+        await wait_until(pilot, shows("quick"))
+        app.screen.query_one("#row-name Input").value = "mine"
+        await pilot.press("escape", "e")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by the form of an extraction?"
+        await pilot.press("y")
+        await wait_until(pilot, shows("gpt2-activations"))
+
+
+async def test_f_opens_the_features_of_a_job_that_has_some(make_app, data) -> None:
+    with_some = record_job(data, "some", JobState.FINISHED)
+    record_job(data, "none", JobState.FINISHED)
+    data.sae(with_some).mkdir(parents=True)
+    (data.sae(with_some) / FEATURES).write_bytes(features_file())
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
+        await wait_until(pilot, lambda: "n New job" in text(app, Footer))
+        assert "f Features" not in text(app, Footer)
+        await pilot.press("f")
+        assert "`sae-tui eval 2` finds out" in str([*app.notices][-1].message)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "f Features" in text(app, Footer))
+        await pilot.press("f")
+        await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
 
 
 async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> None:
