@@ -11,10 +11,10 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
+from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
-from trainer.contract.settings.toml import parse_toml, read_plain_text
-from trainer.contract.trust import distrust_of_file
+from trainer.contract.settings.toml import Judged, parse_toml, read_plain_text
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -81,6 +81,9 @@ class Settings(msgspec.Struct, frozen=True):
             wanted='a list of words like ["/home/me/bin/tell-slack"]',
         ),
     ] = []
+    python: Annotated[
+        str, about("The Python of another environment that trains new jobs; empty: the app's.", wanted=PYTHONS)
+    ] = ""
     price_per_kwh: Annotated[float, about("What a kWh costs, for the price of a job; 0 shows none.", ge=0, le=1000)] = (
         0.0
     )
@@ -106,7 +109,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
         # Reading a pipe could block.
         return Settings(), [Problem(str(path), "is not a plain file; remove it")]
     try:
-        raw = read_toml(path)
+        raw = read_toml(path, judged := Judged())
     except JobFileError as error:
         return Settings(), list(error.problems)
     knobs = {knob.name: knob for knob in knobs_of(Settings)}
@@ -119,8 +122,8 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
             values[name] = knobs[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
-    programs = [name for name in ("on_job_end", "on_alert", "ssh_command", "hosts") if values.get(name)]
-    if programs and (why := distrust_of_file(path)):
+    programs = [name for name in ("on_job_end", "on_alert", "ssh_command", "hosts", "python") if values.get(name)]
+    if programs and (why := judged.distrust):
         for name in programs:
             del values[name]
             problems.append(Problem(name, f"is not run, for {why}"))

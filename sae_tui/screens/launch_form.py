@@ -66,6 +66,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.review = review
             self.overridden = overridden
 
+    class Known(Message):
+        """The Python that is to train has answered what it has."""
+
     def __init__(self, session: Session, origin: Origin | None = None) -> None:
         super().__init__()
         self.session = session
@@ -173,6 +176,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.notify(str(error), title="Not opened", severity="error", markup=False)
         else:
             self._preset = path if path in job_form.presets() else None
+            if self.session.settings.python:
+                table["launch"].setdefault("python", self.session.settings.python)
             self._start_from(table)
         self._show_preset()
 
@@ -246,6 +251,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @on(KnobForm.Edited)
     @on(GpuPicker.Changed)
+    @on(Known)
     def _check(self) -> None:
         """Have the draft checked once the changes have settled; only the newest answer counts."""
         self._asked += 1
@@ -279,11 +285,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         jobs: Sequence[Job],
         cuda: bool,
     ) -> None:
-        review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
+        review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=self._tell_known)
         overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
+
+    def _tell_known(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.post_message(self.Known())
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:
