@@ -34,6 +34,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
     """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
     look: AnyOutlook | None = None
     measured: Measured | None = None
+    job: AnyJob | None = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
         # What the settings need is not known where defaults stand in for refused ones.
@@ -61,6 +62,8 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
         say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
         if look:
             say(_needs(look, measured))
+        if job and job.launch.python and not errors:
+            say(f"trained by {environment.look(job.launch.python).words}")
     return 1 if errors else 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,8 +70,7 @@ def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
 
 
 def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
-    command = [sys.executable, "-P", "-m", "trainer", "self-test", "--gpus", gpus, "--json"]
-    answer, failure = box.output(command, LIMIT_S, **visible)
+    answer, failure = box.trainer("self-test", "--gpus", gpus, "--json", limit_s=LIMIT_S, **visible)
     try:
         tested = decode_as(answer.rpartition("\n")[2], Tested)
     except ValueError:
