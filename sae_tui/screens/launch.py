@@ -155,13 +155,10 @@ class LaunchScreen(FramedScreen):
 
     def _refuse(self, what: str, review: Review) -> None:
         """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
-        which = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
-        first = f"correct {join_words(list(dict.fromkeys(which)))} first"
-        self.notify(
-            f"Not {what}: {first if which else 'its Python is still being asked what it has'}.",
-            severity="warning",
-            markup=False,
-        )
+        wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
+        which = list(dict.fromkeys(wrong))
+        why = f"correct {join_words(which)} first" if which else "its Python is still being asked what it has"
+        self.notify(f"Not {what}: {why}.", severity="warning", markup=False)
 
     def _launch(self, review: Review) -> None:
         job = review.job

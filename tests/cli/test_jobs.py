@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import box
+from support.environments import answer, answering
 
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -463,3 +464,17 @@ def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
     file.touch()
     (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))
     assert "not a folder" in line
+
+
+def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell) -> None:
+    python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
+    shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
+    (broken,) = shell.json("validate", shell.job_file, code=1)["errors"]
+    assert broken.startswith("launch.python: its torch cannot be imported: libc10.so; run `")
+    shell.job_file.chmod(0o666)
+    others = f"launch.python: is not taken from a file, but by --set, for others may write to {shell.job_file}"
+    assert others in shell.json("validate", shell.job_file, code=1)["errors"][0]
+    assert others in shell.errors("launch", shell.job_file, code=1)[-1]
+    told = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", code=1)
+    assert told["errors"] == [broken]
+    assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True

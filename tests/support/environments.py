@@ -15,7 +15,11 @@ from trainer.contract.settings.known import known_settings
 ROOT = Path(__file__).parents[2]
 TORCH = {"version": "2.9.0+cpu", "cuda": None, "hip": None, "gpus": 0}
 # Writes down how each Python of the environment was started.
-_TELLS = "import os, sys\nwith open({file!r}, 'a') as stream:\n    print(*(word for word in sys.orig_argv if len(word) < 300), file=stream)\n"
+_TELLS = """
+import sys
+with open({file!r}, "a") as stream:
+    print(*(word for word in sys.orig_argv if len(word) < 300), file=stream)
+"""
 
 
 def make_environment(folder: Path, *, trains: bool = True) -> Path:
