@@ -210,7 +210,7 @@ class LaunchScreen(FramedScreen):
     def _launch_there(self, host: str, gpus: str) -> None:
         # As it was typed: what is wrong here, such as data that only the other host has, may be right there.
         if self.session.hosts:
-            launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(), gpus)
+            launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)
 
     def action_inspect(self) -> None:

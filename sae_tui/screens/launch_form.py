@@ -329,10 +329,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         values, wrong = form.values()
         return self._kind | values, wrong
 
-    def draft_as_text(self) -> str:
-        """Return the form as a job file, with what is wrong in it as it was typed."""
+    def draft_as_text(self, *, elsewhere: bool = False) -> str:
+        """Return the form as a job file, with what is wrong in it as it was typed.
+
+        For a host elsewhere the Python of the settings is left out: that host has its own settings.
+        """
         form = self.query_one(KnobForm)
         values, wrong = self._typed_into(form)
+        if elsewhere and values.get("launch.python") == self.session.settings.python:
+            values = {path: value for path, value in values.items() if path != "launch.python"}
         typed = {path: form.texts[path] for path in wrong}
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 

@@ -132,3 +132,12 @@ def test_a_text_is_judged_by_the_file_that_was_read_and_not_by_its_name(tmp_path
     assert judged(Swapping(theirs)) == "python = 1"
     assert judged.distrust == f"others may write to {theirs}; `chmod go-w` it"
     assert distrust_of_file(theirs) == ""
+
+
+def test_a_text_from_a_pipe_of_one_s_own_is_trusted() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"name = 1")
+    os.close(writer)
+    judged = Judged(pipes=True)
+    assert (judged(Path(f"/dev/fd/{reader}")), judged.distrust) == ("name = 1", "")
+    os.close(reader)

@@ -107,9 +107,9 @@ def open_own(file: Path) -> io.BufferedReader:
     return open(descriptor, "rb")
 
 
-def distrust_of_open(file: Path, status: os.stat_result) -> str:
-    """Explain like `distrust_of_file`, by the status of a file that is open already."""
-    if not stat.S_ISREG(status.st_mode):
+def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
+    """Explain like `distrust_of_file`, by the status of a file that is open already; with `pipes` also of these."""
+    if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):
         return f"{file} belongs to {user_of(status.st_uid)}"

@@ -56,7 +56,7 @@ class Judged:
     """Reads like `read_plain_text`, and keeps why not to act on what the file says; "" where only its reader wrote it.
 
     Both are of one open file: by the time it is judged by its name, there may be another one. With `pipes` it reads
-    from these as well, which are never acted on.
+    from these as well.
     """
 
     def __init__(self, *, pipes: bool = False) -> None:
@@ -65,7 +65,7 @@ class Judged:
 
     def __call__(self, path: Path) -> str:
         with path.open("rb") if self._pipes else open_plain(path) as stream:
-            self.distrust = distrust_of_open(path, os.fstat(stream.fileno()))
+            self.distrust = distrust_of_open(path, os.fstat(stream.fileno()), pipes=self._pipes)
             return _text_of(stream)
 
 
