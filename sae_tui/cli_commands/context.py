@@ -13,7 +13,6 @@ from pathlib import Path
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.launch.launching import python_of_others
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir, data_dir
@@ -104,7 +103,7 @@ def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> A
     """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
     judged, all_overrides = Judged(pipes=True), overrides_of(overrides, gpus)
     job = load_any(path, all_overrides, read=judged)
-    if wrong := python_of_others(judged.distrust, job, all_overrides):
+    if wrong := _python_of_others(judged, job, all_overrides):
         raise JobFileError(wrong)
     return job
 
@@ -130,8 +129,15 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
                 table.pop(key, None)
         job, _ = parse_any(raw, bases)
     if job:
-        problems += python_of_others(judged.distrust, job, all_overrides)
+        problems += _python_of_others(judged, job, all_overrides)
     return job and with_paths(job, bases), problems
+
+
+def _python_of_others(judged: Judged, job: AnyJob, overrides: Sequence[str]) -> list[Problem]:
+    # Only here: most commands launch nothing.
+    from sae_tui.jobs.launch.launching import python_of_others
+
+    return python_of_others(judged.distrust, job, overrides)
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
