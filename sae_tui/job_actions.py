@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs import edits, store_access
+from sae_tui.jobs import edits, environment, store_access
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.evaluation import request
@@ -111,12 +111,13 @@ class JobActions:
 
     def _place(self, job: AnyJob) -> placement.Placement:
         session = self._known
-        return placement.place(
-            job, session.choices(), source_cuda=session.monitor.cuda,
-            multi_gpu_enabled=session.settings.multi_gpu_enabled,
-            speeds=read_box(session.data.box_file), past=session.jobs,
-            promises=promised_by_active(session.jobs),
-        )  # fmt: skip
+        with environment.judged_there(job):
+            return placement.place(
+                job, session.choices(), source_cuda=session.monitor.cuda,
+                multi_gpu_enabled=session.settings.multi_gpu_enabled,
+                speeds=read_box(session.data.box_file), past=session.jobs,
+                promises=promised_by_active(session.jobs),
+            )  # fmt: skip
 
     # stopping, pausing, resuming
 

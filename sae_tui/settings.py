@@ -12,16 +12,17 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.paths import is_shared
+from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
-from trainer.contract.settings.toml import parse_toml, read_plain_text
+from trainer.contract.settings.toml import Judged, parse_toml, read_plain_text
 from trainer.contract.trust import distrust_of_file
 
 # Under these the form shows them.
 _LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Those that run a program or lead to another machine.
-_PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts")
+_PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python")
 # What is drawn with is settled before there is an app.
 AT_START = frozenset({"look"})
 
@@ -127,6 +128,12 @@ class Settings(msgspec.Struct, frozen=True):
             wanted='a list of words like ["/home/me/bin/tell-slack"]',
         ),
     ] = []
+    python: Annotated[
+        str,
+        about(
+            "The Python of another environment that trains new jobs; empty: the app's.", group=_LAUNCH, wanted=PYTHONS
+        ),
+    ] = ""
     price_per_kwh: Annotated[
         float, about("What a kWh costs, for the price of a job; 0 shows none.", group=_ENERGY, ge=0, le=1000)
     ] = 0.0
@@ -154,7 +161,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
         # Reading a pipe could block.
         return Settings(), [Problem(str(path), "is not a plain file; remove it")]
     try:
-        raw = read_toml(path)
+        raw = read_toml(path, judged := Judged())
     except JobFileError as error:
         return Settings(), list(error.problems)
     knobs = {knob.name: knob for knob in knobs_of(Settings)}
@@ -168,7 +175,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
     programs = [name for name in _PROGRAMS if values.get(name)]
-    if programs and (why := distrust_of_file(path)):
+    if programs and (why := judged.distrust):
         for name in programs:
             del values[name]
             problems.append(Problem(name, f"is not run, for {why}"))

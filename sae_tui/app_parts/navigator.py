@@ -95,7 +95,7 @@ class Navigator:
 
         monitor, data = self._session.monitor, self._session.data
         source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
-        return examine(Box(data, source), (*CHECKS, *PROBES) if probe else CHECKS)
+        return examine(Box(data, source, python=self._session.settings.python), (*CHECKS, *PROBES) if probe else CHECKS)
 
     def show_help(self) -> None:
         """Show what the keys of the current screen do, above it."""

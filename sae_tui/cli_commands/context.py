@@ -14,7 +14,7 @@ from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
-from trainer.contract.errors import Problem, UserError
+from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.job import JobConfig
@@ -28,6 +28,7 @@ from trainer.contract.settings.job_file import (
     read_toml,
     with_paths,
 )
+from trainer.contract.settings.toml import Judged
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
@@ -100,7 +101,11 @@ def _refuse_unusable(root: Path) -> None:
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> AnyJob:
     """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
-    return load_any(path, overrides_of(overrides, gpus))
+    judged, all_overrides = Judged(pipes=True), overrides_of(overrides, gpus)
+    job = load_any(path, all_overrides, read=judged)
+    if wrong := _python_of_others(judged, job, all_overrides):
+        raise JobFileError(wrong)
+    return job
 
 
 def read_training(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
@@ -110,8 +115,9 @@ def read_training(path: Path, overrides: Sequence[str], gpus: str | None = None)
 
 def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[AnyJob | None, list[Problem]]:
     """Return the job without its wrong settings, so that the rest can be checked as well, and what is wrong."""
-    raw = read_toml(path)
-    for override in overrides_of(overrides, gpus):
+    judged, all_overrides = Judged(pipes=True), overrides_of(overrides, gpus)
+    raw = read_toml(path, judged)
+    for override in all_overrides:
         apply_override(raw, override)
     bases = bases_of(path)
     job, problems = parse_any(raw, bases)
@@ -122,7 +128,16 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
             if isinstance(table, dict):
                 table.pop(key, None)
         job, _ = parse_any(raw, bases)
+    if job:
+        problems += _python_of_others(judged, job, all_overrides)
     return job and with_paths(job, bases), problems
+
+
+def _python_of_others(judged: Judged, job: AnyJob, overrides: Sequence[str]) -> list[Problem]:
+    # Only here: most commands launch nothing.
+    from sae_tui.jobs.launch.launching import python_of_others
+
+    return python_of_others(judged.distrust, job, overrides)
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

@@ -13,6 +13,7 @@ from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
 from sae_tui.jobs.cards.availability import choices
@@ -29,7 +30,8 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is there; return 1 where one of them is an error."""
     job = read_training(flags.job, flags.overrides, flags.gpus) if flags.job else None
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    box = Box(context.data, source)
+    python = context.settings.python if job is None or job.launch.python is None else job.launch.python
+    box = Box(context.data, source, python=python)
     findings = []
     asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
     for finding in examine(box, asked):
@@ -48,7 +50,7 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)
     if context.as_json:
-        show_json(_as_json(findings, report))
+        show_json(_as_json(findings, report) | {"environments": both(box)})
     else:
         if report:
             _show_job(report)

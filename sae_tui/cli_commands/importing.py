@@ -15,7 +15,10 @@ def take_in(context: Context, flags: argparse.Namespace) -> int:
     settings = [word for override in flags.overrides for word in ("--set", override)]
     arguments = [*settings, *(["--format", flags.format] if flags.format else [])]
     source = name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
-    job_id, imported = import_sae(context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag)
+    python = context.settings.python
+    job_id, imported = import_sae(
+        context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python
+    )
     if context.as_json:
         show_json({"id": job_id, "format": imported.form, "architecture": imported.architecture})
         return 0

@@ -9,6 +9,7 @@ from sae_tui.cli_commands.context import Context, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
+from sae_tui.jobs import environment
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch import extraction, launching, placement
@@ -34,11 +35,13 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
     """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
     look: AnyOutlook | None = None
     measured: Measured | None = None
+    job: AnyJob | None = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
         # What the settings need is not known where defaults stand in for refused ones.
         is_known = not any(problem.severity == "error" for problem in problems)
         if job:
+            job = launching.with_whole_python(job, context.settings.python)
             context.wants_gpus = not job.on_cpu
             where, wrong = _check(context, job)
             problems += [problem for problem in wrong if is_known or problem.severity == "error"]
@@ -60,6 +63,8 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
         say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
         if look:
             say(_needs(look, measured))
+        if job and job.launch.python and not errors:
+            say(f"trained by {environment.look(job.launch.python).words}")
     return 1 if errors else 0
 
 
@@ -83,6 +88,8 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
 
 def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None) -> int:
     """Launch all jobs, or none where one of them cannot run; return the exit code."""
+    # A clone keeps the Python of its parent, also where that was the app's.
+    jobs = [launching.with_whole_python(job, context.settings.python if parent is None else "") for job in jobs]
     context.wants_gpus = not all(job.on_cpu for job in jobs)
     if message := store_warning(context.data):
         warn(f"warning: {message}")
@@ -142,24 +149,27 @@ def _check_or_raise(context: Context, job: AnyJob, promises: Promises) -> Placem
 
 def _check(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> tuple[Placement | None, list[Problem]]:
     """Return where the job would run, or None, and every problem with the job and with that place."""
-    here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
-    lack = lack_of_trainer()
-    problems = [*([Problem("", lack)] if lack else []), *check(job, here, _look(context, job, here))]
-    try:
-        return resolve_placement(context, job, promises), problems
-    except JobFileError as error:
-        # The checks name the same setting in their own words.
-        paths = {problem.path for problem in problems if problem.severity == "error"}
-        return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
+    wants_gpus = context.gpus.cuda and bool(context.gpus.choices) and not (job.on_cpu or job.cluster)
+    with environment.judged_there(job, wants_gpus=wants_gpus) as problems:
+        here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda, promises=promises)
+        lack = lack_of_trainer()
+        problems = [*([Problem("", lack)] if lack else []), *problems, *check(job, here, _look(context, job, here))]
+        try:
+            return resolve_placement(context, job, promises), problems
+        except JobFileError as error:
+            # The checks name the same setting in their own words.
+            paths = {problem.path for problem in problems if problem.severity == "error"}
+            return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
 def resolve_placement(context: Context, job: AnyJob, promises: Promises = NO_PROMISES) -> Placement:
     """Return where the job would run; raise `JobFileError` where it never can."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
-    return placement.place(
-        job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
-        speeds=read_box(context.data.box_file), past=context.past(), promises=promises,
-    )  # fmt: skip
+    with environment.judged_there(job):
+        return placement.place(
+            job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
+            speeds=read_box(context.data.box_file), past=context.past(), promises=promises,
+        )  # fmt: skip
 
 
 def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:

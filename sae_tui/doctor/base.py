@@ -18,6 +18,7 @@ import msgspec
 from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
+from sae_tui.jobs import named_python
 from trainer.contract.paths import DataDir
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -60,8 +61,11 @@ class Box:
         *,
         environ: Mapping[str, str] | None = None,
         root: Path = Path("/"),
+        python: str = "",
     ) -> None:
         self.data = data
+        # The Python of another environment that trains, "" for this one.
+        self.python = python
         self.environ = environment_at_start() if environ is None else environ
         self.root = root
         self._source = source
@@ -87,10 +91,25 @@ class Box:
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
         """Run a program and return its output and the reason why it failed, "" if it has not."""
+        return self._run(command, limit_s, {**self.environ, **environ})
+
+    def trainer(self, *words: str, limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
+        """Run the trainer, or after "-c" a program, like `output`, by the Python that trains."""
+        if self.python and (why := named_python.refusal(self.python)):
+            return "", why
+        variables = named_python.variables(self.python, self.environ)
+        return self._run(named_python.command(self.python, *words), limit_s, {**variables, **environ})
+
+    @property
+    def python_path(self) -> str:
+        """The path of the Python that trains."""
+        return named_python.whole(self.python) or sys.executable
+
+    def _run(self, command: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> tuple[str, str]:
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                env={**self.environ, **environ}, timeout=limit_s,
+                env=environ, timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return "", f"did not answer within {limit_s:g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -53,7 +52,7 @@ def check_bus(box: Box) -> Iterator[Finding]:
 
     What is not installed for that, the check of torch has told.
     """
-    if missing_of_trainer():
+    if not box.python and missing_of_trainer():
         return
     if not box.gpus.cuda:
         yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
@@ -115,8 +114,8 @@ def _peers_fail(failure: str) -> Finding:
 def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
     """Measure, with rank n on the n-th of these GPUs; return the figures, or None and why there are none."""
     visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
-    command = [sys.executable, "-P", "-m", "trainer", "probe", "--gpus", f"auto:{len(idle)}", "--json"]
-    answer, failure = box.output(command, LIMIT_S, **visible, **environ)
+    words = ("probe", "--gpus", f"auto:{len(idle)}", "--json")
+    answer, failure = box.trainer(*words, limit_s=LIMIT_S, **visible, **environ)
     if failure:
         return None, failure
     try:

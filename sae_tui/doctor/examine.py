@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from sae_tui.doctor import bus, driver, links, machine, self_test, session, slurm, storage, terminal, torch_build, trust
+from sae_tui.doctor import (
+    bus,
+    driver,
+    environments,
+    links,
+    machine,
+    self_test,
+    session,
+    slurm,
+    storage,
+    terminal,
+    torch_build,
+    trust,
+)
 from sae_tui.doctor.base import SIGNS, Box, Finding
 from trainer.contract.wording import plural
 
@@ -36,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
     terminal.check_mouse,
     slurm.check_slurm,
     session.check_logout,
+    environments.check_environments,
     torch_build.check_torch,
 )
 # Checks that run only on request, since they put work on the GPUs.

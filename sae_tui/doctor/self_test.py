@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,7 +39,7 @@ def check_training(box: Box) -> Iterator[Finding]:
 
     What is not installed for that, the check of torch has told.
     """
-    if missing_of_trainer():
+    if not box.python and missing_of_trainer():
         return
     if not box.gpus.cuda:
         yield _finding(box, {}, "cpu")
@@ -77,8 +76,7 @@ def _kept(box: Box, choice: GpuChoice) -> Iterator[str]:
 
 
 def _finding(box: Box, visible: dict[str, str], gpus: str) -> Finding:
-    command = [sys.executable, "-P", "-m", "trainer", "self-test", "--gpus", gpus, "--json"]
-    answer, failure = box.output(command, LIMIT_S, **visible)
+    answer, failure = box.trainer("self-test", "--gpus", gpus, "--json", limit_s=LIMIT_S, **visible)
     try:
         tested = decode_as(answer.rpartition("\n")[2], Tested)
     except ValueError:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
+from sae_tui.doctor.environments import lack_of
 from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, for_another_vendor, without_cuda
 from trainer.contract.extras import install, missing_of_trainer
@@ -77,13 +77,15 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 def check_torch(box: Box) -> Iterator[Finding]:
     """Check torch against the driver and the cards, and NCCL and Triton with it."""
-    if missing := missing_of_trainer():
+    if not box.python and (missing := missing_of_trainer()):
         sentence = f"GPUs and jobs are shown, but nothing trains here without {join_words(missing)}"
         yield Finding("error", "torch", sentence, f"run `{install('train')}`")
         return
+    if lack_of(box):
+        return
     build, failure = _ask(box)
     if build is None:
-        remedy = f"see `{sys.executable} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"
+        remedy = f"see `{box.python_path} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"
         yield Finding("error", "torch", f"it cannot be imported: {failure}", remedy)
         return
     gpus = box.gpus
@@ -105,8 +107,7 @@ def check_torch(box: Box) -> Iterator[Finding]:
 
 def _ask(box: Box) -> tuple[TorchBuild | None, str]:
     """Import torch in a process and return its build, or None and why it cannot be told."""
-    # -P, since a `torch.py` in the working directory would be imported instead.
-    answer, failure = box.output([sys.executable, "-P", "-c", _ASK], LIMIT_S)
+    answer, failure = box.trainer("-c", _ASK, limit_s=LIMIT_S)
     if failure:
         return None, failure
     try:
@@ -140,7 +141,7 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus, vendor: Vendor | None
         )
         return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
     if not build.available:
-        remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
+        remedy = f"see `{box.python_path} -c 'import torch; torch.cuda.init()'`"
         for variable, visible in vendor.limits(box.environ).items():
             remedy = f'unset {variable}, which is "{visible}"'
         return Finding("error", "torch", f"{build.version} sees none of the {_number_of_gpus(gpus)}", remedy)

@@ -21,7 +21,6 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past
 from sae_tui.gpu.window import stored_past
 from sae_tui.jobs.features import features_of_job, has_features
-from sae_tui.jobs.launch.pytorch import has_torch
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_map import LEGEND, map_grid
 from sae_tui.panels.gpu_row import GpuRow
@@ -39,6 +38,7 @@ from sae_tui.widgets.frame import FramedScreen, entitle, frame_of
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.table import KeyedTable
 from trainer.contract.errors import UserError
+from trainer.contract.extras import missing_of_trainer
 
 if TYPE_CHECKING:
     from sae_tui.screens.dashboard_hosts import DashboardHosts
@@ -282,7 +282,9 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        return first_steps(has_gpus=has_gpus, has_torch=has_torch(), readonly=self.session.readonly)
+        # Another Python is asked what it has once a job is to be launched.
+        has_torch = bool(self.session.settings.python) or not missing_of_trainer()
+        return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 
     def _selected(self) -> None:
         self.refresh_bindings()

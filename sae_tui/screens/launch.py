@@ -14,6 +14,7 @@ from textual.message import Message
 from textual.widgets import Button
 from textual.worker import get_current_worker
 
+from sae_tui.jobs.environment import SETTING
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edit_by_hand
 from sae_tui.jobs.launch.inspecting import Inspected, Inspections
@@ -148,8 +149,10 @@ class LaunchScreen(FramedScreen):
 
     def _refuse(self, what: str, review: Review) -> None:
         """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
-        which = join_words(list(dict.fromkeys(problem.path for problem in review.errors)))
-        self.notify(f"Not {what}: correct {which} first.", severity="warning", markup=False)
+        wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
+        which = list(dict.fromkeys(wrong))
+        why = f"correct {join_words(which)} first" if which else "its Python is still being asked what it has"
+        self.notify(f"Not {what}: {why}.", severity="warning", markup=False)
 
     def _launch(self, review: Review) -> None:
         job = review.job
@@ -203,7 +206,7 @@ class LaunchScreen(FramedScreen):
     def _launch_there(self, host: str, gpus: str) -> None:
         # As it was typed: what is wrong here, such as data that only the other host has, may be right there.
         if self.session.hosts:
-            launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(), gpus)
+            launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)
 
     def action_inspect(self) -> None:
@@ -218,13 +221,13 @@ class LaunchScreen(FramedScreen):
             self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
         else:
             self.notify(f"Looking at {place} …", markup=False)
-            look = functools.partial(self._look, str(place))
+            look = functools.partial(self._look, str(place), job.launch.python)
             self.run_worker(look, thread=True, exclusive=True, group="inspect", exit_on_error=False)
 
-    def _look(self, place: str) -> None:
+    def _look(self, place: str, python: str | None) -> None:
         worker = get_current_worker()
         try:
-            told = self._inspections.inspect(place, lambda: worker.is_cancelled)
+            told = self._inspections.inspect(place, lambda: worker.is_cancelled, python)
         except (UserError, OSError) as error:
             self.post_message(Looked(place, None, sentence(error)))
         else:

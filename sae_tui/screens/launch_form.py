@@ -66,6 +66,9 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.review = review
             self.overridden = overridden
 
+    class Known(Message):
+        """The Python that is to train has answered what it has."""
+
     def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
         super().__init__()
         self.session = session
@@ -178,6 +181,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.notify(str(error), title="Not opened", severity="error", markup=False)
         else:
             self._preset = path if path in job_form.presets() else None
+            if self.session.settings.python:
+                table["launch"].setdefault("python", self.session.settings.python)
             self._start_from(table)
         self._show_preset()
 
@@ -251,6 +256,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @on(KnobForm.Edited)
     @on(GpuPicker.Changed)
+    @on(Known)
     def _check(self) -> None:
         """Have the draft checked once the changes have settled; only the newest answer counts."""
         self._asked += 1
@@ -284,11 +290,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         jobs: Sequence[Job],
         cuda: bool,
     ) -> None:
-        review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
+        review = job_form.review(candidate, choices, data, jobs, cuda=cuda, when_known=self._tell_known)
         overridden = job_form.overridden(candidate.values, review)
         # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
+
+    def _tell_known(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self.post_message(self.Known())
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:
@@ -324,10 +334,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         values, wrong = form.values()
         return self._kind | values, wrong
 
-    def draft_as_text(self) -> str:
-        """Return the form as a job file, with what is wrong in it as it was typed."""
+    def draft_as_text(self, *, elsewhere: bool = False) -> str:
+        """Return the form as a job file, with what is wrong in it as it was typed.
+
+        For a host elsewhere the Python of the settings is left out: that host has its own settings.
+        """
         form = self.query_one(KnobForm)
         values, wrong = self._typed_into(form)
+        if elsewhere and values.get("launch.python") == self.session.settings.python:
+            values = {path: value for path, value in values.items() if path != "launch.python"}
         typed = {path: form.texts[path] for path in wrong}
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 

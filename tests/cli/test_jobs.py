@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import box
+from support.environments import answer, answering
 
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -463,3 +464,38 @@ def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
     file.touch()
     (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))
     assert "not a folder" in line
+
+
+def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell) -> None:
+    python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
+    shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
+    (broken,) = shell.json("validate", shell.job_file, code=1)["errors"]
+    assert broken.startswith("launch.python: its torch cannot be imported: libc10.so; run `")
+    shell.job_file.chmod(0o666)
+    others = f"launch.python: is not taken from a file, but by --set, for others may write to {shell.job_file}"
+    assert others in shell.json("validate", shell.job_file, code=1)["errors"][0]
+    assert others in shell.errors("launch", shell.job_file, code=1)[-1]
+    told = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", code=1)
+    assert told["errors"] == [broken]
+    assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
+
+
+def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_parent(shell) -> None:
+    python = answering(shell.folder / "env")
+
+    def launched(*words: object) -> bool:
+        job_id = shell.json(*words, "--gpus", "cpu", "--hold")["id"]
+        return f'python = "{python}"' in shell.data.run(job_id).job_file.read_text()
+
+    assert not launched("launch", shell.job_file)
+    shell.data.settings_file.write_text(f'python = "{python}"\n')
+    shell.data.settings_file.chmod(0o600)
+    assert launched("launch", shell.job_file)
+    assert launched("clone", 2)
+    assert not launched("clone", 1)
+    shell.job_file.write_text(shell.job_file.read_text() + '[launch]\npython = ""\n')
+    assert not launched("launch", shell.job_file)
+    # Others could have written it.
+    shell.data.settings_file.chmod(0o666)
+    said = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--hold", code=0)
+    assert any("settings.toml: python: is not run, for others may write to" in line for line in said)

@@ -10,8 +10,9 @@ import pytest
 
 from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.settings.toml import Judged
 from trainer.contract.store.job_store import Control
-from trainer.contract.trust import distrust_of_file, distrust_of_folder, sharing
+from trainer.contract.trust import distrust_of_file, distrust_of_folder, distrust_of_program, sharing
 
 STRANGER = 61_002
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
@@ -85,3 +86,58 @@ def test_a_file_of_a_stranger_says_nothing_that_is_done(tmp_path: Path) -> None:
     os.chown(file, STRANGER, STRANGER)
     assert distrust_of_file(file) == f"{file} belongs to uid {STRANGER}"
     assert load_settings(file)[0].on_job_end == []
+
+
+def test_a_program_is_trusted_if_no_step_of_its_way_can_be_changed_by_others(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (program := tmp_path / "a" / "program").touch()
+    (tmp_path / "link").symlink_to("a/b/../program")
+    # As /tmp is: there only the owner of an entry can replace it.
+    tmp_path.chmod(0o1777)
+    ways = (program, tmp_path / "link", tmp_path / "a" / "b" / ".." / "program")
+    assert [distrust_of_program(way) for way in ways] == ["", "", ""]
+    for place, wrong in ((tmp_path / "a" / "b", ways[1:]), (tmp_path / "a", ways), (program, ways)):
+        before = mode(place)
+        place.chmod(0o770)
+        assert {distrust_of_program(way) for way in wrong} == {f"others may write to {place}; `chmod go-w` it"}
+        place.chmod(before)
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(OSError, match="Too many levels"):
+        distrust_of_program(tmp_path / "circle")
+
+
+@as_root
+def test_a_program_that_a_stranger_leads_to_is_not_trusted(tmp_path: Path) -> None:
+    (program := tmp_path / "program").touch()
+    (link := tmp_path / "link").symlink_to(program)
+    os.chown(link, STRANGER, STRANGER, follow_symlinks=False)
+    assert distrust_of_program(program) == ""
+    assert distrust_of_program(link) == f"{link} belongs to uid {STRANGER}"
+
+
+def test_a_text_is_judged_by_the_file_that_was_read_and_not_by_its_name(tmp_path: Path) -> None:
+    (theirs := tmp_path / "theirs").write_text("python = 1")
+    theirs.chmod(0o666)
+    (file := tmp_path / "job.toml").write_text("name = 1")
+
+    class Swapping(type(file)):
+        """A path under which there is another file as soon as it has been opened."""
+
+        def open(self, *arguments, **options):
+            stream = super().open(*arguments, **options)
+            file.replace(theirs)
+            return stream
+
+    judged = Judged(pipes=True)
+    assert judged(Swapping(theirs)) == "python = 1"
+    assert judged.distrust == f"others may write to {theirs}; `chmod go-w` it"
+    assert distrust_of_file(theirs) == ""
+
+
+def test_a_text_from_a_pipe_of_one_s_own_is_trusted() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"name = 1")
+    os.close(writer)
+    judged = Judged(pipes=True)
+    assert (judged(Path(f"/dev/fd/{reader}")), judged.distrust) == ("name = 1", "")
+    os.close(reader)

@@ -261,7 +261,7 @@ async def test_where_nothing_was_done_yet_three_lines_say_what_can_be_and_by_whi
         "See      0…9: one GPU in full · t: who computes on them · v: other views", extract, train
     ]  # fmt: skip
     assert "not from here" in (await steps(NoCards(), readonly=True))[1]
-    monkeypatch.setattr(dashboard, "has_torch", lambda: False)
+    monkeypatch.setattr(dashboard, "missing_of_trainer", lambda: ["torch"])
     remedy = "PyTorch is missing: pip install 'sae-tui[train]'"
     assert await steps(NoCards()) == [none, f"Extract  {remedy}", f"Train    {remedy}"]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from support import toy_architecture, toy_optimizer
+from support.environments import answer as answer_of_python
+from support.environments import stand_in
 from support.tui import StillMonitor, record_job, title_of, wait_until
 from textual.widgets import Button, Input, Select, Static
 
@@ -878,3 +880,25 @@ def test_an_inspection_is_told_whole_in_any_width() -> None:
         lines = ["".join(text for text, _ in line) for line in inspection_lines("/a/long/path" * 9, INSPECTED, width)]
         assert all(len(line) <= width for line in lines)
         assert "".join(lines[-9:]).replace(" ", "").endswith("warning:3rowsareodd;leavethemout")
+
+
+async def test_another_python_is_asked_beside_the_screen_and_its_answer_is_reviewed(make_app, tmp_path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")
+    (tmp_path / "answer.json").write_text(json.dumps(answer_of_python()))
+    app = make_app(4, python=str(python))
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await reviewed(pilot, screen, f"launch.python: {python} is being asked what it has")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: "still being asked" in " ".join(one.message for one in app._notifications))
+        (tmp_path / "gate").write_text("\n")
+        await reviewed(pilot, screen, " · by Python 3.12.1, sae-tui ", "torch 2.9.0+cpu, built without CUDA")
+        assert job_of(screen).launch.python == str(python)
+        assert not screen.form.changed
+        await pilot.press("ctrl+t")
+        await type_into(pilot, screen, "launch.python", str(tmp_path))
+        await reviewed(pilot, screen, f"{tmp_path} is a folder; name the Python in it")
+        assert screen.query_one("#row-launch-python", KnobRow).has_class("-wrong")
+        await type_into(pilot, screen, "launch.python", "")
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).launch.python is None)

@@ -1,25 +1,66 @@
-"""What the optional packages are good for, whether they are here, and the command that installs them.
+"""What the optional packages are good for, whether the trainer has them, and the command that installs them.
 
-Without any of them the app shows GPUs and jobs; torch alone is fifty times as large as all that it needs for that.
+Without any of them the app shows GPUs and jobs; torch alone is fifty times as large as all that it needs for that. The
+trainer has those of this Python, or of another one that a job names, which has told what it has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import NamedTuple
 
 from trainer.contract.errors import UsageError
 from trainer.contract.wording import join_words
 
 # What every process of the trainer imports.
-_TRAINER = ("torch", "numpy", "safetensors")
+OF_TRAINER = ("torch", "numpy", "safetensors")
 # How the tools that give a program an environment of its own mark it, and how each adds an extra there.
 _OWN_ENVIRONMENT = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
 
 
+class Elsewhere(NamedTuple):
+    """The packages of another Python: `names` of those that were asked for, None where that is not known.
+
+    `python` is its path. Of its torch the version, "" where that is not known, and what it is built for: "cuda", "hip"
+    or "" for neither.
+    """
+
+    python: str
+    names: frozenset[str] | None = None
+    torch_version: str = ""
+    torch_runtime: str = ""
+
+
+_ELSEWHERE: ContextVar[Elsewhere | None] = ContextVar("elsewhere", default=None)
+
+
+def elsewhere() -> Elsewhere | None:
+    """Return what the other Python has in which jobs are judged just now; None where that is this one."""
+    return _ELSEWHERE.get()
+
+
+@contextlib.contextmanager
+def judged_by(there: Elsewhere | None) -> Iterator[None]:
+    """Judge jobs, in this thread, by what another Python has."""
+    token = _ELSEWHERE.set(there)
+    try:
+        yield
+    finally:
+        _ELSEWHERE.reset(token)
+
+
 def is_installed(module: str) -> bool:
-    """Tell whether a module can be imported, without importing it; a folder that only has its name does not count."""
+    """Tell whether a job could import a module, without importing it; True where that is not known.
+
+    A folder that only has its name does not count.
+    """
+    if (there := elsewhere()) is not None:
+        return there.names is None or module in there.names
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -28,7 +69,9 @@ def is_installed(module: str) -> bool:
 
 
 def install(extra: str) -> str:
-    """Return the command that adds an extra to this installation, in the way in which it was made."""
+    """Return the command that adds an extra where jobs are judged, in the way in which that was made."""
+    if (there := elsewhere()) is not None:
+        return f"{there.python} -m pip install 'sae-tui[{extra}]'"
     prefix = Path(sys.prefix)
     ways = (way for mark, way in _OWN_ENVIRONMENT.items() if (prefix / mark).exists())
     return f"{next(ways, 'pip install')} 'sae-tui[{extra}]'"
@@ -36,7 +79,7 @@ def install(extra: str) -> str:
 
 def missing_of_trainer() -> list[str]:
     """Return which of the modules that the trainer imports are not installed."""
-    return [name for name in _TRAINER if not is_installed(name)]
+    return [name for name in OF_TRAINER if not is_installed(name)]
 
 
 def lack_of_trainer() -> str:

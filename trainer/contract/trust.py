@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import io
 import os
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared
+
+# As many as Linux follows.
+_MOST_LINKS = 40
 
 
 def user_of(uid: int) -> str:
@@ -50,7 +54,44 @@ def distrust_of_folder(folder: Path) -> str:
 
 def distrust_of_file(file: Path) -> str:
     """Explain why not to act on a file's content, since others may have written it; return "" where it is trusted."""
-    return _distrust(file, file.stat())
+    return distrust_of_open(file, file.stat())
+
+
+def distrust_of_program(program: Path) -> str:
+    """Explain why not to run a program, since others may change it; return "" where only this user and root can.
+
+    Looks at each folder and link on the way as well: whoever may write to one decides what is run. `program` is
+    absolute. Raises `OSError` where there is none.
+    """
+    place, rest, n_links = Path("/"), list(reversed(program.parts)), 0
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            # Without links in it, the way back is the way that was checked.
+            place = place.parent
+            continue
+        step = place / name
+        status = step.lstat()
+        if why := _changed_by_others(step, status):
+            return why
+        if stat.S_ISLNK(status.st_mode):
+            n_links += 1
+            if n_links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(program))
+            rest += reversed(step.readlink().parts)
+        else:
+            place = step
+    return ""
+
+
+def _changed_by_others(step: Path, status: os.stat_result) -> str:
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{step} belongs to {user_of(status.st_uid)}"
+    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    # The mode of a link says nothing, and in a folder like /tmp only its owner can replace an entry.
+    if stat.S_ISLNK(status.st_mode) or is_sticky or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return ""
+    return f"others may write to {step}; `chmod go-w` it"
 
 
 def open_own(file: Path) -> io.BufferedReader:
@@ -60,14 +101,15 @@ def open_own(file: Path) -> io.BufferedReader:
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     # Checked on the open file: the name may lead to another one by now.
-    if why := _distrust(file, os.fstat(descriptor)):
+    if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"what {file.name} says is not done, for {why}")
     return open(descriptor, "rb")
 
 
-def _distrust(file: Path, status: os.stat_result) -> str:
-    if not stat.S_ISREG(status.st_mode):
+def distrust_of_open(file: Path, status: os.stat_result, *, pipes: bool = False) -> str:
+    """Explain like `distrust_of_file`, by the status of a file that is open already; with `pipes` also of these."""
+    if not (stat.S_ISREG(status.st_mode) or (pipes and stat.S_ISFIFO(status.st_mode))):
         return f"{file} is not a plain file"
     if status.st_uid not in (os.geteuid(), 0):
         return f"{file} belongs to {user_of(status.st_uid)}"

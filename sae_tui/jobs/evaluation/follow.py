@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from sae_tui.jobs import named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation.outcome import FAILED, STARTED, failure, outcome
@@ -26,8 +27,6 @@ from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.prctl import end_with_parent
 from trainer.contract.store.job_store import Control
-
-TRAINER = (sys.executable, "-P", "-m", "trainer", "eval")
 
 
 class Evaluation:
@@ -45,14 +44,16 @@ class Evaluation:
         card = request.card if self._gpu else None
         self._tell(STARTED, f"is being evaluated on {f'GPU {card.index}' if card else 'the CPU'}")
 
-    def run(self, command: Sequence[str] = TRAINER) -> None:
-        """Evaluate, and record how that ended."""
+    def run(self, command: Sequence[str] = ()) -> None:
+        """Evaluate by the Python of the request, or by this command, and record how that ended."""
+        python = self._request.python
         card = self._request.card if self._gpu else None
         pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
         model = ["--model", self._request.model] if self._request.model else []
         probe = ["--probe"] if self._request.is_probed else []
-        argv = [*command, str(self._paths.root), "--device", "cuda" if card else "cpu", *model, *probe]
-        code = _run(argv, {**os.environ, **hide_all(), **pinned})
+        trainer = command or named_python.command(python, "eval")
+        argv = [*trainer, str(self._paths.root), "--device", "cuda" if card else "cpu", *model, *probe]
+        code = _run(argv, {**named_python.variables(python), **hide_all(), **pinned})
         if code:
             self._tell(FAILED, failure(self._paths, code), "warning")
         else:
@@ -84,7 +85,7 @@ def _run(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     ).wait()
 
 
-def main(arguments: Sequence[str], command: Sequence[str] = TRAINER) -> int:
+def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:
     """Fork the process that evaluates; return in the first one 0 once it has begun, 1 if it could not."""
     root, request = arguments
 

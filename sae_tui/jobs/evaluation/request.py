@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from sae_tui.jobs import named_python
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.detach import start_detached
@@ -20,6 +21,8 @@ from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.runs.lock import is_held
+from trainer.contract.settings.job_file import read_toml
+from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
 FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
@@ -40,19 +43,21 @@ class Card(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """What to evaluate: also spliced into the language model of job file `model`, and probed on texts that it reads.
 
-    Without a card on the CPU.
+    Without a card on the CPU. `python` is that of the job, "" for the app's.
     """
 
     job_id: int
     model: str | None = None
     card: Card | None = None
     is_probed: bool = False
+    python: str = ""
 
 
 def evaluate(data: DataDir, request: Request) -> str:
     """Start the evaluation of a job's SAEs and return the sentence on it; raise `UserError` where it cannot be."""
     with existing(data, request.job_id) as control:
         refuse(data, control.job(request.job_id))
+    request = msgspec.structs.replace(request, python=python_of(data, request.job_id))
     arguments = [*FOLLOWER, str(data.root), msgspec.json.encode(request).decode()]
     start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
     where = f"GPU {request.card.index}" if request.card else "the CPU"
@@ -69,7 +74,23 @@ def refuse(data: DataDir, job: Job) -> None:
         raise UserError(f"job {job.id} has left no SAE to evaluate in {data.sae(job.id)}")
     if is_going(data, job.id):
         raise UserError(f"job {job.id} is being evaluated already")
-    refuse_without_trainer()
+    if not python_of(data, job.id):
+        refuse_without_trainer()
+
+
+def python_of(data: DataDir, job_id: int) -> str:
+    """Return the Python that a job has trained with, "" for the app's; raise `UserError` where it may not be run."""
+    judged, file = Judged(), data.run(job_id).job_file
+    if not file.exists():
+        return ""
+    launch = read_toml(file, judged).get("launch")
+    python = launch.get("python") if isinstance(launch, dict) else None
+    if not isinstance(python, str) or not python:
+        return ""
+    if judged.distrust:
+        raise UserError(f"job {job_id} names a Python that is not run, for {judged.distrust}")
+    named_python.refuse(python)
+    return named_python.whole(python)
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:

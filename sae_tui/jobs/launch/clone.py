@@ -16,7 +16,8 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import AnyJob, any_job_of, load_any, to_table
-from trainer.contract.settings.toml import read_plain_text, table_of
+from trainer.contract.settings.toml import Judged, table_of
+from trainer.contract.trust import distrust_of_file
 
 MOST_AT_ONCE = 100
 
@@ -26,8 +27,9 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
     file = data.run(job_id).job_file
     if not file.exists():
         return _settings_in_row(data, job_id, overrides)
-    job = load_any(file, overrides, read=read_plain_text)
-    refuse_options_of_others(file, job, overrides)
+    judged = Judged()
+    job = load_any(file, overrides, read=judged)
+    refuse_options_of_others(judged.distrust, job, overrides)
     name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
     return msgspec.structs.replace(job, name=name)
 
@@ -46,7 +48,7 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
     if not job.config:
         raise UserError(f"job {job_id} has no settings to clone")
     config = any_job_of(table_of(job.config) | {"name": job.name}, overrides)
-    refuse_options_of_others(data.control_db, config, overrides)
+    refuse_options_of_others(distrust_of_file(data.control_db), config, overrides)
     return config
 
 

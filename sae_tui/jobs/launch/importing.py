@@ -7,13 +7,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs import named_python
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.record import write_record
@@ -30,9 +30,6 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# It needs torch, and so a process.
-COMMAND = (sys.executable, "-P", "-m", "trainer", "import")
-
 
 class Imported(msgspec.Struct, frozen=True):
     """What the trainer tells of an import: the format, the SAE as it is called here, and what to know of it."""
@@ -43,19 +40,29 @@ class Imported(msgspec.Struct, frozen=True):
 
 
 def import_sae(
-    data: DataDir, folder: Path, activations: Path, arguments: Sequence[str], *, gpu_source: str, tags: Iterable[str]
+    data: DataDir,
+    folder: Path,
+    activations: Path,
+    arguments: Sequence[str],
+    *,
+    gpu_source: str,
+    tags: Iterable[str],
+    python: str = "",
 ) -> tuple[int, Imported]:
     """Make a job of the SAE in a folder, with `activations` to evaluate and train it on; return its id.
 
-    `arguments` are further ones of the trainer's import. Raise `UserError` where the SAE cannot be taken in; then there
-    is no job.
+    `arguments` are further ones of the trainer's import, `python` the one that the job is to have. Raise
+    `UserError` where the SAE cannot be taken in; then there is no job.
     """
     tags = as_tags(tags)
+    named_python.refuse(python)
     data.create()
     staged = data.root / "runs" / f".import-{os.urandom(8).hex()}"
     try:
         paths = ["--out", str(staged), "--data", str(activations)]
-        imported = _run([*COMMAND, str(folder), *paths, *arguments, "--json"])
+        # It needs torch, and so a process.
+        words = [str(folder), *paths, *_settings(python), *arguments, "--json"]
+        imported = _run(named_python.command(python, "import", *words), named_python.variables(python))
         with open_control(data) as control:
             job = _row(
                 RunPaths(staged), printable(f"imported from {folder.absolute()} ({imported.form})"), gpu_source, tags
@@ -74,9 +81,13 @@ def import_sae(
         shutil.rmtree(staged, ignore_errors=True)
 
 
-def _run(argv: Sequence[str]) -> Imported:
+def _settings(python: str) -> list[str]:
+    return ["--set", f"launch.python={named_python.whole(python)}"] if python else []
+
+
+def _run(argv: Sequence[str], variables: Mapping[str, str]) -> Imported:
     # On the CPU: it computes next to nothing.
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **hide_all()})
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**variables, **hide_all()})
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     if done.returncode:
         raise UserError(lines[-1] if lines else f"`trainer import` ended with {done.returncode} and told nothing")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs import named_python
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import inspect_shards
 
-COMMAND = (sys.executable, "-P", "-m", "trainer", "inspect")
 POLL_S = 0.2
 
 # Of each file its path, size and time of change.
@@ -46,19 +45,23 @@ class Inspected(msgspec.Struct, frozen=True):
 class Inspections:
     """Inspects data, each state of its files once."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+    def __init__(self, command: Sequence[str] = ()) -> None:
         self._command = command
         self._of: dict[Fingerprint, Inspected] = {}
 
-    def inspect(self, place: str, is_over: Callable[[], bool] = lambda: False) -> Inspected | None:
+    def inspect(
+        self, place: str, is_over: Callable[[], bool] = lambda: False, python: str | None = None
+    ) -> Inspected | None:
         """Return what the activations at `place` are like; None where it `is_over` before that is known.
 
-        Raise `UserError` where they cannot be read.
+        By another Python where one is named. Raise `UserError` where they cannot be read.
         """
         place = os.path.abspath(place)
         fingerprint = fingerprint_of(Path(place))
         if fingerprint not in self._of:
-            answer = _run([*self._command, place, "--json"], is_over)
+            named_python.refuse(python)
+            command = self._command or named_python.command(python, "inspect")
+            answer = _run([*command, place, "--json"], is_over, named_python.variables(python))
             if answer is None:
                 return None
             self._of[fingerprint] = answer
@@ -71,9 +74,9 @@ def fingerprint_of(place: Path) -> Fingerprint:
     return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
 
 
-def _run(argv: Sequence[str], is_over: Callable[[], bool]) -> Inspected | None:
+def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[str, str]) -> Inspected | None:
     # On the CPU: GPUs are not taken for a look.
-    environment = {**os.environ, **hide_all()}
+    environment = {**variables, **hide_all()}
     with subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
     ) as process:

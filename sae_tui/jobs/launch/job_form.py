@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from sae_tui.jobs import environment
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.launch import extraction
+from sae_tui.jobs.launch.launching import python_of_others
 from sae_tui.jobs.launch.memory_need import (
     Need,
     Room,
@@ -25,7 +28,7 @@ from sae_tui.jobs.launch.placement import machine, summary
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
-from trainer.contract.extras import lack_of_trainer
+from trainer.contract.extras import judged_by, lack_of_trainer
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
@@ -37,6 +40,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.knobs import Knob, knobs_of
 from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_knobs, words_of
+from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
 # What the list of GPUs decides, so that the form leaves it out.
@@ -74,6 +78,8 @@ class Review(msgspec.Struct, frozen=True):
     d_in: int | None = None
     # Why no job at all can be launched here; a job file can be written all the same.
     refusal: str = ""
+    # Whether the Python that is to train has not answered yet what it has.
+    is_asking: bool = False
 
     @property
     def errors(self) -> list[Problem]:
@@ -111,12 +117,48 @@ class Review(msgspec.Struct, frozen=True):
         return ([self.summary] if self.summary else []) + refusal + lines
 
 
-def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
-    """Check a draft against this machine; reads the headers of the activation shards, or of the language model."""
-    return msgspec.structs.replace(_review(candidate, choices, data, past, cuda), refusal=lack_of_trainer())
+def review(
+    candidate: Draft,
+    choices: Sequence[GpuChoice],
+    data: DataDir,
+    past: Sequence[Job],
+    *,
+    cuda: bool,
+    when_known: Callable[[], object] | None = None,
+) -> Review:
+    """Check a draft against this machine; reads the headers of the activation shards, or of the language model.
+
+    A Python that it names is asked what it has; with `when_known` that is not waited for, but called once it is known.
+    """
+    python = candidate.values.get(environment.SETTING)
+    if not isinstance(python, str) or not python:
+        return msgspec.structs.replace(_review(candidate, choices, data, past, cuda=cuda), refusal=lack_of_trainer())
+    there = environment.glance(python, when_known) if when_known else environment.look(python)
+    with judged_by(there.packages):
+        reviewed = _review(candidate, choices, data, past, cuda=cuda)
+    return _with_environment(reviewed, there, wants_gpus=cuda and bool(choices) and bool(_n_gpus(candidate.gpus)))
 
 
-def _review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], cuda: bool) -> Review:
+def _with_environment(reviewed: Review, there: Environment, *, wants_gpus: bool) -> Review:
+    job = reviewed.job
+    if job is not None:
+        wrong = there.problems(job, wants_gpus=wants_gpus and not job.cluster)
+    else:
+        wrong = [Problem(environment.SETTING, lack)] if (lack := there.lack()) else []
+    return msgspec.structs.replace(
+        reviewed,
+        job=None if errors(wrong) else job,
+        problems=(*wrong, *reviewed.problems),
+        summary=f"{reviewed.summary} · by {there.words}"
+        if reviewed.summary and not errors(wrong)
+        else reviewed.summary,
+        is_asking=there.is_asked,
+    )
+
+
+def _review(
+    candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool
+) -> Review:
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
     job, parse_problems = job_file.parse_any(_table(candidate), data_bases())
     wrong_paths = {problem.path for problem in problems}
@@ -253,8 +295,9 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_job_table(path: Path) -> dict[str, Any]:
     """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
-    job, problems = job_file.parse_any(job_file.read_toml(path), job_file.bases_of(path))
-    if job is None:
+    judged = Judged(pipes=True)
+    job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
+    if job is None or (problems := python_of_others(judged.distrust, job)):
         raise JobFileError(problems)
     table = job_file.to_table(job)
     for section, name in _paths_read(job):

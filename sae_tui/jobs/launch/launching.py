@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from sae_tui.gpu import resolve
-from sae_tui.jobs import detach
+from sae_tui.jobs import detach, environment
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
+from sae_tui.jobs.named_python import whole
 from sae_tui.jobs.queue.after import refuse_circle
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.record import write_record
@@ -38,9 +40,9 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
-from trainer.contract.trust import distrust_of_file
 from trainer.contract.wording import join_words
 
+Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
 
 
@@ -62,31 +64,38 @@ def launch(
     cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
     `failed` with that reason.
     """
-    job = with_paths(job, [working_folder()])
-    after = tuple(after)
-    refuse_without_trainer()
-    problems = errors(check(job, _machine_of(data, placement, promised_by(data, after))))
-    if problems:
-        raise JobFileError(problems)
-    tags = as_tags(tags)
-    data.create()
-    with open_control(data) as control:
-        refuse_circle(control, 0, after)
-        row = Job(
-            name=job.name,
-            user=user_name(),
-            host=socket.gethostname(),
-            gpu_source=gpu_source,
-            held=hold,
-            after=after,
-            tags=tags,
-            parent=parent,
-            visible_devices=visible_devices(placement, gpu_source),
-            **fields_of(data, job, placement, control.jobs()),
-        )
-        job_id = control.create_job(row, above=data.last_id())
-        begin(data, control, job_id, job, start or detach.start)
-        return job_id
+    job = with_whole_python(with_paths(job, [working_folder()]))
+    after, tags = tuple(after), as_tags(tags)
+    with environment.required(job):
+        refuse_without_trainer()
+        if problems := errors(check(job, _machine_of(data, placement, promised_by(data, after)))):
+            raise JobFileError(problems)
+        data.create()
+        with open_control(data) as control:
+            refuse_circle(control, 0, after)
+            row = Job(
+                name=job.name,
+                user=user_name(),
+                host=socket.gethostname(),
+                gpu_source=gpu_source,
+                held=hold,
+                after=after,
+                tags=tags,
+                parent=parent,
+                visible_devices=visible_devices(placement, gpu_source),
+                **fields_of(data, job, placement, control.jobs()),
+            )
+            job_id = control.create_job(row, above=data.last_id())
+            begin(data, control, job_id, job, start or detach.start)
+            return job_id
+
+
+def with_whole_python(job: Launched, otherwise: str = "") -> Launched:
+    """Return the job with the path of its Python made whole, or with another one if it leaves that open."""
+    python = otherwise if job.launch.python is None else job.launch.python
+    if not python:
+        return job
+    return msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, python=whole(python)))
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
@@ -118,12 +127,23 @@ def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Star
         raise UserError(f"job {job_id} could not be started: {reason}") from None
 
 
-def refuse_options_of_others(source: Path, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` where a job file that others may write gives options to sbatch, which can run anything."""
+def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
+    """Raise `JobFileError` where a job file of others, by `distrust`, says what can run anything: see `orders_of`."""
+    if problems := orders_of(distrust, job, overrides):
+        raise JobFileError(problems)
+
+
+def orders_of(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> list[Problem]:
+    """Report what runs a program and stands in a file that others may write: options of sbatch, and a Python."""
     # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
-    takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
-    if takes_them and (why := distrust_of_file(source)):
-        raise JobFileError([Problem("launch.sbatch_options", f"give them by --set, for {why}")])
+    orders = {"launch.sbatch_options": job.launch.sbatch_options, "launch.python": job.launch.python}
+    told = [path for path, value in orders.items() if distrust and value and not sets(overrides, path)]
+    return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in told]
+
+
+def python_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> list[Problem]:
+    """Report a Python that is named in a file which others may write."""
+    return [problem for problem in orders_of(distrust, job, overrides) if problem.path == environment.SETTING]
 
 
 def sets(overrides: Iterable[str], *paths: str) -> bool:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Sequence
 
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
 from trainer.contract.planning.torch_build import installed_build
 
 OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the command"
-
-
-def has_torch() -> bool:
-    """Tell whether ranks would find a PyTorch in this environment; it is not imported."""
-    try:
-        return importlib.util.find_spec("torch") is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def cuda_problem(vendors: Collection[str] = ()) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from sae_tui.jobs import detach
+from sae_tui.jobs import detach, environment
 from sae_tui.jobs.launch.launching import (
     Start,
     begin,
@@ -16,6 +16,7 @@ from sae_tui.jobs.launch.launching import (
     refuse_options_of_others,
     sets,
     visible_devices,
+    with_whole_python,
 )
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
@@ -31,9 +32,10 @@ from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
-from trainer.contract.settings.toml import read_plain_text, table_of
+from trainer.contract.settings.toml import Judged, read_plain_text, table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+from trainer.contract.trust import distrust_of_file
 
 Place = Callable[[AnyJob], Placement]
 # What decides where a job runs, and on how many ranks.
@@ -77,8 +79,10 @@ def resume(
         if is_held(data.run(job_id).lock_file):
             raise UserError(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
+        with environment.required(plan.config):
+            refuse_without_trainer()
+            fields = fields_of(data, plan.config, plan.placement, control.jobs())
         _keep_last_word(data, job)
-        fields = fields_of(data, plan.config, plan.placement, control.jobs())
         fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)
         if not sets(overrides, "launch.priority"):
             # It may have been given another since it was launched.
@@ -95,7 +99,6 @@ def resume(
 
 def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Check everything before anything is changed, and return what the resume comes to."""
-    refuse_without_trainer()
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
@@ -103,8 +106,10 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     raw = read_toml(paths.job_file, read_plain_text)
     if is_extraction(raw):
         return _prepare_extraction(paths, job, place, overrides)
-    was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
-    refuse_options_of_others(paths.job_file, config, overrides)
+    judged = Judged()
+    was, config = stored_job(paths.root, []), stored_job(paths.root, overrides, judged)
+    refuse_options_of_others(judged.distrust, config, overrides)
+    config = with_whole_python(config)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if refusal := refusal_of_model_gpus(config, where.world_size):
         raise JobFileError([Problem("data.model_gpus", refusal)])
@@ -119,7 +124,10 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
 
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> Plan:
     """Return what the resume of an extraction comes to: it goes on after the last shard that is whole."""
-    config = load_extraction(paths.job_file, overrides, read=read_plain_text)
+    judged = Judged()
+    config = load_extraction(paths.job_file, overrides, read=judged)
+    refuse_options_of_others(judged.distrust, config, overrides)
+    config = with_whole_python(config)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if job.state == JobState.FINISHED:
         raise JobFileError([Problem("extract.n_tokens", f"job {job.id} has finished; clone it to extract more")])
@@ -133,7 +141,7 @@ def _complete_launch(data: DataDir, job: Job) -> None:
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
-    refuse_options_of_others(data.control_db, any_job_of(table_of(job.config)))
+    refuse_options_of_others(distrust_of_file(data.control_db), any_job_of(table_of(job.config)))
     paths = data.run(job.id)
     try:
         paths.create()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from sae_tui.jobs import named_python
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
@@ -43,7 +44,7 @@ class RankGroup(Ranks[RankProcess]):
 
     def __init__(self, beginning: Beginning) -> None:
         super().__init__(beginning)
-        self._locks = beginning.locks
+        self._locks, self._python = beginning.locks, beginning.config.launch.python
         self._ending_since: float | None = None
 
     def start(self) -> None:
@@ -66,7 +67,7 @@ class RankGroup(Ranks[RankProcess]):
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                env=rank_environment(self._spec, rank),
+                env=rank_environment(self._spec, rank, named_python.variables(self._python)),
                 pass_fds=locks,
                 preexec_fn=lambda: _die_with(supervisor),
             )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs import named_python
 from trainer.contract.paths import RunPaths, umask_of
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.runs.rank_spec import RankSpec
@@ -26,6 +27,7 @@ _SCRIPT = """\
 #!/bin/bash
 # {title}
 umask {umask:03o}
+{packages}
 export PYTHONUNBUFFERED=1
 {devices}
 threads=${{SLURM_CPUS_PER_TASK:-$((${{SLURM_CPUS_ON_NODE:-1}} / {per_node}))}}
@@ -70,6 +72,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
+        packages=named_python.unset_line() if launch.python else "# Packages are those of the app.",
         devices=_exports(spec.device),
         nodes=layout.nodes,
         processes=layout.nodes * layout.per_node,

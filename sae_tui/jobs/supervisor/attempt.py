@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs import named_python
 from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
@@ -22,13 +24,14 @@ from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.extras import Elsewhere, judged_by
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.model_gpus import with_model_placed
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec, rank_command
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any
 from trainer.contract.settings.toml import read_own_text
@@ -82,6 +85,19 @@ class OneAttempt:
         """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_any(self._paths.job_file, read=read_own_text)
+        # What another Python has was asked at the launch.
+        with judged_by(Elsewhere(config.launch.python) if config.launch.python else None):
+            beginning = self._beginning(config)
+        self._launch = config.launch
+        attempt = launcher(config.launch.backend, beginning)
+        try:
+            attempt.start()
+        except (UserError, OSError) as error:
+            self._failure = f"its ranks could not be started: {sentence(error)}"
+        self._record(attempt.rows())
+        return attempt
+
+    def _beginning(self, config: AnyJob) -> Beginning:
         if isinstance(config, JobConfig):
             refuse_other_rows(self._control, self._job, config)
         vendor = vendor_of(self._data, self._job)
@@ -101,15 +117,14 @@ class OneAttempt:
             may_take_bytes=_memory_limit(self._job),
         )
         spec = self._with_model_placed(spec, config)
-        self._launch = config.launch
-        beginning = Beginning(self._job.id, config, self._paths, spec, self._locks, self._command)
-        attempt = launcher(config.launch.backend, beginning)
-        try:
-            attempt.start()
-        except (UserError, OSError) as error:
-            self._failure = f"its ranks could not be started: {sentence(error)}"
-        self._record(attempt.rows())
-        return attempt
+        return Beginning(self._job.id, config, self._paths, spec, self._locks, self._rank_command(config))
+
+    def _rank_command(self, config: AnyJob) -> RankCommand:
+        """Return what starts a rank by the Python that the job names; raise `UserError` where that may not be run."""
+        if not (python := config.launch.python):
+            return self._command
+        named_python.refuse(python)
+        return functools.partial(rank_command, python=named_python.whole(python))
 
     def _with_model_placed(self, spec: RankSpec, config: AnyJob) -> RankSpec:
         """Settle which GPUs only run the language model, by the memory that the job has waited for."""

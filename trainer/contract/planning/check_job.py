@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, errors
+from trainer.contract.extras import is_installed
 from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory
 from trainer.contract.planning.extraction import ExtractionOutlook, check_extraction, outlook_of_extraction
@@ -90,8 +90,8 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
 
 
 def _check_mirrors(job: JobConfig) -> list[Problem]:
-    """Report mirrors whose library is not installed where the app and its trainings run."""
-    missing = [name for name in job.train.mirrors if importlib.util.find_spec(MIRRORS[name].package) is None]
+    """Report mirrors whose library is not installed where the job runs."""
+    missing = [name for name in job.train.mirrors if not is_installed(MIRRORS[name].package)]
     return [
         Problem("train.mirror", f"{name} is not installed; pip install {MIRRORS[name].package}, or leave it out")
         for name in missing

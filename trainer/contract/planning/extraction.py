@@ -6,7 +6,6 @@ products.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.errors import Problem
-from trainer.contract.extras import install
+from trainer.contract.extras import install, is_installed
 from trainer.contract.paths import free_disk
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
@@ -127,7 +126,7 @@ def mode_of(job: ExtractJob) -> str:
 def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     """Return what keeps an extraction from running here, apart from its devices."""
     problems = outlook.problems()
-    if importlib.util.find_spec("transformers") is None:
+    if not is_installed("transformers"):
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
     if job.text.path and not os.path.exists(job.text.path):
         problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))

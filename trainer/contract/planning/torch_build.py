@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from trainer.contract.extras import elsewhere
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 
@@ -19,7 +20,12 @@ class Build(NamedTuple):
 
 
 def installed_build() -> Build | None:
-    """Return the build; None where there is none, or its files do not say."""
+    """Return the build; None where there is none, or its files do not say.
+
+    Of another Python in which jobs are judged, it is the one that this has told of.
+    """
+    if (there := elsewhere()) is not None:
+        return Build(there.torch_version, there.torch_runtime) if there.torch_version else None
     try:
         spec = importlib.util.find_spec("torch")
         file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None

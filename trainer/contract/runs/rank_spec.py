@@ -99,15 +99,16 @@ def _as_path(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
-    """Return the argv of a rank; its environment says which rank it is.
+def rank_command(spec_file: Path, *, any_owner: bool = False, python: str = "") -> list[str]:
+    """Return the argv of a rank, run by this Python or another one; its environment says which rank it is.
 
     `any_owner` skips the check of the spec's owner, where the starter has just written all files of the run: some file
     systems show every file as one user's, or as everybody's.
 
     -P, since a `trainer.py` of the user's in the working directory would be run instead.
     """
-    return [sys.executable, "-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
+    words = ["-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
+    return [python or sys.executable, *words]
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:

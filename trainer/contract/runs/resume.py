@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -68,7 +68,7 @@ def stored_run(run_dir: Path) -> StoredRun:
     return StoredRun(run_dir, last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
 
 
-def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
+def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], str] = read_plain_text) -> JobConfig:
     """Return the job of a run with overrides; raise `JobFileError` naming the flag where resume cannot change it."""
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
@@ -82,7 +82,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
     # train.n_steps overrides n_tokens, so it is cleared where only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
     as_before = [*(["train.n_steps="] if by_tokens else []), *_settings_since(job_file)]
-    return load_job(job_file, [*overrides, *as_before], read=read_plain_text)
+    return load_job(job_file, [*overrides, *as_before], read=read)
 
 
 def _settings_since(job_file: Path) -> list[str]:

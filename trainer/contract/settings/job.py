@@ -17,6 +17,7 @@ from trainer.contract.settings.sources import DataShape, SourceKnobs
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
+PYTHONS = 'the whole path of a Python, like "/home/me/env/bin/python"'
 # Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
 USUAL_BATCH = 4096
 # Rows of more than so many times the median norm are left out: ordinary ones stay within three times of it, the first
@@ -270,6 +271,13 @@ class Launch(msgspec.Struct, frozen=True):
     end_stalled_after_s: Annotated[
         float, about("A job that stays stalled for so long is ended; 0: never.", unit="s", advanced=True, ge=0)
     ] = 600.0
+    python: (
+        Annotated[
+            str,
+            about("The Python of another environment that trains; empty: the app's.", advanced=True, wanted=PYTHONS),
+        ]
+        | None
+    ) = None
 
 
 # The setting that names the hooks of the rows: an SAE of a sweep has those of one.

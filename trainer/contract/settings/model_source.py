@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.extras import install
+from trainer.contract.extras import install, is_installed
 from trainer.contract.settings.hooks import Hook, ends_of, is_of_transcoder, parse_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about, show
 from trainer.contract.settings.language import (
@@ -139,6 +138,6 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     def _check_model(self) -> list[Problem]:
         if os.path.isabs(self.model) and not os.path.exists(self.model):
             return [Problem("data.model", f"there is nothing at {self.model}")]
-        if importlib.util.find_spec("transformers") is None:
+        if not is_installed("transformers"):
             return [Problem("data.model", f"reading a language model needs `{install('hf')}`")]
         return []

@@ -6,13 +6,12 @@ https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thr
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.contract.extras import install
+from trainer.contract.extras import install, is_installed
 from trainer.contract.files import open_plain
 from trainer.contract.settings.rows import NotRowsError, Rows, choose_column
 from trainer.contract.settings.thrift import read_struct
@@ -40,7 +39,7 @@ def read_parquet_file(file: Path, name: str) -> Rows:
 
     They begin nowhere, since they have to be decoded. Raise `OSError`, or `NotRowsError`.
     """
-    if importlib.util.find_spec("pyarrow") is None:
+    if not is_installed("pyarrow"):
         raise NotRowsError(f"to read Parquet, pyarrow is needed: {install('parquet')}")
     try:
         footer = read_struct(_read_footer(file))

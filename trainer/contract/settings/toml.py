@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.contract.files import open_plain
-from trainer.contract.trust import open_own
+from trainer.contract.trust import distrust_of_open, open_own
 
 LARGEST = 2**20
 DEEPEST = 20
@@ -49,6 +50,23 @@ def read_own_text(path: Path) -> str:
     """Read like `read_text`; raise `UserError` where somebody else may have written the file."""
     with open_own(path) as stream:
         return _text_of(stream)
+
+
+class Judged:
+    """Reads like `read_plain_text`, and keeps why not to act on what the file says; "" where only its reader wrote it.
+
+    Both are of one open file: by the time it is judged by its name, there may be another one. With `pipes` it reads
+    from these as well.
+    """
+
+    def __init__(self, *, pipes: bool = False) -> None:
+        self.distrust = ""
+        self._pipes = pipes
+
+    def __call__(self, path: Path) -> str:
+        with path.open("rb") if self._pipes else open_plain(path) as stream:
+            self.distrust = distrust_of_open(path, os.fstat(stream.fileno()), pipes=self._pipes)
+            return _text_of(stream)
 
 
 def _text_of(stream: BinaryIO) -> str:

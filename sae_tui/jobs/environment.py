@@ -1,0 +1,336 @@
+"""What the environment of another Python has to train with: it is run and asked, in a process with a time limit.
+
+Answers are kept as long as neither the Python nor one of its folders of packages changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from sae_tui.jobs import named_python
+from trainer.contract.errors import JobFileError, Problem, errors
+from trainer.contract.extras import OF_TRAINER, Elsewhere, judged_by
+from trainer.contract.json_file import decode_as
+from trainer.contract.printable import printable
+from trainer.contract.settings.catalog import MIRRORS
+from trainer.contract.settings.job_file import AnyJob, to_table
+from trainer.contract.settings.knobs import cut
+from trainer.contract.settings.known import unknown_settings
+from trainer.contract.wording import join_words
+
+SETTING = "launch.python"
+PACKAGE = "sae-tui"
+OLDEST = (3, 11)
+# In seconds: a first import of torch from a network disk takes half a minute.
+LIMIT_S = 60.0
+# An answer has 20 kB; what sends more is no Python of ours.
+MOST_BYTES = 2**20
+# After so long one that could not be asked is asked again.
+FAILED_FOR_S = 10.0
+_OF_USE = (*OF_TRAINER, "transformers", "datasets", "pyarrow", *(mirror.package for mirror in MIRRORS.values()))
+# Python 2 can run it as well, up to where it tells its version. It ends by itself, even if the app is gone.
+_ASK = """
+import gc, json, os, signal, sys
+gc.disable()
+signal.alarm(int(sys.argv[1]))
+told = {"version": list(sys.version_info[:3]), "paths": [one for one in sys.path if one]}
+def first_line(error):
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def installed(name):
+    try:
+        return importlib.util.find_spec(name) is not None
+    except Exception:
+        return False
+if sys.version_info >= (3, 11):
+    import importlib.metadata, importlib.util
+    told["packages"] = [name for name in sys.argv[2].split(",") if installed(name)]
+    try:
+        told["trainer"] = importlib.metadata.version("sae-tui")
+        from trainer.contract.settings.known import known_settings
+        told["settings"] = known_settings()
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    except Exception as error:
+        told["trainer_error"] = first_line(error)
+    try:
+        if installed("torch"):
+            import torch
+            hip = getattr(torch.version, "hip", None)
+            told["torch"] = {
+                "version": str(torch.__version__), "cuda": torch.version.cuda, "hip": hip,
+                "gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0}
+    except Exception as error:
+        told["torch_error"] = first_line(error)
+print(json.dumps(told))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+class Torch(msgspec.Struct, frozen=True):
+    """A torch, the CUDA or ROCm that it was built for, and how many GPUs it sees here."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+    gpus: int
+
+    @property
+    def runtime(self) -> str:
+        """What it was built for, as vendors' `torch_runtime`."""
+        return "hip" if self.hip else "cuda" if self.cuda else ""
+
+    @property
+    def words(self) -> str:
+        built = f"ROCm {self.hip}" if self.hip else f"CUDA {self.cuda}" if self.cuda else ""
+        sees = f"{self.gpus} GPU{'s' * (self.gpus != 1)}" if self.gpus else "no GPU"
+        return f"torch {self.version}, {f'built for {built}, which sees {sees}' if built else 'built without CUDA'}"
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a Python tells of itself; `trainer` is the version of sae-tui, `settings` those that its trainer knows."""
+
+    version: list[int]
+    paths: list[str]
+    packages: list[str] = []
+    trainer: str | None = None
+    trainer_error: str = ""
+    settings: dict[str, list[str]] = {}
+    torch: Torch | None = None
+    torch_error: str = ""
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """The environment of a Python; `failure` says why there is no answer, `is_asked` that it is still to come."""
+
+    python: str
+    answer: Answer | None = None
+    failure: str = ""
+    is_asked: bool = False
+
+    @property
+    def words(self) -> str:
+        """`Python 3.12.1, sae-tui 0.2.0, torch 2.9.0+cu128, built for CUDA 12.8, which sees 8 GPUs`."""
+        if (told := self.answer) is None:
+            return printable(self.failure)
+        trainer = f"{PACKAGE} {told.trainer}" if told.trainer else "no trainer"
+        torch = told.torch.words if told.torch else "no torch"
+        return printable(f"Python {_dotted(told.version)}, {trainer}, {torch}")
+
+    @property
+    def packages(self) -> Elsewhere:
+        """What a job is judged by."""
+        if (told := self.answer) is None:
+            return Elsewhere(self.python)
+        build = (told.torch.version, told.torch.runtime) if told.torch else ("", "")
+        return Elsewhere(self.python, frozenset(told.packages), *map(printable, build))
+
+    def lack(self) -> str:
+        """Return what keeps it from training any job, and what to do about it; "" where nothing does."""
+        if (told := self.answer) is None:
+            return printable(self.failure or f"{self.python} is being asked what it has; wait a moment")
+        install = f"run `{self.python} -m pip install"
+        if tuple(told.version) < OLDEST:
+            wanted = f"the trainer needs {_dotted(OLDEST)} or newer"
+            return f"{self.python} is Python {_dotted(told.version)}, and {wanted}; name one of a newer environment"
+        if told.trainer is None:
+            return f"{self.python} has no trainer; {install} '{PACKAGE}[train]'`"
+        if told.trainer_error:
+            return printable(f"its trainer cannot be imported: {told.trainer_error}; {install} '{PACKAGE}[train]'`")
+        # Only here: to load it takes as long as many a command.
+        from importlib.metadata import version
+
+        if wrong := _wrong_version(told.trainer, version(PACKAGE), install):
+            return printable(wrong)
+        if missing := [name for name in OF_TRAINER if name not in told.packages]:
+            return f"{self.python} lacks {join_words(missing)}; {install} '{PACKAGE}[train]'`"
+        if told.torch is None:
+            return printable(f"its torch cannot be imported: {told.torch_error}; {install} --force-reinstall torch`")
+        return ""
+
+    def problems(self, job: AnyJob, *, wants_gpus: bool = False) -> list[Problem]:
+        """Return what keeps it from running a job, or else what to be warned of: that it sees none of the GPUs."""
+        if lack := self.lack():
+            return [Problem(SETTING, lack)]
+        assert self.answer is not None
+        if unknown := unknown_settings(to_table(job), self.answer.settings):
+            upgrade = f"run `{self.python} -m pip install --upgrade {PACKAGE}`"
+            told = f"its trainer, {PACKAGE} {self.answer.trainer}, does not know {join_words(unknown[:3])}; {upgrade}"
+            return [Problem(SETTING, printable(told))]
+        torch = self.answer.torch
+        if wants_gpus and torch and torch.runtime and not torch.gpus:
+            remedy = f"see `{self.python} -c 'import torch; torch.cuda.init()'`"
+            return [Problem(SETTING, f"its torch {printable(torch.version)} sees no GPU here; {remedy}", "warning")]
+        return []
+
+
+def look(python: str, limit_s: float = LIMIT_S) -> Environment:
+    """Return what a Python has; ask it, for at most `limit_s` seconds, where that is not known."""
+    path = named_python.whole(python)
+    if why := named_python.refusal(python):
+        return Environment(path, failure=why)
+    with _lock_of(path):
+        if (seen := _remembered(path)) is None:
+            seen = _ask(path, limit_s)
+            _SEEN[path] = (_fingerprint(path, seen), time.monotonic(), seen)
+        return seen
+
+
+def glance(python: str, then: Callable[[], object]) -> Environment:
+    """Return what is known of a Python at once; where it has to be asked, call `then` from a thread when it is."""
+    path = named_python.whole(python)
+    if why := named_python.refusal(python):
+        return Environment(path, failure=why)
+    if seen := _remembered(path):
+        return seen
+
+    def ask() -> None:
+        look(python)
+        then()
+
+    threading.Thread(target=ask, name="environment", daemon=True).start()
+    return Environment(path, is_asked=True)
+
+
+@contextlib.contextmanager
+def judged_there(job: AnyJob, *, wants_gpus: bool = False) -> Iterator[list[Problem]]:
+    """Judge a job by what the Python has that it names, if it does; yield what is wrong with that."""
+    if not (python := job.launch.python):
+        yield []
+        return
+    there = look(python)
+    with judged_by(there.packages):
+        yield there.problems(job, wants_gpus=wants_gpus)
+
+
+@contextlib.contextmanager
+def required(job: AnyJob) -> Iterator[None]:
+    """Judge a job as `judged_there`; raise `JobFileError` where its Python cannot train it."""
+    with judged_there(job) as problems:
+        if wrong := errors(problems):
+            raise JobFileError(wrong)
+        yield
+
+
+# Of each path: what it was like when it was asked, when that was, and the answer.
+_SEEN: dict[str, tuple[object, float, Environment]] = {}
+_LOCKS: dict[str, threading.Lock] = {}
+
+
+def _lock_of(path: str) -> threading.Lock:
+    return _LOCKS.setdefault(path, threading.Lock())
+
+
+def _remembered(path: str) -> Environment | None:
+    if path not in _SEEN:
+        return None
+    fingerprint, asked, seen = _SEEN[path]
+    is_old = bool(seen.failure) and time.monotonic() - asked > FAILED_FOR_S
+    return None if is_old or fingerprint != _fingerprint(path, seen) else seen
+
+
+def _fingerprint(path: str, seen: Environment) -> object:
+    """Return what changes when a package is installed, or the environment is made anew."""
+    times = []
+    for place in (path, *(seen.answer.paths if seen.answer else ())):
+        with contextlib.suppress(OSError, ValueError):
+            status = os.stat(place)
+            times.append((place, status.st_ino, status.st_mtime_ns))
+    return tuple(times)
+
+
+def _ask(path: str, limit_s: float) -> Environment:
+    argv = [path, "-c", _ASK, str(max(1, round(limit_s))), ",".join(_OF_USE)]
+    # In a folder of root's, and not by -P, which older ones do not have.
+    environment = {**named_python.variables(path), "PYTHONSAFEPATH": "1", "PYTHONIOENCODING": "utf-8"}
+    try:
+        code, told, messages = _run(argv, environment, limit_s)
+    except TimeoutError:
+        return Environment(path, failure=f"{path} did not answer within {limit_s:g} s; name another, or try again")
+    except OSError as error:
+        return Environment(path, failure=f"{path} cannot be run: {error.strerror or error}")
+    try:
+        return Environment(path, decode_as(told.strip().rpartition(b"\n")[2], Answer))
+    except ValueError:
+        said = (told or messages).decode(errors="replace").strip().splitlines()
+        why = "answered what no Python does" if told or not code else f"ended with {code}"
+        quoted = f", saying {cut(printable(said[-1]))}" if said else ""
+        return Environment(path, failure=f"{path} {why}{quoted}; name the Python of an environment")
+
+
+def _run(argv: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[int, bytes, bytes]:
+    """Run a program; return its exit code and what it wrote, no more than `MOST_BYTES` of each.
+
+    Raise `TimeoutError` where it takes longer; all of its process group is ended then.
+    """
+    deadline = time.monotonic() + limit_s
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout
+        assert process.stderr
+        written = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+        try:
+            if _read_all(written, deadline):
+                _wait(process.pid, deadline)
+        finally:
+            # As long as it is not waited for, nobody else can have its number.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        out, err = (written[stream.fileno()] for stream in (process.stdout, process.stderr))
+    return process.returncode, out, err
+
+
+def _read_all(written: dict[int, bytes], deadline: float) -> bool:
+    """Read until all is written, or return False where that is too much."""
+    with selectors.DefaultSelector() as selector:
+        for descriptor in written:
+            selector.register(descriptor, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise TimeoutError
+            for key, _ in ready:
+                chunk = os.read(key.fd, 65536)
+                written[key.fd] += chunk
+                if not chunk:
+                    selector.unregister(key.fd)
+                elif len(written[key.fd]) > MOST_BYTES:
+                    return False
+    return True
+
+
+def _wait(pid: int, deadline: float) -> None:
+    """Wait until a child has ended, and leave it to be waited for."""
+    while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(0.01)
+
+
+def _wrong_version(theirs: str, ours: str, install: str) -> str:
+    """Compare major and minor versions, within which app and trainer understand each other."""
+    wanted, has = _minor(ours), _minor(theirs)
+    if has == wanted:
+        return ""
+    other = f"its trainer is {PACKAGE} {theirs}, and the app {ours}"
+    upgrade = f"{install} '{PACKAGE}[train]=={'.'.join(map(str, wanted))}.*'`"
+    return f"{other}; {upgrade}" if has < wanted else f"{other}; upgrade the app, or {upgrade}"
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    return tuple(int(part) if part.isdecimal() else 0 for part in text.split(".")[:2])
+
+
+def _dotted(numbers: list[int] | tuple[int, ...]) -> str:
+    return ".".join(map(str, numbers))

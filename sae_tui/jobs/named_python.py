@@ -1,0 +1,94 @@
+"""The Python that a job or the settings name: whether it may be run, and how the trainer is started by it.
+
+Where none is named, that is the app's own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.job import PYTHONS
+from trainer.contract.settings.knobs import show
+from trainer.contract.trust import distrust_of_program
+
+# What leads a Python to packages that are not its own: it may be of another version, and of other versions of them.
+_OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
+# Any other program would be run with what is meant for a Python: `sh -c` runs it line by line.
+_NAME = re.compile(r"(python|pypy)[\w.-]*")
+
+
+def command(python: str | None, *words: str) -> list[str]:
+    """Return the argv that runs the trainer, or `words` that begin with `-c`, by this Python, "" for the app's.
+
+    -P, since a `trainer` or `torch` in the working folder would be imported instead.
+    """
+    start = [] if words[:1] == ("-c",) else ["-m", "trainer"]
+    return [whole(python) or sys.executable, "-P", *start, *words]
+
+
+def variables(python: str | None, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment to run this Python in: another one than the app's has to find its own packages."""
+    return {name: value for name, value in base.items() if not (python and name in _OF_ANOTHER)}
+
+
+def unset_line() -> str:
+    """Return the line of a shell script that does what `variables` does."""
+    return f"unset {' '.join(_OF_ANOTHER)}"
+
+
+def whole(python: str | None) -> str:
+    """Return the path with `~` replaced; links are kept, since those of an environment say which it is."""
+    return os.path.expanduser(python) if python else ""
+
+
+def refuse(python: str | None) -> None:
+    """Raise `UserError` where a Python is named that cannot or may not be run."""
+    if python and (why := refusal(python)):
+        raise UserError(why)
+
+
+def refusal(python: str) -> str:
+    """Explain why a Python cannot or may not be run, with what to do; return "" where it can."""
+    path = whole(python)
+    if not os.path.isabs(path) or not path.isprintable():
+        return f"takes {PYTHONS}, not {show(python)}"
+    if not _NAME.fullmatch(os.path.basename(path)) and not os.path.isdir(path):
+        return f"takes a program whose name begins with python, not {show(python)}"
+    try:
+        return _kind(Path(path)) or _distrust(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return f"there is no {path}; name another Python, or none for the app's own"
+    except OSError as error:
+        return f"{path} cannot be run: {sentence(error)}"
+
+
+def _kind(path: Path) -> str:
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        inside = path / "bin" / "python"
+        return f"{path} is a folder; name the Python in it" + (f", {inside}" if inside.exists() else "")
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path} is not a plain file; name the Python of an environment"
+    return "" if os.access(path, os.X_OK) else f"{path} may not be executed; `chmod u+x` it, or name another"
+
+
+def _distrust(python: Path) -> str:
+    """Look at what a start of it reads, too: the file that makes it an environment, and the folders of packages."""
+    for path in (python, *_of_environment(python), *_of_environment(python.resolve())):
+        if why := distrust_of_program(path):
+            reason, _, remedy = why.partition("; ")
+            return f"{python} is not run, for {reason}; {remedy or 'name one of your own'}"
+    return ""
+
+
+def _of_environment(python: Path) -> Iterator[Path]:
+    prefix = python.parent.parent
+    if (prefix / "pyvenv.cfg").exists():
+        yield prefix / "pyvenv.cfg"
+    yield from prefix.glob("lib/python3*/site-packages")

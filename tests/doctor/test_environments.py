@@ -1,0 +1,51 @@
+"""What the doctor tells of the environments of app and trainer."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from support.environments import TORCH, answer, answering, stand_in
+
+from sae_tui.doctor.base import Box
+from sae_tui.doctor.environments import both, check_environments
+from sae_tui.doctor.torch_build import check_torch
+from sae_tui.gpu.none import NoGpus
+from trainer.contract.paths import DataDir
+
+OWN = version("sae-tui")
+
+
+def box_of(tmp_path: Path, python: str = "") -> Box:
+    return Box(DataDir(tmp_path / "data"), NoGpus(), root=tmp_path, python=python)
+
+
+def test_both_environments_are_told_and_torch_is_asked_of_the_one_that_trains(tmp_path: Path) -> None:
+    python = str(answering(tmp_path / "env"))
+    box = box_of(tmp_path, python)
+    app, trainer = check_environments(box)
+    assert (app.level, app.sentence) == ("ok", f"Python {platform.python_version()}, sae-tui {OWN}")
+    words = f"Python 3.12.1, sae-tui {OWN}, torch 2.9.0+cpu, built without CUDA"
+    assert (trainer.level, trainer.sentence) == ("ok", f"{words}: {python}")
+    assert both(box)["app"]["python"] == sys.executable
+    assert both(box)["trainer"]["torch"] == "2.9.0+cpu"
+    build = TORCH | {"available": False, "archs": [], "nccl": None, "nccl_installed": None, "triton": None}
+    (tmp_path / "env" / "answer.json").write_text(json.dumps(build))
+    (torch,) = check_torch(box)
+    assert torch.sentence == "2.9.0+cpu, built without CUDA; jobs run on the CPU here"
+
+
+def test_an_environment_that_cannot_train_is_one_error_with_its_cure(tmp_path: Path) -> None:
+    python = answering(tmp_path / "env", answer(trainer=None))
+    box = box_of(tmp_path, str(python))
+    _, trainer, *others = [*check_environments(box), *check_torch(box)]
+    assert others == []
+    assert (trainer.level, trainer.sentence) == ("error", f"{python} has no trainer")
+    assert trainer.remedy == f"run `{python} -m pip install 'sae-tui[train]'`"
+    assert both(box)["trainer"]["problem"] == f"{trainer.sentence}; {trainer.remedy}"
+    assert both(box_of(tmp_path))["trainer"] is None
+    ruin = stand_in(tmp_path, "true", "ruin")
+    assert box_of(tmp_path, str(ruin)).trainer("probe")[1].startswith("takes a program whose name begins with python")

@@ -1,0 +1,38 @@
+"""Which settings this version knows: what another version of the app asks its trainer, before a job is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.contract.settings.knobs import Knob
+from trainer.contract.settings.sections import CHOSEN, SECTIONS, choices_of, section_knobs
+
+
+def known_settings() -> dict[str, list[str]]:
+    """Return the words that each setting of a job file is limited to, by its path; none where it is not."""
+    known: dict[str, list[Knob]] = {}
+    for section in SECTIONS:
+        for entry in CHOSEN[section][1] if section in CHOSEN else (None,):
+            for knob in section_knobs(section, entry):
+                known.setdefault(f"{section}.{knob.name}", []).append(knob)
+    return {path: _words(path, knobs) for path, knobs in known.items()}
+
+
+def unknown_settings(table: Mapping[str, Any], known: Mapping[str, list[str]]) -> list[str]:
+    """Return what is in a job's table but not known, like `sae.k` or `sae.architecture = "topk"`."""
+    unknown = []
+    for section, keys in table.items():
+        for key, value in keys.items() if isinstance(keys, Mapping) else ():
+            path = f"{section}.{key}"
+            if path not in known:
+                unknown.append(path)
+            elif known[path]:
+                values = value if isinstance(value, list) else [value]
+                unknown += [f'{path} = "{word}"' for word in values if word not in known[path]]
+    return unknown
+
+
+def _words(path: str, knobs: list[Knob]) -> list[str]:
+    choices = [choices_of(path, knob) for knob in knobs]
+    return sorted({word for words in choices for word in words}) if all(choices) else []
