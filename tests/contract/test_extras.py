@@ -38,10 +38,16 @@ def test_only_what_is_missing_is_named(tmp_path, there, told) -> None:
 
 @pytest.mark.parametrize(
     ("mark", "command"),
-    [("", "pip install"), ("uv-receipt.toml", "uv tool install"), ("pipx_metadata.json", "pipx install --force")],
+    [
+        ("env/other", "pip install"),
+        ("env/uv-receipt.toml", "uv tool install"),
+        ("archive-v0/other", "uv tool install"),
+        ("env/pipx_metadata.json", "pipx install --force"),
+    ],
 )
 def test_an_extra_is_added_by_the_tool_that_made_the_environment(tmp_path, monkeypatch, mark, command) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    if mark:
-        (tmp_path / mark).touch()
+    folder = (tmp_path / mark).parent / "of-sae-tui"
+    folder.mkdir(parents=True)
+    (folder / Path(mark).name).touch()
+    monkeypatch.setattr(sys, "prefix", str(folder))
     assert install("hf") == f"{command} 'sae-tui[hf]'"

@@ -1,7 +1,7 @@
 """What the optional packages are good for, whether the trainer has them, and the command that installs them.
 
-Without any of them the app shows GPUs and jobs; torch alone is fifty times as large as all that it needs for that. The
-trainer has those of this Python, or of another one that a job names, which has told what it has.
+Without any of them the app shows GPUs and jobs, and takes 50 MB; with torch's smallest build it takes 1 GB. The trainer
+has those of this Python, or of another one that a job names, which has told what it has.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from trainer.contract.wording import join_words
 
 # What every process of the trainer imports.
 OF_TRAINER = ("torch", "numpy", "safetensors")
-# How the tools that give a program an environment of its own mark it, and how each adds an extra there.
-_OWN_ENVIRONMENT = {"uv-receipt.toml": "uv tool install", "pipx_metadata.json": "pipx install --force"}
 
 
 class Elsewhere(NamedTuple):
@@ -72,9 +70,16 @@ def install(extra: str) -> str:
     """Return the command that adds an extra where jobs are judged, in the way in which that was made."""
     if (there := elsewhere()) is not None:
         return f"{there.python} -m pip install 'sae-tui[{extra}]'"
-    prefix = Path(sys.prefix)
-    ways = (way for mark, way in _OWN_ENVIRONMENT.items() if (prefix / mark).exists())
-    return f"{next(ways, 'pip install')} 'sae-tui[{extra}]'"
+    return f"{_way_of(Path(sys.prefix))} 'sae-tui[{extra}]'"
+
+
+def _way_of(prefix: Path) -> str:
+    """Return how an environment gets another extra; that of pipx or uv is the program's own, and has no pip."""
+    if (prefix / "pipx_metadata.json").exists():
+        return "pipx install --force"
+    # `uvx` makes them in its cache, where they do not stay.
+    is_of_uvx = prefix.parent.name.startswith("archive-v")
+    return "uv tool install" if is_of_uvx or (prefix / "uv-receipt.toml").exists() else "pip install"
 
 
 def missing_of_trainer() -> list[str]:
