@@ -22,10 +22,13 @@ class Colours:
         self._show()
 
     def choose(self, name: ThemeName) -> None:
-        """Change the colours now, and in the settings file for the next start."""
+        """Change the colours now, and in the settings file for the next start unless nothing may be changed."""
         session = self._session
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self._show()
+        if session.readonly:
+            self._app.notify("The theme is kept until you leave: settings are only shown here.", markup=False)
+            return
         try:
             change_setting(session.data.settings_file, "theme", name)
         except (UserError, OSError) as error:
