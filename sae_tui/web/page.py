@@ -26,7 +26,7 @@ body { font: 16px "Roboto Mono", monospace; }
 .closed, body.-first-byte .opening, body.-closed .opening { display: none; }
 body.-closed .closed { display: block; }
 """
-# Until somebody clicks, no key would reach the terminal; it is there once the script of textual-serve has seen the load.
+# Without it no key reaches the terminal until somebody clicks; this comes after the script of textual-serve.
 _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """

@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,9 @@ LONGEST_MESSAGE = 256 << 10
 _LEAST_COST = 512
 # A busy screen takes 20 kB a second.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that has gone without a word, as that of a laptop that sleeps, is noticed after so long.
-_HEARTBEAT_S = 20.0
+# A browser that has gone without a word, as that of a laptop that sleeps, is noticed half as late again; on a slow
+# line the question may be behind much that is drawn.
+_HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # in a line, and lines
 _CROWDED = f"{MOST_LOOKS} looks are open already; close one of them and reload this page.\r\n"
 
@@ -43,7 +45,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# The style sheet that the terminal's script would put into the page is refused with the rest; page.css has what it says.
+# The terminal's script would put a style of its own into the page: refused with the rest, and page.css has it.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,25 +61,32 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
     """
     # A request of nobody's is no news, and its bytes are not for this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
-    looks = Looks(argv, warn)
+    looks, listening = Looks(argv, warn), _listen(port)
     connections = _Connections(looks.answer, access_log=None)
     runner = web.ServerRunner(connections, handle_signals=False, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, LOOPBACK, port)
-        try:
-            await site.start()
-        except OSError as error:
-            reason = f"port {port} of {LOOPBACK} cannot be had: {error.strerror}"
-            raise UserError(f"{reason}; choose another with --port") from None
-        port = runner.addresses[0][1]
+        port = listening.getsockname()[1]
         looks.be_at(port)
         ended = _end_on_signals()
+        await web.SockSite(runner, listening).start()
         tell(port, f"http://{LOOPBACK}:{port}{looks.base}")
         return 128 + await ended
     finally:
         await looks.close()
         await runner.cleanup()
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    # Otherwise a port could not be had again for a minute.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((LOOPBACK, port))
+        return listening
+    except OSError as error:
+        reason = f"port {port} of {LOOPBACK} cannot be had: {error.strerror}"
+        raise UserError(f"{reason}; choose another with --port") from None
 
 
 def _end_on_signals() -> asyncio.Future[int]:
@@ -138,26 +147,26 @@ class Looks:
         await asyncio.gather(*(look.close() for look in self._open))
 
     async def _answer_look(self, request: web.BaseRequest, host: str) -> web.StreamResponse:
-        socket = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE)
+        browser = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE)
         from_here = request.headers.getall("Origin", []) == [f"http://{host}"]
-        if not from_here or not socket.can_prepare(request):
+        if not from_here or not browser.can_prepare(request):
             return nothing()
-        socket.headers.update(_headers(host))
-        await socket.prepare(request)
+        browser.headers.update(_headers(host))
+        await browser.prepare(request)
         _stay(request)
         if len(self._open) + self._n_opening >= MOST_LOOKS:
-            await socket.send_bytes(_CROWDED.encode())
-            await socket.close()
-            return socket
+            await browser.send_bytes(_CROWDED.encode())
+            await browser.close()
+            return browser
         look = await self._start(_cells(request, "width", 80), _cells(request, "height", 24))
         try:
-            await _run_until_first([_show(look, socket), _type(look, socket)])
+            await _run_until_first([_show(look, browser), _type(look, browser)])
         finally:
             if complaint := await look.close():
                 self._warn(f"a look has ended: {complaint}")
             self._open.discard(look)
-            await socket.close()
-        return socket
+            await browser.close()
+        return browser
 
     async def _start(self, columns: int, rows: int) -> Look:
         self._n_opening += 1
@@ -170,18 +179,18 @@ class Looks:
         return look
 
 
-async def _show(look: Look, socket: web.WebSocketResponse) -> None:
+async def _show(look: Look, browser: web.WebSocketResponse) -> None:
     """Pass on what the app draws, no faster than the browser takes it."""
     allowance = Allowance(_SCREEN_BYTES_S, _SCREEN_BURST)
     async for drawn in look.screens():
         await asyncio.sleep(allowance.take(len(drawn)))
-        await socket.send_bytes(drawn)
+        await browser.send_bytes(drawn)
 
 
-async def _type(look: Look, socket: web.WebSocketResponse) -> None:
+async def _type(look: Look, browser: web.WebSocketResponse) -> None:
     """Pass on what is typed, until the browser goes or says what is not understood."""
     allowance = Allowance()
-    async for message in socket:
+    async for message in browser:
         if message.type is not WSMsgType.TEXT:
             return
         await asyncio.sleep(allowance.take(max(_LEAST_COST, len(message.data))))

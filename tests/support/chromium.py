@@ -75,6 +75,12 @@ class Chromium:
         result = await self.do("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         return result["result"].get("value")
 
+    async def wait_for(self, script: str, seconds: float = 60) -> None:
+        """Wait until an expression in the page is true."""
+        async with asyncio.timeout(seconds):
+            while not await self.value(script):
+                await asyncio.sleep(0.1)
+
     async def press(self, key: str) -> None:
         """Type a character."""
         await self.do("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
