@@ -100,8 +100,10 @@ class Look:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "it ended at once")
 
     async def _drain(self) -> None:
-        while await self._output.read(_CHUNK):
-            pass
+        # Where somebody reads already, it is being drained.
+        with contextlib.suppress(RuntimeError):
+            while await self._output.read(_CHUNK):
+                pass
 
     async def _read_errors(self, errors: asyncio.StreamReader) -> None:
         while chunk := await errors.read(_KEPT_ERRORS):

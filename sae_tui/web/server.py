@@ -17,7 +17,7 @@ from aiohttp import WSMsgType, web
 from sae_tui.hosts.link import Allowance
 from sae_tui.web.look import Look
 from sae_tui.web.page import Asset, page, read_assets
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UserError, sentence
 
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
@@ -34,7 +34,6 @@ _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
 # line the question may be behind much that is drawn.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # in a line, and lines
-_CROWDED = f"{MOST_LOOKS} looks are open already; close one of them and reload this page.\r\n"
 
 _HEADERS = {
     "Server": "sae-tui",
@@ -114,7 +113,6 @@ class Looks:
         self._token = secrets.token_urlsafe(32)
         self._hosts: tuple[str, ...] = ()
         self._open: set[Look] = set()
-        self._n_opening = 0
 
     @property
     def base(self) -> str:
@@ -143,7 +141,8 @@ class Looks:
         return response
 
     async def close(self) -> None:
-        """End every look."""
+        """End every look, and let nobody in any more."""
+        self._hosts = ()
         await asyncio.gather(*(look.close() for look in self._open))
 
     async def _answer_look(self, request: web.BaseRequest, host: str) -> web.StreamResponse:
@@ -154,12 +153,17 @@ class Looks:
         browser.headers.update(_headers(host))
         await browser.prepare(request)
         _stay(request)
-        if len(self._open) + self._n_opening >= MOST_LOOKS:
-            await browser.send_bytes(_CROWDED.encode())
-            await browser.close()
-            return browser
-        look = await self._start(_cells(request, "width", 80), _cells(request, "height", 24))
+        if len(self._open) >= MOST_LOOKS:
+            return await _refuse(
+                browser, f"{MOST_LOOKS} looks are open already; close one of them and reload this page."
+            )
         try:
+            look = Look(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
+        except OSError as error:
+            return await _refuse(browser, f"The app cannot be started: {sentence(error)}.")
+        self._open.add(look)
+        try:
+            await look.open()
             await _run_until_first([_show(look, browser), _type(look, browser)])
         finally:
             if complaint := await look.close():
@@ -168,15 +172,11 @@ class Looks:
             await browser.close()
         return browser
 
-    async def _start(self, columns: int, rows: int) -> Look:
-        self._n_opening += 1
-        try:
-            look = Look(self._argv, columns, rows)
-            self._open.add(look)
-            await look.open()
-        finally:
-            self._n_opening -= 1
-        return look
+
+async def _refuse(browser: web.WebSocketResponse, why: str) -> web.WebSocketResponse:
+    await browser.send_bytes(f"{why}\r\n".encode())
+    await browser.close()
+    return browser
 
 
 async def _show(look: Look, browser: web.WebSocketResponse) -> None:
