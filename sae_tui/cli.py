@@ -14,9 +14,11 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.parser import EXIT_USAGE, Command, make_parser
 from sae_tui.gpu.once import is_stuck
+from sae_tui.web import BROWSER_DRIVER
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.output import OutputLost, can_show, run_command
 from trainer.contract.paths import keep_own_access
+from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import take_back_signals
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
@@ -61,9 +63,16 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _open_app(context: Context, flags: argparse.Namespace) -> int:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
-    if not flags.plain and not can_show("█▁⣿…", sys.stdout):
+    in_browser = os.environ.get("TEXTUAL_DRIVER") == BROWSER_DRIVER
+    if in_browser:
+        # Whoever shows it has its input as well, whose end is noticed should that process have died by now.
+        end_with_parent(os.getppid())
+    elif not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError(
+            "the app needs a terminal; in a browser it is shown by sae-tui serve, "
+            "in a script use a command, see sae-tui --help"
+        )
+    elif not flags.plain and not can_show("█▁⣿…", sys.stdout):
         raise UserError(
             f"the app draws with characters that this locale ({sys.stdout.encoding}) does not have; "
             "start it with LC_ALL=C.UTF-8 or with --plain, or use the commands, see sae-tui --help"
@@ -82,6 +91,7 @@ def _open_app(context: Context, flags: argparse.Namespace) -> int:
         readonly=flags.readonly,
         plain=flags.plain,
         hosts=flags.host,
+        in_browser=in_browser,
     )
 
 

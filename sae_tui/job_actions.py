@@ -33,6 +33,7 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 Edit = Callable[[DataDir, Control, int], str]
+ONLY_SHOWN = "Jobs and processes are only shown here (--readonly, or `serve` without --write)."
 
 
 class Known(Protocol):
@@ -89,13 +90,18 @@ class JobActions:
     def refused(self) -> bool:
         """Tell whether nothing may be changed here, and if so say it."""
         if self._known.readonly:
-            self._front.notify("Started with --readonly: jobs and processes are only shown.", severity="warning")
+            self._front.notify(ONLY_SHOWN, severity="warning")
         return self._known.readonly
 
     # launching
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> list[int]:
-        """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts."""
+        """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts.
+
+        Raise `UserError` where nothing may be changed.
+        """
+        if self._known.readonly:
+            raise UserError(ONLY_SHOWN)
         monitor = self._known.monitor
         source = name_elsewhere(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
@@ -137,7 +143,7 @@ class JobActions:
         """Have a job save and wait, held; its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self.refused() and not self._has_ended(job):
-            self._front.do(functools.partial(edits.pause, self._known.data, job_id))
+            self.do(functools.partial(edits.pause, self._known.data, job_id))
 
     def resume(self, job_id: int) -> None:
         """Release a job that is held or paused; resume one that has ended from its last good checkpoint."""
@@ -155,7 +161,7 @@ class JobActions:
             )
             self.ask(question, "Resume", functools.partial(self._resume, job_id))
         else:
-            self._front.do(functools.partial(self._resume, job_id))
+            self.do(functools.partial(self._resume, job_id))
 
     def _resume(self, job_id: int) -> str:
         plan = resume(self._known.data, job_id, self._place)
@@ -172,7 +178,7 @@ class JobActions:
         """Start the evaluation of a job's SAEs; that it is over is news of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
-            self._front.do(functools.partial(self._evaluate, job))
+            self.do(functools.partial(self._evaluate, job))
 
     def _evaluate(self, job: Job) -> str:
         known = self._known
@@ -206,7 +212,7 @@ class JobActions:
             self._front.notify("Nothing was deleted since the app was started.", severity="warning")
             return
         job_ids = self.thrown_away.pop()
-        self._front.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
+        self.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
 
     def empty_trash(self) -> None:
         """Remove deleted jobs for good; what cannot be removed now is removed when an app is next started."""
@@ -232,23 +238,26 @@ class JobActions:
 
         One change is made after the other, since the next may build on it.
         """
-        if self.refused():
-            return
 
         def act() -> str:
             with self._one_edit:
                 return "\n".join(self._edit_one(job_id, edit) for job_id in job_ids)
 
-        self._front.do(act)
+        self.do(act)
 
     def _edit_one(self, job_id: int, edit: Edit) -> str:
         with store_access.existing(self._known.data, job_id) as control:
             return edit(self._known.data, control, job_id)
 
     def ask(self, question: str, yes: str, act: Callable[[], str]) -> None:
-        """Do something off the main thread if the answer to a question is yes, with `yes` as the label of that."""
-        self._front.ask(question, yes, lambda: self._front.do(act))
+        """Change something off the main thread if the answer to a question is yes, with `yes` as the label of that."""
+        if not self.refused():
+            self._front.ask(question, yes, lambda: self.do(act))
 
     def do(self, act: Callable[[], str]) -> None:
-        """Do something off the main thread and notify of the result."""
-        self._front.do(act)
+        """Change something off the main thread and notify of the result; every change that the app makes is made here.
+
+        So what may change nothing is refused here too, whatever a screen has forgotten to ask.
+        """
+        if not self.refused():
+            self._front.do(act)

@@ -43,16 +43,21 @@ def run_app(
     readonly: bool = False,
     plain: bool = False,
     hosts: Sequence[str] = (),
+    in_browser: bool = False,
 ) -> int:
-    """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again."""
+    """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again.
+
+    With `in_browser` standard output goes to a page that has every character, and nothing follows the app's last.
+    """
     data.create()
     settings, problems = load_settings(data.settings_file)
     first_words = ""
     if not data.settings_file.exists():
         if members := sharing(data.root):
             first_words = f"{data.root} is shared with {members}: what one may do there all may."
-        with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
-            save_settings(data.settings_file, settings)
+        if not readonly:
+            with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
+                save_settings(data.settings_file, settings)
     occupancy = Occupancy(data)
     monitor = Monitor(
         gpu_source(source_name, occupancy, count=gpu_count),
@@ -67,7 +72,7 @@ def run_app(
             trash.empty(data)
     hosts_of = functools.partial(other_hosts, hosts, demo=source_name == "simulated")
     others, wrong_hosts = hosts_of(settings)
-    look = _plain_look("plain" if plain else settings.look)
+    look = _plain_look("plain" if plain else settings.look, in_browser=in_browser)
     app = SaeApp(
         data,
         monitor,
@@ -89,19 +94,20 @@ def run_app(
     app.run()
     # After the terminal is given back, since deleting many checkpoints takes a while.
     app.session.actions.empty_trash()
-    sys.stdout.write(printable_lines(_staying(data, command)))
-    sys.stdout.flush()
+    if not in_browser:
+        sys.stdout.write(printable_lines(_staying(data, command)))
+        sys.stdout.flush()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
 
 
-def _plain_look(look: Look) -> Plain | None:
+def _plain_look(look: Look, *, in_browser: bool) -> Plain | None:
     """Return what draws in ASCII only, where that is asked for or the terminal has nothing else."""
-    if not is_plain(look, os.environ.get("TERM", ""), has_blocks=can_show(BLOCKS, sys.stdout)):
+    if not is_plain(look, os.environ.get("TERM", ""), has_blocks=in_browser or can_show(BLOCKS, sys.stdout)):
         return None
-    return Plain(letters=can_show("é", sys.stdout))
+    return Plain(letters=in_browser or can_show("é", sys.stdout))
 
 
 def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ class Colours:
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self.show()
         if session.readonly:
+            self._app.notify("The theme is kept until you leave: settings are only shown here.", markup=False)
             return
         try:
             change_settings(session.data.settings_file, {"theme": name})

@@ -85,7 +85,9 @@ class Navigator:
         """Show what is in the way of a training here."""
         from sae_tui.screens.doctor import DoctorScreen
 
-        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=True)))
+        # Of the GPUs work is asked, which is not for those who only look.
+        refused = self._session.actions.refused
+        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
         """Run the checks on a GPU source of their own, since the monitor's is in use."""

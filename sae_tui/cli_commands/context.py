@@ -48,6 +48,9 @@ class Context:
         self.data = DataDir(base.root / "demo") if demo else base
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
+        # The flags by which another process of sae-tui finds the same jobs and GPUs.
+        self.words = [f"--data-dir={base.root}", f"--gpu-source={self.source_name}", *(["--demo"] if demo else [])]
+        self.words += [f"--demo-gpus={self.gpu_count}"] if self.gpu_count else []
         self.as_json: bool = getattr(flags, "json", False)
         # Whether a GPU is asked for; where none is, nothing is said of why there are none.
         self.wants_gpus = True

@@ -59,6 +59,10 @@ COMMAND_EXAMPLES = {
         "select --json                  with their names, and why not the others",
     ],
     "stream": ["stream      as `sae-tui --host` runs it over ssh; it ends with its standard input"],
+    "serve": [
+        "serve      and where the browser is, as it says itself: ssh -L PORT:127.0.0.1:PORT HOST",
+        "serve --port 8500 --write",
+    ],
     "metrics": [
         "metrics --view per_gpu --since 10m",
         "metrics --view per_gpu --since 24h --every 5m --json",
@@ -193,6 +197,7 @@ def _add_gpu_commands(add: Add) -> None:
     told = add("stream", "stream.stream", "Write GPUs and jobs as JSON lines, for the app on another machine")
     told.add_argument("--log", type=positive, metavar="ID", help="the log of this job instead")
     told.add_argument("--rank", type=rank, default=0, metavar="N", help="whose log; default: %(default)s")
+    _add_serve(add)
     metrics = add("metrics", "gpus.show_metrics", "Show what the GPUs do now and did before")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")
@@ -206,6 +211,16 @@ def _add_gpu_commands(add: Add) -> None:
     free = "of 127.0.0.1; 0 for any that is free; default: %(default)s"
     export.add_argument("--port", type=port, default=9405, metavar="N", help=free)
     export.add_argument("--once", action="store_true", help="print them and exit, as for a textfile collector")
+
+
+def _add_serve(add: Add) -> None:
+    show = add(
+        "serve", "serve.serve", "Show the app in a browser, on this machine alone and for whoever has its address"
+    )
+    free = "of 127.0.0.1; default: any that is free"
+    show.add_argument("--port", type=port, default=0, metavar="N", help=free)
+    write = "also launch, stop and change things there; without it nothing can be changed"
+    show.add_argument("--write", action="store_true", help=write)
 
 
 def _add_job_file_commands(add: Add) -> None:

@@ -193,6 +193,8 @@ class CompareScreen(FramedScreen):
         self._draw()
 
     def action_export(self) -> None:
+        if self.session.actions.refused():
+            return
         name = "-".join(["compare", *map(str, self.job_ids), self.comparison.metric])
         question = f"Write the curves (.svg) and all values (.csv) under this name into {working_folder()}"
 

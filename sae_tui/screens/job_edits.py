@@ -69,7 +69,7 @@ class JobEdits(JobsFinder):
 
     def action_tag(self) -> None:
         ids = self.targets
-        if not ids:
+        if not ids or self.session.actions.refused():
             return
         tags = sorted({tag for job in self.session.jobs if job.id in ids for tag in job.tags})
         whose = f"job {ids[0]}" if len(ids) == 1 else plural(len(ids), "job")
@@ -124,6 +124,8 @@ class JobEdits(JobsFinder):
 
     def _in_line(self) -> JobView | None:
         job = self.selected
+        if job and self.session.actions.refused():
+            return None
         if job and job.state != JobState.QUEUED:
             self.notify(f"Job {job.id} {stands(job)}; only a job in line waits for its turn.", severity="warning")
             return None
@@ -131,7 +133,7 @@ class JobEdits(JobsFinder):
 
     def _ask(self, what: str, now: Callable[[JobView], str], edit: Callable[[DataDir, Control, int, str], str]) -> None:
         job = self.selected
-        if job is None:
+        if job is None or self.session.actions.refused():
             return
         job_id = job.id
 

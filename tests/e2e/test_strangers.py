@@ -313,6 +313,7 @@ WORDS = {
     "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
     "recommend": [["{foreign}"]],
     "select": [[], ["--json"]],
+    "serve": [["--port", "{hostile}"]],
     "stream": [["--log", "{hostile}"]],
     "validate": [
         ["{key}"],

@@ -163,7 +163,7 @@ async def test_who_only_looks_may_send_no_signal_and_change_no_job(make_app, dat
         await pilot.press("s")
         await pilot.pause()
         assert isinstance(app.screen, ProcessesScreen)
-        assert "--readonly" in "".join(notice.message for notice in app._notifications)
+        assert "only shown here (--readonly," in "".join(notice.message for notice in app._notifications)
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])

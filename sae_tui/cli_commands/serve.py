@@ -1,0 +1,47 @@
+"""`sae-tui serve`: the app in a browser, on this machine alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, show_json, warn
+from sae_tui.jobs.user import user_name
+from sae_tui.web.page import MISSING
+from trainer.contract.errors import UserError
+
+
+def serve(context: Context, flags: argparse.Namespace) -> int:
+    """Serve looks at the app until it is interrupted."""
+    try:
+        from sae_tui.web.server import run_server
+    except ModuleNotFoundError:
+        raise UserError(MISSING) from None
+
+    def tell(port: int, url: str) -> None:
+        if context.as_json:
+            show_json({"url": url, "pid": os.getpid(), "port": port, "read_only": not flags.write})
+            return
+        say(url)
+        say("Whoever has this address sees what you see, and " + _WHAT[flags.write])
+        say("It is reached from this machine alone; from yours, run this there first and leave it open:")
+        say(f"  ssh -L {port}:127.0.0.1:{port} {user_name()}@{socket.gethostname()}")
+        say("Ctrl-C ends it; jobs keep running.")
+
+    return asyncio.run(run_server(_argv(context, write=flags.write), flags.port, tell, warn))
+
+
+_WHAT = {
+    True: "acts as you: launches, stops, deletes.",
+    False: "changes nothing (--write allows that).",
+}
+
+
+def _argv(context: Context, *, write: bool) -> list[str]:
+    """Return the command of a look; -P, since the folder that this was started in may be anybody's."""
+    argv = [sys.executable, "-P", "-m", "sae_tui", *context.words]
+    return argv if write else [*argv, "--readonly"]

@@ -1,0 +1,295 @@
+"""The server of looks: on this machine alone, for whoever has the token, a few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import WSMsgType, web
+
+from sae_tui.hosts.link import Allowance
+from sae_tui.web.look import Look
+from sae_tui.web.page import Asset, page, read_assets
+from trainer.contract.errors import UserError, sentence
+
+LOOPBACK = "127.0.0.1"
+MOST_LOOKS = 8
+MOST_CONNECTIONS = 64
+# One that is no look has so long for all that it asks: the terminal is 1 MB, which a slow line takes a while for.
+PATIENCE_S = 60.0
+# A pasted text comes in one message.
+LONGEST_MESSAGE = 256 << 10
+# What a message costs at least; a mouse that is moved sends a hundred a second.
+_LEAST_COST = 512
+# A busy screen takes 20 kB a second.
+_SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
+# A browser that has gone without a word, as that of a laptop that sleeps, is noticed half as late again; on a slow
+# line the question may be behind much that is drawn.
+_HEARTBEAT_S = 60.0
+_MOST_CELLS = 1000  # in a line, and lines
+
+_HEADERS = {
+    "Server": "sae-tui",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "clipboard-read=()",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+# The terminal's script would put a style of its own into the page: refused with the rest, and page.css has it.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+Tell = Callable[[int, str], None]
+
+
+async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[[str], None]) -> int:
+    """Serve looks, each a process of `argv`, until a signal ends it; return 128 and the signal's number.
+
+    `tell` is called with the port and the address once it can be reached, `warn` with why a look has ended badly.
+    """
+    # A request of nobody's is no news, and its bytes are not for this terminal.
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
+    looks, listening = Looks(argv, warn), _listen(port)
+    connections = _Connections(looks.answer, access_log=None)
+    runner = web.ServerRunner(connections, handle_signals=False, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        port = listening.getsockname()[1]
+        looks.be_at(port)
+        ended = _end_on_signals()
+        await web.SockSite(runner, listening).start()
+        tell(port, f"http://{LOOPBACK}:{port}{looks.base}")
+        return 128 + await ended
+    finally:
+        await looks.close()
+        await runner.cleanup()
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    # Otherwise a port could not be had again for a minute.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((LOOPBACK, port))
+        return listening
+    except OSError as error:
+        reason = f"port {port} of {LOOPBACK} cannot be had: {error.strerror}"
+        raise UserError(f"{reason}; choose another with --port") from None
+
+
+def _end_on_signals() -> asyncio.Future[int]:
+    """Return what is done by a signal to end; one that is ignored, as after `nohup`, stays so."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def take(number: int) -> None:
+        if not ended.done():
+            ended.set_result(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, take, number)
+    return ended
+
+
+class Looks:
+    """Answers requests: with the page, what belongs to it, or a look; all else gets one and the same answer."""
+
+    def __init__(self, argv: Sequence[str], warn: Callable[[str], None]) -> None:
+        """Read the page's files; raise `UserError` where they are not installed."""
+        self._argv, self._warn = argv, warn
+        self._assets: Mapping[str, Asset] = read_assets()
+        self._token = secrets.token_urlsafe(32)
+        self._hosts: tuple[str, ...] = ()
+        self._open: set[Look] = set()
+
+    @property
+    def base(self) -> str:
+        """The path that all begins with."""
+        return f"/{self._token}/"
+
+    def be_at(self, port: int) -> None:
+        """Be reached by this port; a browser that says any other name was led here by somebody else's."""
+        self._hosts = (f"{LOOPBACK}:{port}", f"localhost:{port}")
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        named = request.headers.getall("Host", [])
+        _, token, name = (*request.path.split("/", 2), "", "")[:3]
+        is_ours = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
+        if not is_ours or request.method != "GET" or len(named) != 1 or named[0] not in self._hosts:
+            return nothing()
+        (host,) = named
+        if name == "look":
+            return await self._answer_look(request, host)
+        asset = page(host, self.base) if name == "" else self._assets.get(name)
+        if asset is None:
+            return nothing()
+        kind, content = asset
+        response = web.Response(body=content, content_type=kind, charset="utf-8", headers=_headers(host))
+        response.enable_compression()
+        return response
+
+    async def close(self) -> None:
+        """End every look, and let nobody in any more."""
+        self._hosts = ()
+        await asyncio.gather(*(look.close() for look in self._open))
+
+    async def _answer_look(self, request: web.BaseRequest, host: str) -> web.StreamResponse:
+        browser = web.WebSocketResponse(heartbeat=_HEARTBEAT_S, max_msg_size=LONGEST_MESSAGE)
+        from_here = request.headers.getall("Origin", []) == [f"http://{host}"]
+        if not from_here or not browser.can_prepare(request):
+            return nothing()
+        browser.headers.update(_headers(host))
+        await browser.prepare(request)
+        _stay(request)
+        if len(self._open) >= MOST_LOOKS:
+            return await _refuse(
+                browser, f"{MOST_LOOKS} looks are open already; close one of them and reload this page."
+            )
+        try:
+            look = Look(self._argv, _cells(request, "width", 80), _cells(request, "height", 24))
+        except OSError as error:
+            return await _refuse(browser, f"The app cannot be started: {sentence(error)}.")
+        self._open.add(look)
+        try:
+            await look.open()
+            await _run_until_first([_show(look, browser), _type(look, browser)])
+        finally:
+            if complaint := await look.close():
+                self._warn(f"a look has ended: {complaint}")
+            self._open.discard(look)
+            await browser.close()
+        return browser
+
+
+async def _refuse(browser: web.WebSocketResponse, why: str) -> web.WebSocketResponse:
+    await browser.send_bytes(f"{why}\r\n".encode())
+    await browser.close()
+    return browser
+
+
+async def _show(look: Look, browser: web.WebSocketResponse) -> None:
+    """Pass on what the app draws, no faster than the browser takes it."""
+    allowance = Allowance(_SCREEN_BYTES_S, _SCREEN_BURST)
+    async for drawn in look.screens():
+        await asyncio.sleep(allowance.take(len(drawn)))
+        await browser.send_bytes(drawn)
+
+
+async def _type(look: Look, browser: web.WebSocketResponse) -> None:
+    """Pass on what is typed, until the browser goes or says what is not understood."""
+    allowance = Allowance()
+    async for message in browser:
+        if message.type is not WSMsgType.TEXT:
+            return
+        await asyncio.sleep(allowance.take(max(_LEAST_COST, len(message.data))))
+        packet = packet_of(message.data)
+        if packet is None:
+            return
+        if packet:
+            await look.send(*packet)
+
+
+def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
+    """Return the packet for the app that a message of the page's script asks for; () for none, None if unknown."""
+    try:
+        said = msgspec.json.decode(message.encode(errors="replace"))
+    except msgspec.DecodeError:
+        return None
+    match said:
+        case ["stdin", str(text)]:
+            return b"D", text.encode(errors="replace")
+        case ["resize", {"width": int(columns), "height": int(rows)}]:
+            size = {"width": min(max(1, columns), _MOST_CELLS), "height": min(max(1, rows), _MOST_CELLS)}
+            return b"M", json.dumps({"type": "resize", **size}).encode()
+        case ["focus" | "blur" as kind]:
+            return b"M", json.dumps({"type": kind}).encode()
+        case ["ping", str()]:
+            return ()
+    return None
+
+
+def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
+    text = request.query.get(name, "")
+    return min(max(1, int(text)), _MOST_CELLS) if text.isdecimal() and len(text) < 5 else usual
+
+
+async def _run_until_first(jobs: Sequence[Any]) -> None:
+    """Run both until one has ended; a browser or an app that goes in the middle is no error."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception) and not isinstance(result, (ConnectionError, RuntimeError)):
+            raise result
+
+
+def _headers(host: str) -> dict[str, str]:
+    return _HEADERS | {"Content-Security-Policy": _POLICY.format(address=f"ws://{host}")}
+
+
+def nothing() -> web.Response:
+    """Answer what is not here, and whoever has no business here."""
+    policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
+    response = web.Response(status=404, text="404: Not Found", headers=_HEADERS | policy)
+    response.force_close()
+    return response
+
+
+# What aiohttp does with connections
+
+
+class _Connections(web.Server):
+    """Takes so many connections, and has none that is no look for long."""
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            transport.abort()
+
+
+class _Connection(web.RequestHandler):
+    """Hangs up in time, and answers what is no HTTP as anything else that is not here."""
+
+    __slots__ = ("_hanging_up",)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._hanging_up = asyncio.get_running_loop().call_later(PATIENCE_S, self._hang_up)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._hanging_up.cancel()
+        super().connection_lost(exc)
+
+    def stay(self) -> None:
+        """Go on for as long as the other end does."""
+        self._hanging_up.cancel()
+
+    def handle_error(self, *_: object, **__: object) -> web.StreamResponse:
+        return nothing()
+
+    def _hang_up(self) -> None:
+        self.force_close()
+
+
+def _stay(request: web.BaseRequest) -> None:
+    assert isinstance(request.protocol, _Connection)
+    request.protocol.stay()

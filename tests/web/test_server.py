@@ -1,0 +1,159 @@
+"""The server over real sockets: who is let in, how many at a time, and how much of each is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+from support.browser import Served, wait_until
+
+from sae_tui.web.server import LONGEST_MESSAGE, MOST_CONNECTIONS, MOST_LOOKS, packet_of
+
+STAYS = "os.write(1, packet(b'D', b'here'))\nwhile os.read(0, 65536): pass"
+ServeFake = Callable[[str], Served]
+
+
+def listening(port: int) -> list[str]:
+    """Return the addresses, as the kernel lists them, at which somebody listens on a port."""
+    tables = [file.read_text().splitlines()[1:] for file in Path("/proc/net").glob("tcp*")]
+    sockets = [line.split() for table in tables for line in table]
+    return [one[1] for one in sockets if one[3] == "0A" and one[1].endswith(f":{port:04X}")]
+
+
+def test_only_who_says_token_and_name_gets_more_than_one_and_the_same_answer(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    assert len(served.base) > 256 // 6 + 2
+    here, base = f"127.0.0.1:{served.port}", served.base
+    for host in (here, f"localhost:{served.port}"):
+        status, headers, content = served.ask(base, host=host)
+        assert (status, headers["Server"]) == (200, "sae-tui")
+        assert f'"ws://{host}{base}look"'.encode() in content
+        assert f"connect-src ws://{host};" in headers["Content-Security-Policy"]
+    status, said, content = served.ask("/", host=here)
+    assert (status, said["Server"], content) == (404, "sae-tui", b"404: Not Found")
+    wrong = f"{base[:-2]}{'A' if base[-2] != 'A' else 'B'}/"
+    others = [served.ask(path, host=here) for path in (wrong, base[:-1] + "x/", "/favicon.ico", base + "x", "//")]
+    others += [
+        served.ask(base, host=host) for host in ("127.0.0.1", "localhost", "evil.example", f"evil:{served.port}", "")
+    ]
+    others += [served.ask(base, host=here, method=method) for method in ("POST", "OPTIONS", "PUT")]
+    others += [served.ask(base + "look", host=here)]
+    assert [(status, content) for status, _, content in others] == [(404, b"404: Not Found")] * len(others)
+    assert [headers.keys() - {"Date"} for _, headers, _ in others] == [said.keys() - {"Date"}] * len(others)
+    assert listening(served.port) == [f"0100007F:{served.port:04X}"]
+
+
+def test_what_is_no_http_is_answered_without_a_word_of_what_answers(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    for garbage in (b"\x16\x03\x01 not http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\nX: " + b"x" * 70000):
+        with socket.create_connection(("127.0.0.1", served.port), 20) as stranger:
+            stranger.sendall(garbage)
+            answer = b"".join(iter(lambda: stranger.recv(65536), b""))
+        assert answer.split(b" ", 2)[1] == b"404"
+        assert b"aiohttp" not in answer
+        assert b"not http" not in answer
+    assert served.end() == 143
+    assert served.process.stderr.read() == ""
+
+
+def test_nothing_that_the_page_needs_is_from_anywhere_else(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    _, headers, content = served.ask(served.base, host=f"127.0.0.1:{served.port}")
+    references = re.findall(r'(?:href|src)="([^"]+)"', content.decode())
+    assert len(references) == 5
+    assert all(one.startswith(served.base) for one in references)
+    for one in references:
+        status, of_one, _ = served.ask(one, host=f"127.0.0.1:{served.port}")
+        assert (status, of_one["Cache-Control"]) == (200, "no-store")
+    policy = headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "frame-ancestors 'none'" in policy
+    assert (headers["Referrer-Policy"], headers["X-Content-Type-Options"]) == ("no-referrer", "nosniff")
+    assert "Set-Cookie" not in headers
+
+
+async def test_a_page_of_anybody_else_gets_no_look(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    here = f"http://127.0.0.1:{served.port}"
+    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"origin": f"http://localhost:{served.port}"},
+                    {"host": "evil.example", "origin": here}):  # fmt: skip
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            async with served.look(**headers):
+                pass
+        assert refused.value.status == 404
+    async with served.look(host=f"localhost:{served.port}") as look:
+        await look.wait_for("here")
+
+
+async def test_a_few_look_at_a_time_and_one_more_is_told(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    async with AsyncExitStack() as stack:
+        looks = [await stack.enter_async_context(served.look()) for _ in range(MOST_LOOKS)]
+        for look in looks:
+            await look.wait_for("here")
+        async with served.look() as late:
+            await late.wait_for(f"{MOST_LOOKS} looks are open already")
+            await late.wait_until_closed()
+        assert len(served.below) == MOST_LOOKS
+        await looks[0].socket.close()
+        await wait_until(lambda: len(served.below) < MOST_LOOKS)
+        async with served.look() as later:
+            await later.wait_for("here")
+
+
+def test_a_crowd_of_connections_is_hung_up_on(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    with ExitStack() as stack:
+        for _ in range(MOST_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 20))
+        last = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 20))
+        with suppress(ConnectionResetError):
+            assert last.recv(1) == b""
+    while True:
+        with suppress(ConnectionError):
+            assert served.ask("/")[0] == 404
+            break
+
+
+async def test_who_says_too_much_or_what_is_not_understood_loses_the_look(serve_fake: ServeFake) -> None:
+    served = serve_fake(STAYS)
+    too_long = json.dumps(["stdin", "x" * LONGEST_MESSAGE])
+    for words in (too_long, "[", '["stdin", 5]', '["resize", {"width": "x", "height": 2}]', '["open_url", "x"]'):
+        async with served.look() as look:
+            await look.wait_for("here")
+            await look.socket.send_str(words)
+            await look.wait_until_closed()
+            await wait_until(lambda: not served.below)
+
+
+def test_sizes_are_bounded_and_a_broken_character_is_replaced() -> None:
+    assert packet_of('["stdin", "\\u00e9"]') == (b"D", b"\xc3\xa9")
+    kind, resize = packet_of('["resize", {"width": 99999999, "height": -4}]') or (b"", b"")
+    assert (kind, json.loads(resize)) == (b"M", {"type": "resize", "width": 1000, "height": 1})
+    assert packet_of('["ping", "1"]') == ()
+    assert packet_of('["deliver_chunk_request", {}]') is None
+
+
+async def test_a_flood_of_an_app_is_passed_on_no_faster_than_is_decent(serve_fake: ServeFake) -> None:
+    served = serve_fake("while True: os.write(1, packet(b'D', bytes(1 << 20)))")
+    async with served.look() as look:
+        before = asyncio.get_running_loop().time()
+        n_bytes = 0
+        while n_bytes < 10 << 20:
+            n_bytes += len((await look.socket.receive()).data)
+        # A burst of 8 MiB, then 1 MiB a second.
+        assert asyncio.get_running_loop().time() - before > 1
+
+
+async def test_why_an_app_could_not_start_is_said_where_it_is_served(serve_fake: ServeFake) -> None:
+    served = serve_fake("sys.exit('no \\x1b[31msuch thing')")
+    async with served.look() as look:
+        await look.wait_until_closed()
+    assert served.process.stderr.readline() == "sae-tui: a look has ended: no �[31msuch thing\n"
