@@ -20,6 +20,7 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.exits import Exit
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
 from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
@@ -59,7 +60,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
         say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
         if look:
             say(_needs(look, measured))
-    return 1 if errors else 0
+    return Exit.FAILED if errors else Exit.DONE
 
 
 def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
@@ -108,10 +109,10 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
             for job_id, where in launched.items()
         ]
         show_json(rows if len(rows) > 1 else rows[0])
-        return 0
+        return Exit.DONE
     for job_id, job in zip(launched, jobs, strict=True):
         say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
-    return 0
+    return Exit.DONE
 
 
 def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
