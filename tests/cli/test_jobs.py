@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 from support import box
+from support.answers import check_answer
 
+from trainer.contract.exits import Exit
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -463,3 +466,40 @@ def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
     file.touch()
     (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))
     assert "not a folder" in line
+
+
+# watching
+
+
+def test_watching_jobs_prints_a_line_at_every_change_and_ends_when_nobody_reads(shell):
+    process = shell.start("jobs", "--watch", "--json")
+    assert json.loads(process.stdout.readline()) == []
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
+    (job,) = json.loads(process.stdout.readline())
+    assert (job["id"], job["held"]) == (job_id, True)
+    check_answer("jobs", [job])
+    shell.run("release", job_id)
+    assert shell.json("job", job_id, "--wait")["state"] == "finished"
+    while job["state"] != "finished":
+        before, (job,) = job, json.loads(process.stdout.readline())
+        assert job != before
+    # Nothing changes any more: its end does not wait for a line that cannot be written.
+    process.stdout.close()
+    assert process.wait(60) == Exit.UNREAD
+    assert process.stderr.read() == ""
+
+
+def test_watching_jobs_ends_at_ctrl_c(shell):
+    process = shell.start("jobs", "--watch")
+    assert process.stdout.readline().startswith("20")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == Exit.INTERRUPTED
+
+
+def test_waiting_for_one_job_ends_as_it_did(shell):
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
+    waiting = shell.start("job", job_id, "--wait", "--json")
+    shell.run("stop", job_id)
+    told = json.loads(waiting.communicate(timeout=60)[0])
+    assert (waiting.returncode, told["state"]) == (Exit.STOPPED, "stopped")
+    check_answer("job", told)

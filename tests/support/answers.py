@@ -27,6 +27,14 @@ def check_answer(command: str, answer: Any) -> None:
     assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
 
 
+def check_trainers_answer(answer: Any) -> None:
+    """Require that an answer is as the schema of one of the trainer's commands says."""
+    commands = [name for name in schema_files() if name.startswith("trainer ")]
+    faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
+    likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
+    assert None in faults.values(), likeliest or answer
+
+
 def is_refusal(answer: Any) -> bool:
     """Tell whether a command has answered that it failed."""
     return isinstance(answer, dict) and isinstance(answer.get("error"), dict)
