@@ -12,7 +12,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.output import Parser
 from trainer.parser import make_parser as make_trainer_parser
 
-FOLDER = Path(__file__).parents[2] / "data" / "man"
+FOLDER = Path(__file__).parents[2] / "packaging" / "man"
 
 
 def man_pages() -> dict[Path, str]:
@@ -53,7 +53,7 @@ def _roff(text: str) -> str:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     for file, text in man_pages().items():
         file.write_text(text, encoding="utf-8")
         print(file)
