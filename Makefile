@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest explore pictures numerics test-fake-cuda test-gpu model install lock clean
+.PHONY: demo test check pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -29,6 +29,13 @@ explore: $(VENV)/.dev
 # Every screen in every size and theme, on a page to look at: pictures/index.html.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
+
+# What answers in JSON look like, from their types; and the manual pages, from the parsers.
+schemas: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.schemas
+
+man: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.man_pages
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import warn
-from sae_tui.cli_commands.parser import EXIT_USAGE, Command, make_parser
+from sae_tui.cli_commands.parser import Command, make_parser
 from sae_tui.gpu.once import is_stuck
 from sae_tui.web import BROWSER_DRIVER
-from trainer.contract.errors import JobFileError, UserError
-from trainer.contract.output import OutputLost, can_show, run_command
+from trainer.contract.errors import BadUsage, JobFileError, UserError
+from trainer.contract.exits import Exit
+from trainer.contract.failure import asks_for_json, show_failure
+from trainer.contract.output import OutputLost, can_show, complain, run_command
 from trainer.contract.paths import keep_own_access
 from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import take_back_signals
-
-EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,31 +35,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
+    given = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(_flags(given))
+    except BadUsage as error:
+        return _refuse(error, as_json=asks_for_json(given))
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+def _flags(given: Sequence[str]) -> argparse.Namespace:
     parser = make_parser(_open_app)
     completion.complete(parser)
-    flags = parser.parse_args(argv)
+    flags = parser.parse_args(given)
     for name in ("readonly", "plain", "host"):
         if getattr(flags, name) and flags.command is not _open_app:
             parser.error(f"--{name} is for the app, and no command may follow it")
-    try:
-        return _run(flags)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return flags
 
 
 def _run(flags: argparse.Namespace) -> int:
     command: Command = flags.command
     try:
         return command(Context(flags), flags)
-    except JobFileError as error:
-        for problem in error.problems:
-            warn(f"error: {problem}")
-        return EXIT_USAGE if all(problem.path.startswith("--") for problem in error.problems) else EXIT_FAILURE
     except OutputLost:
         raise
     except UserError as error:
+        return _refuse(error, as_json=getattr(flags, "json", False))
+
+
+def _refuse(error: UserError, *, as_json: bool) -> Exit:
+    """Say what is wrong, to a script in JSON and to a person in one line for each problem; return the exit code."""
+    if as_json:
+        show_failure(error)
+    elif isinstance(error, BadUsage):
+        complain(error.told)
+    elif isinstance(error, JobFileError):
+        for problem in error.problems:
+            warn(f"error: {problem}")
+    else:
         warn(f"error: {error}")
-        return EXIT_FAILURE
+    return _exit_of(error)
+
+
+def _exit_of(error: UserError) -> Exit:
+    """Return the exit code: that of bad usage only for what the command line itself says."""
+    if isinstance(error, JobFileError) and all(problem.path.startswith("--") for problem in error.problems):
+        return Exit.USAGE
+    return Exit.USAGE if isinstance(error, BadUsage) else Exit.FAILED
 
 
 def _open_app(context: Context, flags: argparse.Namespace) -> int:

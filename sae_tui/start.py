@@ -7,7 +7,6 @@ import functools
 import gc
 import os
 import select
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from sae_tui.jobs.upkeep import trash
 from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.terminal.plain import Look, Plain, is_plain
 from trainer.contract.errors import Problem, UserError
+from trainer.contract.exits import Exit
 from trainer.contract.output import can_show
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_lines
@@ -169,4 +169,4 @@ def _leave_on_hangup() -> None:
     terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):
         pass
-    os._exit(128 + signal.SIGHUP)
+    os._exit(Exit.HUNG_UP)

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from trainer.contract.errors import UsageError, UserError
+from trainer.contract.errors import BadUsage, UsageError, UserError
+from trainer.contract.exits import Exit
 from trainer.contract.extras import refuse_without_trainer
+from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
@@ -64,26 +67,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    flags = make_parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
     try:
+        flags = make_parser().parse_args(given)
         leave_deleted_folder(_paths(flags))
         if flags.command not in _WITHOUT_TORCH:
             refuse_without_trainer()
         return _COMMANDS[flags.command](flags)
-    except UsageError as error:
-        _warn(str(error))
-        return EXIT_USAGE
     except (OutputLost, BrokenPipeError):
         raise
-    except UserError as error:
-        _warn(str(error))
-        return EXIT_FAILED
-    except OSError as error:
-        # A disk that is full or read-only, or a folder that belongs to somebody else.
-        _warn(f"{error.filename or 'failed'}: {error.strerror or error}")
-        return EXIT_FAILED
+    except (UserError, OSError) as error:
+        return _refuse(error, as_json=asks_for_json(given))
     except KeyboardInterrupt:
         return EXIT_STOPPED
+
+
+def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
+    """Say what is wrong, to a script in JSON and to a person in a line for each problem; return the exit code."""
+    if isinstance(error, OSError):
+        # A disk that is full or read-only, or a folder that belongs to somebody else.
+        error = UserError(f"{error.filename or 'failed'}: {error.strerror or error}")
+    if as_json:
+        show_failure(error)
+    elif isinstance(error, BadUsage):
+        complain(error.told)
+    else:
+        _warn(str(error))
+    return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
 def _say(text: str) -> None:
@@ -186,7 +196,7 @@ def _folder_name(name: str) -> str:
 
 
 def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as_json: bool) -> None:
-    word = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}[code]
+    word = "finished" if code == EXIT_FINISHED else "stopped"
     if as_json:
         _say(json.dumps(result | {"state": word}))
         return

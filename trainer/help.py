@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from trainer.contract.exits import Exit, in_short
 from trainer.contract.settings.catalog import FORMATS
 
 _WIDTH = max(map(len, FORMATS))
 _FORMATS = "\n".join(f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items())
-_EXITS = "Exit codes: 0 finished, 1 failed, 2 bad usage or job file, 3 stopped."
+_EXITS_OF_EVAL = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)
+_EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
 OVERVIEW = f"""\
 examples:
@@ -120,7 +122,7 @@ Weights are kept as they are, at the scale of DATA. Its optimizer starts anew.
 {_EXITS}
 """
 
-EVAL = """\
+EVAL = f"""\
 examples:
   python -m trainer eval runs/sae-20250101-120000            its newest checkpoint
   python -m trainer eval runs/sae-20250101-120000 --best --json
@@ -139,7 +141,7 @@ standard error of the split alone: the same sets for every SAE. All is written b
 model card, README.md, where those are of this checkpoint; so are the texts in which each latent fires most, where the
 data tells the tokens of its rows, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the
 weight of the final norm folded into W_U. `sae-tui features` shows them.
-Exit codes: 0 done, 1 failed, 2 bad usage.
+{_EXITS_OF_EVAL}
 """
 
 ESTIMATE = """\

@@ -17,6 +17,7 @@ from sae_tui.compare.tables import Line, all_results, differences, results, valu
 from sae_tui.jobs.energy import energy_of
 from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.paths import working_folder
 from trainer.contract.settings.series import CRITERION
 from trainer.contract.store.job_store import Control
@@ -35,7 +36,7 @@ def compare(context: Context, flags: argparse.Namespace) -> int:
             show_json(_as_json(comparison.saes, context.settings))
         else:
             _show(comparison, context.settings)
-    return 0
+    return Exit.DONE
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.failure import show_failure
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.job import JobConfig
@@ -71,11 +72,17 @@ class Context:
             warn(message)
         return snapshot
 
+    def has_broken_driver(self) -> bool:
+        """Tell whether the GPUs cannot be read though they are there; a script is told why in JSON."""
+        if self.gpus.is_broken and self.as_json:
+            show_failure(self.gpus.problem)
+        return self.gpus.is_broken
+
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:
-        """Yield the GPUs again and again, by a driver that is opened once; none where it cannot be."""
+        """Yield the GPUs again and again, by a driver that is opened once, until nobody reads."""
         occupancy = Occupancy(self.data)
         source = gpu_source(self.source_name, occupancy, count=self.gpu_count)
-        return watch(source, occupancy, self.data, warn, every_s)
+        return watch(source, occupancy, self.data, every_s)
 
     def past(self) -> list[Job]:
         """Return all jobs, newest first; none where the store cannot be read."""

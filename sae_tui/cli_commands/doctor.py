@@ -18,6 +18,7 @@ from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_wor
 from sae_tui.doctor.job import JobRow
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from trainer.contract.exits import Exit
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.wording import duration, gibibytes
 
@@ -56,7 +57,7 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
             _show_job(report)
         say()
         say(summary(findings))
-    return 1 if failed else 0
+    return Exit.FAILED if failed else Exit.DONE
 
 
 def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str, Any]:

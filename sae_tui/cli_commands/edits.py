@@ -18,6 +18,7 @@ from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
@@ -41,7 +42,7 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
         show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
     else:
         say(f"job {flags.id} {plan.sentence}; `sae-tui logs {flags.id} -f` follows it")
-    return 0
+    return Exit.DONE
 
 
 def _release_if_held(context: Context, job_id: int) -> str:
@@ -58,7 +59,7 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
         from trainer.contract.settings.job_file import dump_job
 
         show_text(dump_job(job))
-        return 0
+        return Exit.DONE
     return launch_all(context, flags, [job], parent=flags.id)
 
 
@@ -111,7 +112,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
         show_json({"ids": job_ids, "bytes": freed})
     else:
         say(f"{_jobs(job_ids)} deleted, {gibibytes(freed) if freed else 'nothing'} freed")
-    return 0
+    return Exit.DONE
 
 
 def repair(context: Context, _flags: argparse.Namespace) -> int:
@@ -125,7 +126,7 @@ def repair(context: Context, _flags: argparse.Namespace) -> int:
         show_json({"done": done})
     elif not done:
         say("nothing to repair")
-    return 0
+    return Exit.DONE
 
 
 def _ask_whether(context: Context, job_ids: list[int]) -> None:
@@ -156,4 +157,4 @@ def _tell(context: Context, job_id: int, message: str) -> int:
         show_json(shown)
     else:
         say(message)
-    return 0
+    return Exit.DONE

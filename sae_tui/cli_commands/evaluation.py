@@ -10,6 +10,7 @@ from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.paths import working_folder
 from trainer.contract.store.rows import Job
 
@@ -31,7 +32,7 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
         show_json({"id": flags.id, "message": message})
     else:
         say(message)
-    return 0 if went_well else 1
+    return Exit.DONE if went_well else Exit.FAILED
 
 
 def _model(given: str | None) -> str | None:

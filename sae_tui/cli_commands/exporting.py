@@ -22,6 +22,7 @@ from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
 
@@ -36,7 +37,7 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
     """Print the figures once, or serve them until it is interrupted."""
     if flags.once:
         show_text(Figures(context.data, lambda: context.gpus.samples).text())
-        return 0
+        return Exit.DONE
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     # A thread per card, so that one that hangs keeps nobody waiting.
     sampler = Sampler(source, context.settings.sampling_interval_s)
@@ -54,8 +55,8 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
     finally:
         if not sampler.stop():
             # A thread inside the driver cannot be ended, and the interpreter would wait for it.
-            os._exit(1)
-    return 0
+            os._exit(Exit.FAILED)
+    return Exit.DONE
 
 
 class Figures:

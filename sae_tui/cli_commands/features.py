@@ -10,6 +10,7 @@ from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.jobs.features import features_in, features_of_job, in_row, in_words, search, strongest_tokens
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.runs.features import Feature, Features
 from trainer.contract.wording import bars
 
@@ -23,17 +24,17 @@ def features(context: Context, flags: argparse.Namespace) -> int:
             show_json(feature)
         else:
             _show(feature, read)
-        return 0
+        return Exit.DONE
     latents = read.order(flags.sort) if flags.search is None else search(read, flags.search)
     shown = [read.feature(latent) for latent in latents[: flags.limit]]
     if context.as_json:
         show_json(shown)
-        return 0
+        return Exit.DONE
     rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
     show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
     if len(shown) < len(latents):
         say(f"{len(latents) - len(shown):,} more; --limit N shows as many")
-    return 0
+    return Exit.DONE
 
 
 def _file(context: Context, flags: argparse.Namespace) -> Path:

@@ -20,6 +20,7 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.wording import gibibytes
 
@@ -30,13 +31,13 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
     """Print all GPUs as a list, or the one asked for as an object; return 1 where the driver is broken."""
     if flags.watch:
         return _watch(context, flags)
-    if context.gpus.is_broken:
-        return 1
+    if context.has_broken_driver():
+        return Exit.FAILED
     return _show(context.gpus, context, flags)
 
 
 def _watch(context: Context, flags: argparse.Namespace) -> int:
-    """Print the GPUs every second until it is interrupted or nobody reads; return 1 where the driver is broken."""
+    """Print the GPUs every second until it is interrupted or nobody reads."""
     for snapshot in context.watch_gpus(WATCH_S):
         rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
         if not rows and flags.index is not None:
@@ -46,7 +47,7 @@ def _watch(context: Context, flags: argparse.Namespace) -> int:
         else:
             say(clock_time(time.time()))
             _show_gpu_table(rows)
-    return 1
+    return Exit.UNREAD
 
 
 def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> int:
@@ -56,7 +57,7 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
             show_json(rows)
         elif rows:
             _show_gpu_table(rows)
-        return 0
+        return Exit.DONE
     row = next((row for row in rows if row["index"] == flags.index), None)
     if row is None:
         indices = ", ".join(str(row["index"]) for row in rows) or "none"
@@ -65,16 +66,16 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
         show_json(row)
     else:
         show_fields((name, _field_text(name, value)) for name, value in row.items() if name != "processes")
-    return 0
+    return Exit.DONE
 
 
 def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     """Print the whole machine or every GPU, with its stored past on request; return 1 where the driver is broken."""
-    if context.gpus.is_broken:
-        return 1
+    if context.has_broken_driver():
+        return Exit.FAILED
     if flags.csv:
         _show_table_of_past(context, flags)
-        return 0
+        return Exit.DONE
     if flags.view == "aggregated":
         totals = _totals(context.gpus.samples)
         past = past_of(context, flags)
@@ -85,7 +86,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
             say_all(object_lines(totals | {"every_s": past.every_s}, past.total_objects()))
         else:
             show_json(totals)
-        return 0
+        return Exit.DONE
     rows, past = _gpus(context.gpus), past_of(context, flags)
     if not context.as_json:
         if rows:
@@ -97,7 +98,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
         say_all(array_lines(object_lines(row, past.card_objects(row["uuid"])) for row in rows))
     else:
         show_json(rows)
-    return 0
+    return Exit.DONE
 
 
 def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
@@ -115,8 +116,8 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
 def recommend(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
     job = read_training(flags.job, flags.overrides)
-    if context.gpus.is_broken:
-        return 1
+    if context.has_broken_driver():
+        return Exit.FAILED
     count = flags.count or wanted_devices(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
@@ -127,7 +128,7 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     advice = placement.recommend(gpus.choices, look.needs_bytes, count)
     if context.as_json:
         show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
-        return 0 if advice.gpus else 1
+        return Exit.DONE if advice.gpus else Exit.FAILED
     as_mode = f" as {look.mode}" if count > 1 else ""
     say(f"needs {gibibytes(advice.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
     rows = [(f"GPU {index}", "take" if index in advice.gpus else "", why) for index, why in advice.reasons.items()]
@@ -137,7 +138,7 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
         say(advice.shortfall)
     else:
         say(f"--gpus {','.join(map(str, advice.gpus))}")
-    return 0 if advice.gpus else 1
+    return Exit.DONE if advice.gpus else Exit.FAILED
 
 
 def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch.importing import import_sae
+from trainer.contract.exits import Exit
 
 
 def take_in(context: Context, flags: argparse.Namespace) -> int:
@@ -21,9 +22,9 @@ def take_in(context: Context, flags: argparse.Namespace) -> int:
     )
     if context.as_json:
         show_json({"id": job_id, "format": imported.form, "architecture": imported.architecture})
-        return 0
+        return Exit.DONE
     say(f"job {job_id}: {imported.architecture} SAE, read as {imported.form}")
     for note in imported.notes:
         say(f"note: {note}")
     say(f"`sae-tui eval {job_id}` writes its report card, `sae-tui compare {job_id} ID` sets it beside another job")
-    return 0
+    return Exit.DONE

@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
+from sae_tui.cli_commands.output import (
+    UNKNOWN,
+    clock_time,
+    nobody_reads_for,
+    say,
+    show_fields,
+    show_json,
+    show_table,
+    text,
+    warn,
+)
 from sae_tui.jobs import edits
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
@@ -21,6 +31,7 @@ from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
 from trainer.contract.settings.series import LOSS, key_metrics, measure, result_metrics, series_named
@@ -28,36 +39,76 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes
 
 POLL_S = 0.25
+WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
 # Of a report card: what JSON has, and which facts are printed.
 _OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing")
 _KEY_FACTS = ("FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
-EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, JobState.LOST: 5}
+# How the command ends that has waited for a job.
+EXITS = {
+    JobState.FINISHED: Exit.DONE,
+    JobState.STOPPED: Exit.STOPPED,
+    JobState.FAILED: Exit.JOB_FAILED,
+    JobState.LOST: Exit.JOB_LOST,
+}
 
 
 def show_jobs(context: Context, flags: argparse.Namespace) -> int:
     """Print the jobs that match the words, in the order that is asked for."""
     _reconcile(context)
     reader = JobsReader(context.data)
-    reader.poll()
-    if reader.problem:
-        raise UserError(reader.problem)
+    matches = _matches(reader, flags)
     if reader.passed_over:
         warn(reader.passed_over)
-    matches = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
+    if flags.watch:
+        return _watch(context, flags, reader)
     if context.as_json:
-        show_json([_fields(job) | energy_of(job, context.settings)._asdict() for job in matches])
+        show_json(_rows(context, matches))
     elif not reader.jobs:
         say("no jobs yet; `sae-tui launch JOB.toml` starts one")
     elif not matches:
         say(f"none of the {len(reader.jobs)} jobs matches")
     else:
         _show_table(matches)
-    return 0
+    return Exit.DONE
+
+
+def _watch(context: Context, flags: argparse.Namespace, reader: JobsReader) -> Exit:
+    """Print the jobs that match, and again whenever one of them has changed, until nobody reads."""
+    told, reconcile_at = None, time.monotonic() + RECONCILE_EVERY_S
+    while True:
+        matches = _matches(reader, flags)
+        rows = _rows(context, matches)
+        if rows != told and context.as_json:
+            show_json(rows, in_a_line=True)
+        elif rows != told:
+            say(clock_time(time.time()))
+            _show_table(matches)
+        told = rows
+        if nobody_reads_for(WATCH_S):
+            return Exit.UNREAD
+        if time.monotonic() >= reconcile_at:
+            _reconcile(context)
+            reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+
+
+def _matches(reader: JobsReader, flags: argparse.Namespace) -> list[JobView]:
+    """Read what is new and return the jobs that match; raise `UserError` where they cannot be read."""
+    reader.poll()
+    if reader.problem:
+        raise UserError(reader.problem)
+    return find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
+
+
+def _rows(context: Context, jobs: Sequence[JobView]) -> list[dict[str, Any]]:
+    return [_fields(job) | energy_of(job, context.settings)._asdict() for job in jobs]
 
 
 def show_job(context: Context, flags: argparse.Namespace) -> int:
-    """Print one job with what happened to it."""
+    """Print one job with what happened to it; with `--wait` once it has ended, and the exit code tells how."""
+    code = Exit.DONE
+    if flags.wait:
+        code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     _reconcile(context)
     reader = _reader(context, flags.id)
     assert reader.view is not None
@@ -66,7 +117,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
         shown |= {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(cards)})
-        return 0
+        return code
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
     values["energy"] = energy_words(reader.view, context.settings)
@@ -85,7 +136,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
                 for event in without_repeats(reader.events, reader.view.error if postmortem else None)
             ],
         )
-    return 0
+    return code
 
 
 def _card_fields(cards: Sequence[Card]) -> list[dict[str, Any]]:
@@ -143,7 +194,7 @@ def stop(context: Context, flags: argparse.Namespace) -> int:
         show_json({"id": flags.id, "state": view.state if view else None, "message": message})
     else:
         say(message)
-    return 0
+    return Exit.DONE
 
 
 def show_logs(context: Context, flags: argparse.Namespace) -> int:
@@ -157,7 +208,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     lines = tail(path, flags.lines)
     if context.as_json and not flags.follow:
         show_json({"id": flags.id, "rank": flags.rank, "lines": lines})
-        return 0
+        return Exit.DONE
     for line in lines:
         say(line)
     if not lines and not flags.follow:
@@ -170,7 +221,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
             break
         time.sleep(POLL_S)
         reader.poll()
-    return 0
+    return Exit.DONE
 
 
 def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
@@ -180,9 +231,9 @@ def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves
             say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
     ended = [_wait_until_ended(context, job_id) for job_id in job_ids]
     if context.as_json:
-        rows = [_fields(view) for view in ended]
+        rows = _rows(context, ended)
         show_json(rows if len(rows) > 1 else rows[0])
-    return max(EXIT_CODES[view.state] for view in ended)
+    return max(EXITS[view.state] for view in ended)
 
 
 def _what_came_of(view: JobView) -> str:
@@ -192,8 +243,11 @@ def _what_came_of(view: JobView) -> str:
     return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
 
 
-def _wait_until_ended(context: Context, job_id: int) -> JobView:
-    """Wait until the job has ended, print how, and return it; raise `UserError` where it was deleted meanwhile."""
+def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) -> JobView:
+    """Wait until the job has ended, print how where that `is_told`, and return it.
+
+    Raise `UserError` where it was deleted meanwhile.
+    """
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
     while reader.view and not reader.view.state.is_final:
@@ -206,7 +260,7 @@ def _wait_until_ended(context: Context, job_id: int) -> JobView:
         raise UserError(f"job {job_id} was deleted while it was waited for")
     view = reader.view
     reader.close()
-    if not context.as_json:
+    if is_told and not context.as_json:
         say(f"job {job_id} {ENDED[view.state]}{_what_came_of(view)}")
     return view
 

@@ -21,6 +21,7 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
 from trainer.contract.planning.extraction import ExtractionOutlook
@@ -65,7 +66,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
             say(_needs(look, measured))
         if job and job.launch.python and not errors:
             say(f"trained by {environment.look(job.launch.python).words}")
-    return 1 if errors else 0
+    return Exit.FAILED if errors else Exit.DONE
 
 
 def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
@@ -116,10 +117,10 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
             for job_id, where in launched.items()
         ]
         show_json(rows if len(rows) > 1 else rows[0])
-        return 0
+        return Exit.DONE
     for job_id, job in zip(launched, jobs, strict=True):
         say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
-    return 0
+    return Exit.DONE
 
 
 def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:

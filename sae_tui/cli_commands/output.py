@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import select
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -90,6 +92,14 @@ def text(value: object) -> str:
 
 def clock_time(timestamp: float | None) -> str:
     return UNKNOWN if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def nobody_reads_for(wait_s: float) -> bool:
+    """Wait so long; tell whether whoever reads standard output has gone, and at once when that happens."""
+    reader = select.poll()
+    reader.register(sys.stdout.fileno(), 0)
+    gone = select.POLLERR | select.POLLHUP | select.POLLNVAL
+    return any(event & gone for _, event in reader.poll(max(0.0, wait_s) * 1000))
 
 
 def _write(text: str) -> None:

@@ -15,14 +15,14 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
+from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
-from trainer.contract.settings.catalog import READ_FORMATS
+from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
 
-EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
 
-EXAMPLES = """\
+EXAMPLES = f"""\
 examples:
   sae-tui                                       open the app
   sae-tui --demo                                open it on simulated GPUs; the trainings are real
@@ -47,8 +47,10 @@ examples:
   sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
   eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
 
-A job keeps running when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
-of `launch`, `resume` and `clone` with --wait 0 finished, 3 stopped, 4 failed, 5 lost (of several the highest).
+A job keeps running when the app, this command or the terminal is closed.
+{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)} Of a job that was waited for (--wait):
+0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost, of several the highest.
+With --json, what went wrong is JSON as well: {{"error": {{"field", "message", "fix"}}}}.
 """
 
 
@@ -84,11 +86,17 @@ COMMAND_EXAMPLES = {
         "eval 8 --wait && sae-tui compare 7 8      beside job 7, by their report cards",
         "resume 8 --gpus auto                      train it further",
     ],
+    "export": ["export 7 --out my-sae", "export 7 --out my-sae --format sparsify --best"],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
-    "job": ["job 7", "job 7 --json | jq .fvu"],
+    "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .fvu"],
     "stop": ["stop 7", "stop 7 --kill"],
     "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
-    "jobs": ["jobs", "jobs '#baseline' state:paused", "jobs state:finished --sort fvu --limit 5"],
+    "jobs": [
+        "jobs",
+        "jobs --watch --json",
+        "jobs '#baseline' state:paused",
+        "jobs state:finished --sort fvu --limit 5",
+    ],
     "compare": ["compare 7 9", "compare 7 9 --metric loss --svg loss.svg"],
     "resume": ["resume 7", "resume 7 --gpus 2,3", "resume 7 --set train.n_steps=20000      longer than it was to be"],
     "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
@@ -111,7 +119,12 @@ COMMAND_EXAMPLES = {
         "features 7 --search king       those that fire on kings",
         "features 7 1234                the texts in which latent 1234 fires most",
     ],
-    "completion": ['completion bash      in ~/.bashrc: eval "$(sae-tui completion bash)"'],
+    "completion": [
+        "completion --install      for the shell of $SHELL; says how to undo it",
+        'completion bash           in ~/.bashrc: eval "$(sae-tui completion bash)"',
+    ],
+    "schema": ["schema", "schema gpus", "schema trainer run", "schema error"],
+    "skill": ["skill > SKILL.md"],
 }
 ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
@@ -119,8 +132,8 @@ ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-sour
 class Parser(output.Parser):
     """Tells bad usage in one line, which the usage of all flags would hide."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_USAGE, f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
+    def told(self, message: str) -> str:
+        return f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n"
 
 
 class ShowVersion(argparse.Action):
@@ -168,8 +181,7 @@ def make_parser(open_app: Command) -> Parser:
     _add_job_file_commands(add)
     _add_job_commands(add)
     _add_edit_commands(add)
-    script = add("completion", "completion.show_script", "Print what makes a shell complete commands and job ids")
-    script.add_argument("shell", choices=completion.SHELLS, help="bash, zsh or fish")
+    _add_own_commands(add)
     return parser
 
 
@@ -246,6 +258,7 @@ def _add_job_file_commands(add: Add) -> None:
         nargs = "?" if command is look else None
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
     _add_importing(add)
+    _add_export(add)
     for command in (recommend, validate, launch, look):
         _add_overrides(command)
     for command in (validate, launch, look):
@@ -260,6 +273,15 @@ def _add_importing(add: Add) -> None:
     take.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
     take.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
     _add_overrides(take)
+
+
+def _add_export(add: Add) -> None:
+    share = add("export", "sharing.export", "Write the SAE of a job for other tools")
+    _job_id(share)
+    share.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
+    share.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default: %(default)s")
+    share.add_argument("--best", action="store_true", help="of the checkpoint with the lowest held-out FVU")
+    share.add_argument("--force", action="store_true", help="replace an SAE that is there already")
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:
@@ -306,6 +328,7 @@ def _add_job_commands(add: Add) -> None:
     logs = add("logs", "jobs.show_logs", "Show what a job has written")
     for command in (show, stop, logs):
         _job_id(command)
+    _add_wait(show)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
     logs.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
     logs.add_argument("--rank", type=rank, default=0, metavar="N", help="of this rank; default: 0")
@@ -317,6 +340,7 @@ def _add_finding(add: Add) -> None:
     words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
+    find.add_argument("--watch", action="store_true", help="again at every change, one line of JSON each with --json")
     find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
@@ -385,6 +409,15 @@ def _add_edit_commands(add: Add) -> None:
     )
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
     add("repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left")
+
+
+def _add_own_commands(add: Add) -> None:
+    script = add("completion", "completion.complete_in_shell", "Make a shell complete commands and job ids")
+    script.add_argument("shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL")
+    script.add_argument("--install", action="store_true", help="write it where the shell looks; default: print it")
+    schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list those there are")
+    schema.add_argument("words", nargs="*", metavar="COMMAND", help="such as `gpus`, `trainer run`, or `error`")
+    add("skill", "skill.show_skill", "Print a guide by which an agent does all by JSON")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:

@@ -8,12 +8,13 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.launch import placement
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 
 
 def select(context: Context, flags: argparse.Namespace) -> int:
     """Print the UUIDs of GPUs that nobody uses, those with most free memory first; none where there are too few."""
-    if context.gpus.is_broken:
-        return 1
+    if context.has_broken_driver():
+        return Exit.FAILED
     advice = placement.recommend(context.gpus.choices, flags.free_memory, flags.count)
     chosen = [next(one for one in context.gpus.choices if one.index == index) for index in advice.gpus]
     enough = len(chosen) == flags.count
@@ -28,9 +29,9 @@ def select(context: Context, flags: argparse.Namespace) -> int:
                 "reasons": {str(index): why for index, why in advice.reasons.items()},
             }
         )
-        return 0 if enough else 1
+        return Exit.DONE if enough else Exit.FAILED
     if not enough:
         whys = "; ".join(f"GPU {index}: {why}" for index, why in advice.reasons.items() if index not in advice.gpus)
         raise UserError(f"--count: {len(chosen)} of {flags.count} GPUs can be had" + (f" ({whys})" if whys else ""))
     say(",".join(str(one.index) if flags.index else one.uuid for one in chosen))
-    return 0
+    return Exit.DONE

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from sae_tui.cli_commands.output import nobody_reads_for
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all, tell_when_slow
@@ -15,6 +16,7 @@ from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
 
@@ -45,19 +47,20 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     return _snapshot(source, samples, occupancy, data, problem, is_broken)
 
 
-def watch(
-    source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None], every_s: float
-) -> Iterator[Snapshot]:
-    """Yield a snapshot every so often, of a source that is opened once; where it cannot be, `tell` why and end."""
+def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
+    """Yield a snapshot every so often, of a source that is opened once, until nobody reads the output.
+
+    Raise `UserError` where the source cannot be opened.
+    """
     try:
         count = open_source(source)
     except SourceUnavailable as error:
-        tell(str(error))
-        return
+        raise UserError(str(error)) from None
     while True:
         began = time.monotonic()
         yield _snapshot(source, read_all(source, count), occupancy, data)
-        time.sleep(max(0.0, every_s - (time.monotonic() - began)))
+        if nobody_reads_for(every_s - (time.monotonic() - began)):
+            return
 
 
 def _snapshot(

@@ -34,6 +34,7 @@ from sae_tui.jobs.files import Follower
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.runs.log_tail import tail
 
 EVERY_S = 1.0
@@ -63,7 +64,7 @@ def stream(context: Context, flags: argparse.Namespace) -> int:
         count += 1
         if _is_over(EVERY_S - (time.monotonic() - began)):
             source.close()
-            return 0
+            return Exit.DONE
 
 
 class GpuSide:
@@ -103,7 +104,7 @@ class GpuSide:
     def close(self) -> None:
         """Leave; at once where a thread hangs in the driver, for which the interpreter would wait."""
         if not self._sampler.stop(timeout=0.2):
-            os._exit(0)
+            os._exit(Exit.DONE)
 
 
 def _stream_log(context: Context, flags: argparse.Namespace) -> int:
@@ -116,7 +117,7 @@ def _stream_log(context: Context, flags: argparse.Namespace) -> int:
         for message in log_messages(lines):
             _tell(message)
         if _is_over(_LOG_EVERY_S):
-            return 0
+            return Exit.DONE
         lines = follower.new_lines()
 
 

@@ -19,6 +19,7 @@ from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs import named_python
+from trainer.contract.failure import told_failure
 from trainer.contract.paths import DataDir
 
 Level = Literal["ok", "note", "warning", "error"]
@@ -116,7 +117,7 @@ class Box:
         except OSError as error:
             return "", error.strerror or str(error)
         messages = done.stderr.strip().splitlines()
-        failure = messages[-1] if messages else f"exit code {done.returncode}"
+        failure = told_failure(done.stdout) or (messages[-1] if messages else f"exit code {done.returncode}")
         return done.stdout.strip(), failure if done.returncode else ""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.answers import check_output
 from support.driver import build_drivers
 from support.forked_commands import run_command
 
@@ -54,6 +55,7 @@ class Shell:
         done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
+        check_output(arguments, done.stdout)
         return done
 
     def json(self, *arguments: object, code: int | None = 0, **env: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
@@ -14,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from support import box
+from support.answers import check_answer
 from support.environments import answer, answering
 
+from trainer.contract.exits import Exit
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -499,3 +502,40 @@ def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_paren
     shell.data.settings_file.chmod(0o666)
     said = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--hold", code=0)
     assert any("settings.toml: python: is not run, for others may write to" in line for line in said)
+
+
+# watching
+
+
+def test_watching_jobs_prints_a_line_at_every_change_and_ends_when_nobody_reads(shell):
+    process = shell.start("jobs", "--watch", "--json")
+    assert json.loads(process.stdout.readline()) == []
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
+    (job,) = json.loads(process.stdout.readline())
+    assert (job["id"], job["held"]) == (job_id, True)
+    check_answer("jobs", [job])
+    shell.run("release", job_id)
+    assert shell.json("job", job_id, "--wait")["state"] == "finished"
+    while job["state"] != "finished":
+        before, (job,) = job, json.loads(process.stdout.readline())
+        assert job != before
+    # Nothing changes any more: its end does not wait for a line that cannot be written.
+    process.stdout.close()
+    assert process.wait(60) == Exit.UNREAD
+    assert process.stderr.read() == ""
+
+
+def test_watching_jobs_ends_at_ctrl_c(shell):
+    process = shell.start("jobs", "--watch")
+    assert process.stdout.readline().startswith("20")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == Exit.INTERRUPTED
+
+
+def test_waiting_for_one_job_ends_as_it_did(shell):
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
+    waiting = shell.start("job", job_id, "--wait", "--json")
+    shell.run("stop", job_id)
+    told = json.loads(waiting.communicate(timeout=60)[0])
+    assert (waiting.returncode, told["state"]) == (Exit.STOPPED, "stopped")
+    check_answer("job", told)

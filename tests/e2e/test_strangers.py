@@ -346,6 +346,9 @@ WORDS = {
     "tag": [["1", "{hostile}"], ["1", "new"]],
     "note": [["1", "{hostile}"], ["1", "new"]],
     "completion": [["{hostile}"]],
+    "export": [["1", "--out", "{hostile}"], ["{hostile}", "--out", "x"]],
+    "schema": [["{hostile}"], ["gpus"]],
+    "skill": [[]],
     "repair": [[], ["{hostile}"]],
     "rm": [["1", "--yes"]],
 }

@@ -32,7 +32,7 @@ from support.tui import record_metrics
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.keys import key_to_character
 
-from sae_tui.cli import EXIT_INTERRUPTED
+from trainer.contract.exits import Exit
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.states import JobState
 
@@ -320,7 +320,7 @@ class Monkey:
         # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command. A ctrl+z
         # after it makes the terminal forget what it has not yet echoed, and so the ^C.
         interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
-        ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
+        ends_well = (0, Exit.INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
         self._fail_if(broken or code not in ends_well, f"the app ended with exit code {code}")
         self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")

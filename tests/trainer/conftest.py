@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import subprocess
 import threading
 import time
@@ -13,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.answers import check_trainers_answer
 from support.forked import ForkedRank, Prepare
 from support.tiny_models import make_model
 
+from trainer import cli
 from trainer.activations.open_source import open_source
 from trainer.contract.runs.rank_spec import ONE_PROCESS, RankSpec, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import Row
 from trainer.parallel.base import Parallel
+from trainer.ranks import foreground_extraction
 from trainer.reporting.progress import Progress
 from trainer.training.loop import Trainer
 
@@ -50,6 +54,19 @@ class Kept(Progress):
 
     def curve(self, name: str) -> list[float]:
         return [row.value for row in self.reported if row.name == name]
+
+
+@pytest.fixture(autouse=True)
+def answers_as_their_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check all that commands answer in JSON in this process against the schemas of the trainer's answers."""
+    for module, name in ((cli, "_say"), (foreground_extraction, "show_text")):
+        monkeypatch.setattr(module, name, functools.partial(_check_and_tell, getattr(module, name)))
+
+
+def _check_and_tell(tell: Callable[[str], None], text: str) -> None:
+    if text.startswith("{"):
+        check_trainers_answer(json.loads(text))
+    tell(text)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,14 @@ class UsageError(UserError):
     """A request that cannot be carried out; nothing was begun."""
 
 
+class BadUsage(UsageError):
+    """Arguments that a command does not take; `told` is what a person sees of it, `message` what a script does."""
+
+    def __init__(self, message: str, told: str, fix: str) -> None:
+        self.message, self.told, self.fix = message, told, fix
+        super().__init__(told)
+
+
 class JobFileError(UsageError):
     """A job that cannot run, with every reason at once."""
 

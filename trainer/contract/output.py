@@ -7,16 +7,21 @@ import codecs
 import contextlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-from trainer.contract.errors import UserError, sentence
+from trainer.contract.errors import BadUsage, UserError, sentence
+from trainer.contract.exits import Exit
 from trainer.contract.printable import printable_lines
 
-EXIT_OUTPUT_LOST, EXIT_BROKEN_PIPE = 1, 141
 # Replacements for characters that a terminal without UTF-8 cannot show.
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
+
+
+# How argparse begins a message on an argument, such as `argument -n/--count: `.
+_ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
 
 class OutputLost(UserError):
@@ -30,6 +35,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **named)
         # Python 3.14 colours its messages; the filter would turn the colour codes into visible marks.
         self.color = False
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `BadUsage`, since who runs the command knows whether a person or a script is to be told."""
+        known = _ARGUMENT.match(message)
+        name = f"{known[1].split('/')[-1]}: " if known else ""
+        said = message[known.end() :] if known else message
+        raise BadUsage(name + said, self.told(message), f"see {self.prog} --help")
+
+    def told(self, message: str) -> str:
+        """Return what a person sees of bad usage."""
+        return f"{self.format_usage()}{self.prog}: error: {message}\n"
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
         if message:
@@ -50,11 +66,11 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
         _flush()
     except BrokenPipeError:
         _drop(sys.stdout)
-        return EXIT_BROKEN_PIPE
+        return Exit.UNREAD
     except OutputLost as error:
         _drop(sys.stdout)
         complain(f"{teller}{error}\n")
-        return EXIT_OUTPUT_LOST
+        return Exit.FAILED
     return code
 
 
@@ -112,7 +128,7 @@ def _refuse_without_output(teller: str) -> int:
         if (stream := sys.stderr or sys.stdout) is not None:
             stream.write(f"{teller}standard {name} is closed; send it elsewhere, as with {redirect}\n")
             stream.flush()
-    return EXIT_OUTPUT_LOST
+    return Exit.FAILED
 
 
 def _drop(stream: TextIO) -> None:

@@ -275,3 +275,10 @@ def _explain_failure(path: Path) -> Iterator[None]:
 
 def _is_in_data_folder(folder: Path) -> bool:
     return any((parent / "control.db").exists() for parent in folder.parents)
+
+
+def shipped_data() -> Path:
+    """Return the folder of sample data and job files: in the installed app, or beside the packages in a checkout."""
+    root = Path(__file__).parents[2]
+    installed = root / "sae_tui" / "data"
+    return installed if installed.exists() else root / "data"

@@ -20,6 +20,7 @@ from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.failure import told_failure
 from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.gpu_vendors import hide_all
@@ -90,7 +91,8 @@ def _run(argv: Sequence[str], variables: Mapping[str, str]) -> Imported:
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**variables, **hide_all()})
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     if done.returncode:
-        raise UserError(lines[-1] if lines else f"`trainer import` ended with {done.returncode} and told nothing")
+        reason = told_failure(done.stdout) or (lines[-1] if lines else "")
+        raise UserError(reason or f"`trainer import` ended with {done.returncode} and told nothing")
     try:
         return decode_as(done.stdout.splitlines()[-1], Imported)
     except (ValueError, IndexError) as error:

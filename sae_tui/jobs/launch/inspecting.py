@@ -11,6 +11,7 @@ import msgspec
 
 from sae_tui.jobs import named_python
 from trainer.contract.errors import UserError
+from trainer.contract.failure import told_failure
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.settings.shards import inspect_shards
@@ -93,6 +94,8 @@ def _run(argv: Sequence[str], is_over: Callable[[], bool], variables: Mapping[st
 
 def _understood(code: int, told: bytes, errors: bytes) -> Inspected:
     """Return the answer of the command, which ends with 1 too where the data is bad."""
+    if reason := told_failure(told):
+        raise UserError(reason)
     if told:
         try:
             return decode_as(told.splitlines()[-1], Inspected)

@@ -29,7 +29,7 @@ from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.extras import judged_by, lack_of_trainer
-from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.paths import DataDir, shipped_data, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.planning.workload import Layout
@@ -383,12 +383,6 @@ def default_preset() -> Path:
 def extraction_preset() -> Path:
     """Return the job file that the form of an extraction starts from."""
     return shipped_data() / "presets" / "extract.toml"
-
-
-def shipped_data() -> Path:
-    """Return the data folder: inside an installed package, or beside the packages in a checkout."""
-    package = Path(__file__).parents[2]
-    return package / "data" if (package / "data").exists() else package.parent / "data"
 
 
 def data_bases() -> list[Path]:

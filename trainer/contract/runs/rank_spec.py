@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.errors import UserError
+from trainer.contract.exits import Exit
 from trainer.contract.files import write_own
 from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
@@ -72,7 +73,8 @@ class RankSpec(msgspec.Struct, frozen=True):
         return 1 if self.as_one_process else self.world_size
 
 
-EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
+# How a rank ends.
+EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED
 
 
 def write_spec(spec: RankSpec) -> Path:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.paths import working_folder
+from trainer.contract.paths import shipped_data, working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import all_layers, extract, sweep
 from trainer.contract.settings.catalog import MIRRORS
@@ -30,6 +30,8 @@ from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
 AnyJob = JobConfig | ExtractJob
+# As the path of data, the activations that are shipped with the app, where nothing else is called so.
+SAMPLE = "sample"
 J = TypeVar("J", JobConfig, ExtractJob)
 
 
@@ -200,6 +202,9 @@ def _resolve(path: str, bases: Sequence[Path]) -> str:
     candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
     if wrong := next((candidate for candidate in candidates if not is_utf8(candidate)), None):
         raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
+    if path == SAMPLE:
+        candidates.append(str(shipped_data() / SAMPLE))
+        return next(filter(os.path.exists, candidates), candidates[-1])
     return next(filter(os.path.exists, candidates), candidates[0])
 
 

@@ -1,0 +1,25 @@
+"""`sae-tui export`: the SAE of a job for other tools."""
+
+from __future__ import annotations
+
+import argparse
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, show_json
+from sae_tui.jobs.launch.exporting import export_sae
+from trainer.contract.exits import Exit
+
+
+def export(context: Context, flags: argparse.Namespace) -> int:
+    """Write the SAE of a job, and tell where it is."""
+    given = {"--best": flags.best, "--force": flags.force}
+    arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]
+    done = export_sae(context.data, flags.id, flags.out, arguments)
+    if context.as_json:
+        show_json(done)
+        return Exit.DONE
+    for label, folder in (done.saes or {"SAE": done.output_path}).items():
+        say(f"{label} of step {done.step} -> {folder}")
+    for note in done.notes:
+        say(f"note: {note}")
+    return Exit.DONE

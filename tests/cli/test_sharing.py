@@ -1,0 +1,14 @@
+"""`sae-tui export`: what it refuses; what it writes is tested by the guide for agents."""
+
+from __future__ import annotations
+
+
+def test_an_export_that_cannot_be_names_why_and_writes_nothing(shell) -> None:
+    out = shell.folder / "out"
+    assert shell.errors("export", 7, "--out", out, code=1) == [
+        "sae-tui: error: there is no job 7; `sae-tui jobs` lists them"
+    ]
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
+    error = shell.json("export", job_id, "--out", out, code=1)["error"]
+    assert "checkpoint" in error["message"]
+    assert not out.exists()

@@ -1,0 +1,52 @@
+"""What went wrong, as a script is told it."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+
+from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.failure import asks_for_json, refusal, show_failure, told_failure
+
+
+@pytest.mark.parametrize(
+    ("sentence", "field", "message", "fix"),
+    [
+        ("there is no job 7; `sae-tui jobs` lists them", None, "there is no job 7", "`sae-tui jobs` lists them"),
+        ("--count: 1 of 2 can be had (GPU 0: busy; GPU 1: lost)", "--count", "1 of 2 can be had (GPU 0: busy; GPU 1: "
+         "lost)", None),
+        ("train.batch_size: takes 1 or more; make it 8", "train.batch_size", "takes 1 or more", "make it 8"),
+        ("JOB.toml: is missing", "JOB.toml", "is missing", None),
+        ("a sentence: with a colon", None, "a sentence: with a colon", None),
+    ],
+)  # fmt: skip
+def test_a_sentence_is_split_into_where_what_and_what_to_do(sentence, field, message, fix) -> None:
+    failure = refusal(UserError(sentence)).error
+    assert (failure.field, failure.message, failure.fix) == (field, message, fix)
+    assert told_failure(msgspec.json.encode(refusal(UserError(sentence)))) == sentence
+
+
+def test_of_several_problems_the_first_is_the_error_and_none_is_lost(capsys) -> None:
+    show_failure(JobFileError([Problem("sae.k", "is too large; take 4"), Problem("", "nothing fits")]))
+    assert json.loads(capsys.readouterr().out) == {
+        "error": {"field": "sae.k", "message": "is too large", "fix": "take 4"},
+        "others": [{"field": None, "message": "nothing fits", "fix": None}],
+    }
+
+
+def test_names_that_steer_a_terminal_or_are_no_text_are_told_as_json(capsys) -> None:
+    show_failure(UserError("file \x1b[2J\udcff is odd"))
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert json.loads(out)["error"]["message"] == "file \x1b[2J? is odd"
+
+
+def test_what_is_no_refusal_tells_nothing() -> None:
+    assert [told_failure(text) for text in ("", "{}", "[1]", b"\xff", '{"error": "x"}', "words")] == [""] * 6
+
+
+def test_json_is_asked_for_by_its_flag_before_the_two_dashes() -> None:
+    assert asks_for_json(["gpus", "--json", "--", "x"])
+    assert not asks_for_json(["gpus", "--", "--json"])

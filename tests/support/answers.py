@@ -1,0 +1,50 @@
+"""Checks what a command has answered in JSON against the schema that is kept of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+
+from sae_tui.cli_commands.schema import ERROR, schema_files
+
+
+@functools.cache
+def validator(command: str) -> Draft202012Validator:
+    """Return what checks the answers of a command, such as `gpus` or `trainer run`."""
+    schema = json.loads(schema_files()[command].read_text())
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def check_answer(command: str, answer: Any) -> None:
+    """Require that an answer is as its schema says."""
+    fault = best_match(validator(command).iter_errors(answer))
+    assert fault is None, f"{command}: {fault.json_path}: {fault.message}"
+
+
+def check_trainers_answer(answer: Any) -> None:
+    """Require that an answer is as the schema of one of the trainer's commands says."""
+    commands = [name for name in schema_files() if name.startswith("trainer ")]
+    faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
+    likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
+    assert None in faults.values(), likeliest or answer
+
+
+def is_refusal(answer: Any) -> bool:
+    """Tell whether a command has answered that it failed."""
+    return isinstance(answer, dict) and isinstance(answer.get("error"), dict)
+
+
+def check_output(arguments: Sequence[object], stdout: str) -> None:
+    """Check what `sae-tui` has printed on standard output, where it was asked for JSON."""
+    words = [str(one) for one in arguments]
+    if "--json" not in words or not stdout.strip():
+        return
+    answer = json.loads(stdout)
+    named = [word for word in words if word in schema_files()]
+    check_answer(ERROR if is_refusal(answer) else named[0], answer)

@@ -1,0 +1,23 @@
+"""The manual pages are those that the parsers make, and a reader of man pages takes them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from support.man_pages import man_pages
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse of Python 3.13 writes flags another way")
+def test_the_pages_are_as_the_parsers_make_them_or_make_man_renews_them() -> None:
+    assert [file.name for file, text in man_pages().items() if file.read_text(encoding="utf-8") != text] == []
+
+
+@pytest.mark.skipif(not shutil.which("groff"), reason="groff is not installed")
+def test_the_pages_are_drawn_without_a_complaint() -> None:
+    for file in man_pages():
+        done = subprocess.run(["groff", "-man", "-Tutf8", str(file)], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "which it can be resumed" in " ".join(done.stdout.split())

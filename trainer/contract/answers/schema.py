@@ -1,0 +1,92 @@
+"""Makes JSON Schemas (draft 2020-12) of types, each field with its words: what it is, its unit, and when it is null."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+
+Schema = dict[str, Any]
+# A type that msgspec has a schema of, or a schema.
+Kind = Any
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def whole(title: str, schema: Schema) -> Schema:
+    """Return the schema of an answer, as a file has it."""
+    return {"$schema": DRAFT, "title": title} | {key: value for key, value in schema.items() if key != "title"}
+
+
+def fields(title: str, described: Mapping[str, tuple[Kind, str]], *, may_lack: Iterable[str] = ()) -> Schema:
+    """Return the schema of an object with exactly these fields, of which some may be left out."""
+    lacking = set(may_lack)
+    return {
+        "title": title,
+        "type": "object",
+        "properties": {name: of(kind) | {"description": words} for name, (kind, words) in described.items()},
+        "required": [name for name in described if name not in lacking],
+        "additionalProperties": False,
+    }
+
+
+def typed(
+    title: str,
+    kind: type,
+    words: Mapping[str, str],
+    inner: Mapping[str, Kind] | None = None,
+    *,
+    without: Iterable[str] = (),
+    no_number_is_null: bool = False,
+) -> Schema:
+    """Return the schema of a Struct, dataclass or NamedTuple whose fields are all written, with words for each.
+
+    `inner` has the schemas of fields that are objects themselves. Where `no_number_is_null`, a number that is none is
+    written as null.
+    """
+    hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name not in without}
+    assert hints.keys() == words.keys(), (kind, hints.keys() ^ words.keys())
+    kinds = {name: (inner or {}).get(name, hint) for name, hint in hints.items()}
+    if no_number_is_null:
+        kinds = {name: float | None if one is float else one for name, one in kinds.items()}
+    return fields(title, {name: (kinds[name], words[name]) for name in hints})
+
+
+def of(kind: Kind) -> Schema:
+    """Return the schema of a type; one that is a schema already as it is."""
+    return kind if isinstance(kind, dict) else msgspec.json.schema(kind)
+
+
+def list_of(kind: Kind) -> Schema:
+    return {"type": "array", "items": of(kind)}
+
+
+def by_name(kind: Kind) -> Schema:
+    """Return the schema of an object whose keys are not known beforehand."""
+    return {"type": "object", "additionalProperties": of(kind)}
+
+
+def or_null(kind: Kind) -> Schema:
+    return {"anyOf": [of(kind), {"type": "null"}]}
+
+
+def one_of(*kinds: Kind) -> Schema:
+    """Return the schema of what is one of these; each title says when."""
+    return {"anyOf": [of(kind) for kind in kinds]}
+
+
+def word(*words: str) -> Schema:
+    return {"type": "string", "enum": list(words)}
+
+
+def file_name(command: str) -> str:
+    return f"{command}.json"
+
+
+def written(answers: Mapping[str, Schema], folder: Path) -> dict[Path, str]:
+    """Return the text of each answer's file in a folder, the same wherever it is made."""
+    return {
+        folder / file_name(command): msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() + "\n"
+        for command, schema in answers.items()
+    }

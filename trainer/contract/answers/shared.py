@@ -1,0 +1,167 @@
+"""Answers that commands of both programs give, or that are part of them: what went wrong, results, a report card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
+from trainer.contract.failure import Failure, Refusal
+from trainer.contract.runs.report_card import Auc, Card, Data, Figures, Probing, Spliced
+from trainer.contract.settings.catalog import METRICS
+from trainer.contract.settings.series import HELD_OUT, measured_names, result_metrics
+
+Described = dict[str, tuple[Any, str]]
+FAILURE = typed(
+    "Failure",
+    Failure,
+    {
+        "field": "The flag, argument or setting that is wrong; null where none is named.",
+        "message": "What is wrong, in one sentence.",
+        "fix": "What to do; null where the message says what is allowed.",
+    },
+)
+REFUSAL = whole(
+    "What went wrong: the only answer of a command that fails, with an exit code other than 0",
+    fields(
+        "",
+        {
+            name: (FAILURE if name == "error" else list_of(FAILURE), words)
+            for name, words in {
+                "error": "The first thing that is wrong.",
+                "others": "All others; left out where there are none.",
+            }.items()
+            if name in Refusal.__struct_fields__
+        },
+        may_lack=["others"],
+    ),
+)
+
+
+def metric_words(name: str) -> str:
+    """Return what a series of results is, in words."""
+    metric = name.removeprefix(HELD_OUT)
+    series, where = METRICS[metric].series, ", on held-out data" if name != metric else ""
+    unit = " (0 to 1)" if series.is_share else f" ({series.unit})" if series.unit else ""
+    return f"{series.title}{unit}{where}; null: not measured."
+
+
+def metrics(*, held_out: bool) -> Described:
+    """Return the metrics of an SAE by name."""
+    names = measured_names() if held_out else list(result_metrics())
+    return {name: (float | None, metric_words(name)) for name in names}
+
+
+_FIGURES = typed(
+    "Figures",
+    Figures,
+    {
+        "n_tokens": "Rows that were measured.",
+        "d_in": "Width of the activations.",
+        "d_sae": "Latents.",
+        "fvu": "Fraction of variance unexplained; null: not defined.",
+        "fvu_error": "Its standard error; null: not defined.",
+        "median_row_fvu": "Median over rows of each row's own FVU; null: not defined.",
+        "explained_variance": "Explained variance by SAEBench's definition; null: not defined.",
+        "mse": "Squared error per row, summed over dimensions; null: not defined.",
+        "cosine": "Mean cosine of a row and its reconstruction; null: not defined.",
+        "l0": "Mean number of latents active per token; null: not defined.",
+        "l0_quantiles": "Its 5th, 25th, 50th, 75th and 95th percentile.",
+        "l2_ratio": "Norm of the reconstruction over that of the row, on average; null: not defined.",
+        "relative_reconstruction_bias": "Scale by which reconstructions fit best, below 1 where they shrink; null: not"
+        " defined.",
+        "dead": "Share of latents that never fired (0 to 1); null: not defined.",
+        "dead_error": "Its standard error; null: not defined.",
+        "rare": "Share of latents that fire on fewer than one row in 100,000 (0 to 1); null: fewer rows were measured.",
+        "dense_1": "Share of latents that fire on more than 1 % of the rows (0 to 1); null: not defined.",
+        "dense_10": "Share of latents that fire on more than 10 % of the rows (0 to 1); null: not defined.",
+        "density_histogram": "Latents by the logarithm of their density.",
+        "max_decoder_cosine": "Mean over latents of the largest cosine with another decoder direction; null: not"
+        " defined.",
+    },
+    no_number_is_null=True,
+)
+_SPLICED = typed(
+    "In the language model",
+    Spliced,
+    {
+        "n_tokens": "Tokens that the language model has read.",
+        "text": "Which text they are from.",
+        "is_unseen": "Whether none of it was trained on.",
+        "ce": "Cross-entropy of the model as it is, in nats; null: not defined.",
+        "ce_with_sae": "With reconstructions in place of activations, in nats; null: not defined.",
+        "ce_with_zeros": "With zeros in their place, in nats; null: not defined.",
+        "ce_with_mean": "With their mean in their place, in nats; null: not measured.",
+        "ce_score": "Share of what zeros lose that reconstructions keep; null: not defined.",
+        "ce_score_error": "Its standard error; null: not defined.",
+        "kl_with_sae": "KL divergence with reconstructions, in nats; null: not defined.",
+        "kl_with_zeros": "KL divergence with zeros, in nats; null: not defined.",
+        "kl_score": "The score by KL divergence; null: not defined.",
+        "kl_score_error": "Its standard error; null: not defined.",
+    },
+    no_number_is_null=True,
+)
+_AUC = typed(
+    "AUC",
+    Auc,
+    {
+        "auc": "Mean area under the ROC curve; null: not defined.",
+        "seed_error": "Standard error over splits of the texts; null: not defined.",
+        "set_error": "Standard error over sets; null: one set.",
+        "of_sets": "By set.",
+    },
+    {"of_sets": by_name(float | None)},
+    no_number_is_null=True,
+)
+_PROBING = typed(
+    "Probing",
+    Probing,
+    {
+        "n_sets": "Sets of labelled texts.",
+        "n_seeds": "Splits of the texts of each.",
+        "n_texts": "Texts in all.",
+        "k": "By the number of latents that a probe reads.",
+        "dense": "Of probes that read all activations.",
+    },
+    {"k": by_name(_AUC), "dense": _AUC},
+)
+_DATA = typed(
+    "Data",
+    Data,
+    {
+        "place": "Folder or source of the rows.",
+        "is_held_out": "Whether the run had held the rows back.",
+        "gamma": "Distance of the mean from the origin in spreads of the rows; null: not defined.",
+        "outlier_fraction": "Share of rows of enormous norm, which were left out (0 to 1); null: not defined.",
+        "not_finite": "Rows that are not finite, which were left out.",
+        "max_norm": "From how many times the median norm a row is an outlier; null: not defined.",
+        "n_held_out": "Rows that the run has held back; 0: none.",
+        "is_trained_on": "Whether the SAE has seen the rows in its training.",
+        "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
+    },
+    no_number_is_null=True,
+)
+_CARD: dict[str, tuple[Any, str]] = {
+    "name": (str, "Name of the run or folder."),
+    "label": (str, 'Which SAE of a sweep; "" for a run of one.'),
+    "architecture": (str, "Architecture of the SAE."),
+    "step": (int, "Step of its checkpoint."),
+    "tokens": (int, "Tokens it was trained on."),
+    "origin": (by_name({}), "What is known of model, hook and text."),
+    "data": (_DATA, "What it was measured on."),
+    "figures": (_FIGURES, "What was measured."),
+    "recovery": (float | None, "Share of the true directions that were found; null: they are not known."),
+    "spliced": (or_null(_SPLICED), "What its language model loses; null: not measured."),
+    "probing": (or_null(_PROBING), "What its latents tell of labelled texts; null: not measured."),
+    "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
+}
+assert _CARD.keys() == set(Card.__struct_fields__)
+
+
+def card(title: str, *names: str, **more: tuple[Any, str]) -> Schema:
+    """Return the schema of a report card, with all its fields or those that are named, and others."""
+    return fields(title, more | {name: _CARD[name] for name in names or _CARD})
+
+
+def answer(title: str, *schemas: Schema) -> Schema:
+    """Return the schema of a command's answer, which is one of these."""
+    return whole(title, schemas[0] if len(schemas) == 1 else one_of(*schemas))

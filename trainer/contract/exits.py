@@ -1,0 +1,33 @@
+"""How a command ends: the one table of exit codes of `sae-tui` and of `python -m trainer`."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """An exit code with what it means in short, for the last lines of a help, and in full."""
+
+    short: str
+    meaning: str
+
+    def __new__(cls, number: int, short: str, meaning: str) -> Exit:
+        made = int.__new__(cls, number)
+        made._value_ = number
+        made.short, made.meaning = short, meaning
+        return made
+
+    DONE = 0, "done", "Done; of a job that was waited for: it has finished."
+    FAILED = 1, "failed", "Failed, or the answer is no: a job that cannot run, too few GPUs, an error that was found."
+    USAGE = 2, "bad usage", "Bad usage: flags, or of `python -m trainer` also a job file; nothing was begun."
+    STOPPED = 3, "stopped", "The training was stopped before its end, with a checkpoint from which it can be resumed."
+    JOB_FAILED = 4, "job failed", "The job that was waited for has failed; `sae-tui job ID` says why."
+    JOB_LOST = 5, "job lost", "Of the job that was waited for nothing is left: its machine or all its processes went."
+    HUNG_UP = 129, "terminal gone", "The app's terminal is gone (128 + SIGHUP); jobs go on."
+    INTERRUPTED = 130, "interrupted", "Ended by Ctrl-C (128 + SIGINT); jobs go on."
+    UNREAD = 141, "nobody reads", "Whoever read the output has closed it (128 + SIGPIPE), as `head` does."
+
+
+def in_short(*exits: Exit) -> str:
+    """Return a line of these exit codes, such as `Exit codes: 0 done, 1 failed.`."""
+    return f"Exit codes: {', '.join(f'{int(one)} {one.short}' for one in exits)}."
