@@ -201,12 +201,39 @@ _REPORT = typed(
     },
     {"rows": list_of(_WAY), "findings": list_of(_FINDING)},
 )
+_APP = fields(
+    "Environment of the app",
+    {
+        "python": (str, "Path of its Python."),
+        "version": (str, "Version of that."),
+        "sae_tui": (str, "Version of sae-tui in it."),
+    },
+)
+_TRAINER = fields(
+    "Environment of the trainer, where it is another one",
+    {
+        "python": (str, "Path of its Python."),
+        "version": (str | None, "Version of that; null: it has not answered."),
+        "sae_tui": (str | None, "Version of sae-tui in it; null: there is none."),
+        "torch": (str | None, "Version of PyTorch in it; null: there is none."),
+        "gpus": (int | None, "GPUs that this PyTorch sees; null: there is none."),
+        "problem": (str | None, "What keeps it from training, and what to do; null: nothing does."),
+    },
+)
+_ENVIRONMENTS = fields(
+    "Environments",
+    {
+        "app": (_APP, "That of the app."),
+        "trainer": (or_null(_TRAINER), "That of the trainer; null: it is that of the app."),
+    },
+)
 _DOCTOR = fields(
     "What would be in the way of a training",
     {
         "ok": (bool, "Whether there is no error; if there is, the exit code is 1."),
         "findings": (list_of(_FINDING), "What was found."),
         "job": (or_null(_REPORT), "With JOB.toml: its ways to run; null: none was given."),
+        "environments": (_ENVIRONMENTS, "Where the app runs and where trainings do."),
     },
 )
 _MORE_OF_RUNS = {

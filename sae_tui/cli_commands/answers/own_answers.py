@@ -24,10 +24,20 @@ _INSTALLED = fields(
 _LIST = fields("Without COMMAND", {"commands": (list_of(str), "What `sae-tui schema` takes.")})
 _ONE = {"title": "With COMMAND: a JSON Schema", "type": "object", "required": ["$schema"]}
 _GUIDE = fields("Guide for an agent", {"guide": (str, "The guide, in Markdown.")})
+_SERVED = fields(
+    "Once it can be reached",
+    {
+        "url": (str, "Address of the app; whoever has it sees what you see."),
+        "pid": (int, "Process that serves it; SIGINT or SIGTERM ends it."),
+        "port": (int, "Port of 127.0.0.1."),
+        "read_only": (bool, "Whether nothing can be changed there."),
+    },
+)
 ANSWERS: dict[str, Schema] = {
     **gpu_answers.ANSWERS,
     **job_answers.ANSWERS,
     "completion": answer("sae-tui completion --json", _SCRIPT, _INSTALLED),
     "schema": answer("sae-tui schema --json", _LIST, _ONE),
+    "serve": answer("sae-tui serve --json, in the first line", _SERVED),
     "skill": answer("sae-tui skill --json", _GUIDE),
 }
