@@ -759,8 +759,8 @@ async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         row = await type_into(pilot, screen, "train.batch_size", "")
-        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == 4096)
-        assert row.query_one(Input).placeholder == "4096"
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == "auto")
+        assert row.query_one(Input).placeholder == "auto"
         assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
 
 
