@@ -749,7 +749,7 @@ async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_ap
         assert row.has_class("-overridden")
         await type_into(pilot, screen, "train.n_steps", "10")
         steps = screen.query_one("#row-train-n_tokens .hint", Static)
-        await wait_until(pilot, lambda: str(steps.render()).startswith("30,720 (from n_steps) · "))
+        await wait_until(pilot, lambda: str(steps.render()).startswith("122,880 (from n_steps) · "))
         await type_into(pilot, screen, "sae.d_sae", "")
         await wait_until(pilot, lambda: not row.has_class("-overridden"))
 
