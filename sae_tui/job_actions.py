@@ -231,7 +231,7 @@ class JobActions:
     def half_batch(self, job: JobView, config: AnyJob) -> list[str]:
         """Return the overrides that halve a clone's batch where the job ran out of GPU memory; none for others."""
         cure = remedy(job.error)
-        return half_batch(config) if cure and cure.kind == "gpu-memory" else []
+        return half_batch(config, job.world_size) if cure and cure.kind == "gpu-memory" else []
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
         """Change jobs by a function of `edits`, off the main thread, and notify of the result.

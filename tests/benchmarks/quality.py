@@ -1,6 +1,7 @@
 """Held-out FVU against training time: ours and other trainers with their defaults, on the same rows in the same order.
 
-    python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500] [--d-sae 3072] [--k 32] [--json FOLDER]
+    python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
+        [--json FOLDER]
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. A seeded permutation holds
 out its last 16,384 rows; the others are trained on in seeded permutations, one per epoch. Measured every 25 steps,
@@ -9,6 +10,7 @@ compares BatchTopK at equal L0 however its threshold has come out; and the share
 held-out rows nor on 65,536 training rows. Seconds are those of the steps alone; CPU time over all threads, divided by
 their number, is what the wall clock would show on a machine without other work.
 
+With --tokens each is trained on so many rows, in steps of its own where it chooses them by itself, else of --batch.
 With --json every curve is kept in FOLDER, and peers found there are not run again.
 """
 
@@ -103,9 +105,9 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     data = Data(load(options.data), options.seed, options.device)
-    setup = peers.Setup(
-        data.train.shape[1], options.d_sae, options.k, options.batch, options.steps, options.device, seed=options.seed
-    )
+    steps = -(-options.tokens // options.batch) if options.tokens else options.steps
+    shape = data.train.shape[1], options.d_sae, options.k, options.batch, steps
+    setup = peers.Setup(*shape, options.device, seed=options.seed, own_steps=bool(options.tokens))
     results = [found_or_run(name, setup, data, options) for name in peers.available(options.peers)]
     Console(width=150).print(table(results))
 
@@ -121,6 +123,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("data", type=Path)
     parser.add_argument("--peers", nargs="+", default=list(peers.RECIPES), choices=list(peers.RECIPES), metavar="NAME")
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--tokens", type=int, help="rows to train on, in place of --steps")
     parser.add_argument("--every", type=int, default=25, help="steps between two measurements")
     parser.add_argument("--d-sae", type=int, default=3072)
     parser.add_argument("--k", type=int, default=32)
@@ -166,13 +169,14 @@ def train(recipe: peers.Recipe, setup: peers.Setup, data: Data, every: int) -> I
     """Train, and yield a point at step 0 and every few steps; the clocks run only during steps."""
     cpu_s = wall_s = 0.0
     yield measure(recipe, data, 0, cpu_s, wall_s)
-    for step, x in zip(range(1, setup.n_steps + 1), data.batches(setup.batch_size), strict=False):
+    batch_size, n_steps = recipe.steps_of(setup)
+    for step, x in zip(range(1, n_steps + 1), data.batches(batch_size), strict=False):
         wall, cpu = time.perf_counter(), time.process_time()
         recipe.step(x)
         synchronise(setup.device)
         wall_s += time.perf_counter() - wall
         cpu_s += (time.process_time() - cpu) / torch.get_num_threads()
-        if step % every == 0 or step == setup.n_steps:
+        if step % every == 0 or step == n_steps:
             yield measure(recipe, data, step, cpu_s, wall_s)
 
 

@@ -21,7 +21,8 @@ SLOW_BUS = Speeds(5e14, 3e12, 1e9, 1e-4, is_measured=True)
 
 
 def job(**sections):
-    raw = {"data": {"source": "synthetic", "d_in": 1024}, "sae": {"d_sae": 65536, "k": 32}, **sections}
+    raw = {"data": {"source": "synthetic", "d_in": 1024}, "sae": {"d_sae": 65536, "k": 32}}
+    raw |= {"train": {"batch_size": 4096}} | sections
     parsed, problems = parse_job(raw)
     assert parsed, problems
     return parsed

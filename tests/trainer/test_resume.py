@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,6 +22,8 @@ from safetensors.torch import load_file
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.cli import main
 from trainer.contract.errors import UserError
+from trainer.contract.json_file import write_json
+from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.lock import RunLock, hold
@@ -80,6 +83,26 @@ def test_a_run_from_before_encoders_followed_goes_on_as_it_began(run_dir: Path) 
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('encoder_follows = "auto"\n', ""))
     assert stored_job(run_dir, ["train.n_steps=50"]).sae.encoder_follows == "off"
+
+
+def test_a_run_from_before_small_steps_had_lower_rates_goes_on_as_it_began(run_dir: Path) -> None:
+    file = run_dir / "job.toml"
+    file.write_text(file.read_text().replace('lr_scaling = "auto"\n', ""))
+    assert stored_job(run_dir, []).train.lr_scaling == "off"
+
+
+def test_a_run_goes_on_in_the_steps_it_settled_on_whatever_auto_means_now(run_dir: Path, make_job: MakeJob) -> None:
+    job = make_job(train={"batch_size": "auto", "n_tokens": 12_800, "n_steps": None}, launch={"gpus": "cpu"})
+    (run_dir / "job.toml").write_text(dump_job(job))
+    plan = Plan("single", 1, 1, 512, 512, 1, step_s=0.1, needs_bytes=0)
+    for tokens, expected in ((512, 512), (4096, 4096)):
+        # An attempt that died early has none.
+        write_json(run_dir / "attempt1" / "plan.json", msgspec.structs.replace(plan, tokens_per_step=tokens))
+        for overrides in ([], ["train.n_tokens=25_600_000"]):
+            was, longer = stored_job(run_dir, []), stored_job(run_dir, overrides)
+            longer, notes = with_same_step(was, longer, 1, 1)
+            assert Layout(was, 1).tokens_per_step == Layout(longer, 1).tokens_per_step == expected
+            assert all(note.startswith("train.n_tokens: changed; a step stays 512 tokens") for note in notes)
 
 
 def test_tokens_alone_are_the_length_although_steps_go_first(run_dir: Path) -> None:

@@ -752,7 +752,7 @@ async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_ap
         assert row.has_class("-overridden")
         await type_into(pilot, screen, "train.n_steps", "10")
         steps = screen.query_one("#row-train-n_tokens .hint", Static)
-        await wait_until(pilot, lambda: str(steps.render()).startswith("30,720 (from n_steps) · "))
+        await wait_until(pilot, lambda: str(steps.render()).startswith("122,880 (from n_steps) · "))
         await type_into(pilot, screen, "sae.d_sae", "")
         await wait_until(pilot, lambda: not row.has_class("-overridden"))
 
@@ -762,8 +762,8 @@ async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         row = await type_into(pilot, screen, "train.batch_size", "")
-        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == 4096)
-        assert row.query_one(Input).placeholder == "4096"
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == "auto")
+        assert row.query_one(Input).placeholder == "auto"
         assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
 
 

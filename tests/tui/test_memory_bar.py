@@ -34,6 +34,9 @@ async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     screen = app.screen
     panel = screen.query_one(MemoryBar)
     await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
+    # Steps large enough that replicas are the fastest way to share them.
+    screen.query_one("#row-train-batch_size Input", Input).value = "1024"
+    await wait_until(pilot, lambda: (job := screen.form.review.job) and job.train.batch_size == 1024)
     return screen, panel
 
 

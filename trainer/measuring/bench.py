@@ -17,7 +17,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job import USUAL_BATCH, JobConfig
 from trainer.contract.settings.job_file import apply_override, dump_job, load_job, parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.ranks.devices import torch_vendor
@@ -46,6 +46,8 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
     has_data = "source" in raw.get("data", {})
     if not has_data:
         raw["data"] = {"path": "random"}
+    # What a step takes does not hang on how long a run is to be.
+    raw.setdefault("train", {}).setdefault("batch_size", USUAL_BATCH)
     parsed, problems = parse_job(raw)
     if parsed is None:
         raise JobFileError(problems)

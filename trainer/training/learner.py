@@ -76,7 +76,7 @@ class Learner:
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
         lr = _auto_lr(kind, self.sae.d_sae, following) if self._train.lr == "auto" else self._train.lr
         self._lr = lr * layout.lr_scale
-        knobs = msgspec.structs.asdict(self._train.knobs)
+        knobs = msgspec.structs.asdict(self._train.knobs.for_run(layout.total_steps))
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()

@@ -355,11 +355,9 @@ def _comes_to(path: str, reviewed: Review) -> str:
     layout = Layout(job, wanted_ranks(job))
     if path == "sae.expansion_factor":
         return f"{job.sae.width(0) / reviewed.d_in:.4g} " if reviewed.d_in else ""
-    if job.train.batch_size == "auto" and not job.train.global_batch_size:
-        return ""
     if path == "train.n_tokens":
         return f"{layout.total_tokens:,} "
-    return f"{layout.micro_batches} "
+    return "" if job.train.batch_size == "auto" else f"{layout.micro_batches} "
 
 
 def write_job(path: Path, job: AnyJob) -> None:

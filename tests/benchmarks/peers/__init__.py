@@ -15,7 +15,7 @@ from torch import Tensor
 
 from peers.base import Recipe, Seen, Setup
 from peers.dictionary_learning import DictionaryLearningBatchTopK, DictionaryLearningTopK
-from peers.ours import Ours, OursBatchTopK
+from peers.ours import Ours, OursBatchTopK, OursMatryoshka
 from peers.plain import PlainDense, PlainSparse
 from peers.saelens import SaeLensBatchTopK, SaeLensTopK
 from peers.sparsify import Sparsify, SparsifyAdam
@@ -25,6 +25,7 @@ __all__ = ["RECIPES", "Ours", "Recipe", "Seen", "Setup", "available", "build"]
 _KINDS: tuple[type[Recipe], ...] = (
     Ours,
     OursBatchTopK,
+    OursMatryoshka,
     SaeLensTopK,
     SaeLensBatchTopK,
     Sparsify,

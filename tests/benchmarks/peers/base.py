@@ -25,6 +25,12 @@ class Setup:
     device: str = "cpu"
     bf16: bool = False
     seed: int = 0
+    # Whether a trainer that chooses its steps by itself may do so: it gets as many tokens then, in other batches.
+    own_steps: bool = False
+
+    @property
+    def n_tokens(self) -> int:
+        return self.batch_size * self.n_steps
 
     def short(self, n_steps: int) -> int:
         """Return `n_steps`, a library's default, or a tenth of the run where that is less."""
@@ -50,6 +56,10 @@ class Recipe(ABC):
     @abstractmethod
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         """Build a fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
+
+    def steps_of(self, setup: Setup) -> tuple[int, int]:
+        """Return the rows of a step and how many steps there are."""
+        return setup.batch_size, setup.n_steps
 
     @abstractmethod
     def step(self, x: Tensor) -> None:

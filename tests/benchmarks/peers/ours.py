@@ -24,6 +24,8 @@ class Ours(Recipe):
         from trainer.training.learner import Learner
 
         train: dict[str, Any] = {"batch_size": setup.batch_size, "n_steps": setup.n_steps, "seed": setup.seed}
+        if setup.own_steps:
+            train = {"n_tokens": setup.n_tokens, "seed": setup.seed}
         train["precision"] = "bf16" if setup.bf16 else "fp32"
         sae = {"architecture": self.architecture, "d_sae": setup.d_sae, "k": setup.k}
         job, problems = parse_job({"data": {"path": "unused"}, "sae": sae, "train": train})
@@ -32,6 +34,9 @@ class Ours(Recipe):
         self._learner = Learner(job, setup.d_in, None, self._parallel)
         self._learner.initialise(sample, sample)
         self._setup, self._n_done = setup, 0
+
+    def steps_of(self, setup: Setup) -> tuple[int, int]:
+        return self._learner.tokens_per_step, self._learner.total_steps
 
     def step(self, x: Tensor) -> None:
         from trainer.activations.batches import Batch
@@ -71,3 +76,7 @@ class OursBatchTopK(Ours):
         from trainer.contract.settings.catalog import ARCHITECTURES
 
         return None if cls.architecture in ARCHITECTURES else f"no architecture {cls.architecture} yet"
+
+
+class OursMatryoshka(OursBatchTopK):
+    name, architecture = "ours matryoshka", "matryoshka_batch_topk"

@@ -275,7 +275,7 @@ def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., Jo
     (problem,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
     assert str(problem) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
     (problem,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
-    assert "one step takes 4,096 tokens, but synthetic data of 256 features holds 2,000" in problem.message
+    assert "one step takes 3,968 tokens, but synthetic data of 256 features holds 2,000" in problem.message
 
 
 @pytest.mark.parametrize(

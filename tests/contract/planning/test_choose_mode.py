@@ -25,7 +25,7 @@ GPT2_XL = DataShape(2304, None, 10**9)
 
 
 def wide(make_job: MakeJob, **train: Any) -> JobConfig:
-    return make_job(sae={"d_sae": 65536, "k": 64}, train={"precision": "bf16"} | train)
+    return make_job(sae={"d_sae": 65536, "k": 64}, train={"precision": "bf16", "batch_size": 4096} | train)
 
 
 def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -> None:

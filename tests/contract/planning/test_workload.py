@@ -42,6 +42,47 @@ def test_the_learning_rate_follows_the_tokens_of_a_step(make_job: MakeJob, scali
     assert Layout(job, 4).lr_scale == factor
 
 
+@pytest.mark.parametrize(
+    ("train", "ranks", "tokens", "steps"),
+    [
+        ({"n_tokens": 100_000_000}, 1, 4096, 24_415),
+        ({"n_tokens": 1_000_000}, 1, 1984, 505),
+        ({"n_tokens": 300_000}, 1, 576, 521),
+        ({"n_tokens": 10_000}, 1, 512, 20),
+        # The ranks share what one would have, down to 64 tokens each.
+        ({"n_tokens": 1_000_000}, 4, 1792, 559),
+        ({"n_tokens": 10_000}, 3, 576, 18),
+        ({"n_tokens": 10_000}, 16, 1024, 10),
+        ({"n_tokens": 1_000_000, "accumulate": 2}, 1, 1920, 521),
+        ({"n_tokens": 1_000_000, "global_batch_size": 8000}, 1, 8000, 125),
+        ({"n_tokens": 1_000_000, "n_steps": 7}, 2, 8192, 7),
+    ],
+)
+def test_a_run_of_few_tokens_has_small_steps_unless_it_says_how_large(
+    make_job: MakeJob, train: dict[str, int], ranks: int, tokens: int, steps: int
+) -> None:
+    layout = Layout(make_job(train=train), ranks)
+    assert (layout.tokens_per_step, layout.total_steps) == (tokens, steps)
+
+
+@pytest.mark.parametrize(
+    ("train", "factor"),
+    [({"batch_size": 256}, 0.5), ({"batch_size": 2048}, 1), ({"batch_size": 256, "lr": 0.01}, 1)],
+)
+def test_only_a_rate_that_was_left_open_is_lower_for_small_steps(
+    make_job: MakeJob, train: dict[str, Any], factor: float
+) -> None:
+    assert Layout(make_job(train=train), 1).lr_scale == factor
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_adam_forgets_sooner_in_a_shorter_run(make_job: MakeJob, optimizer: str) -> None:
+    knobs = make_job(train={"optimizer": optimizer}).train.knobs
+    assert [knobs.for_run(n_steps).beta2 for n_steps in (10, 500, 10_000, 10**6)] == [0.95, 0.98, 0.999, 0.999]
+    given = make_job(train={"optimizer": optimizer, "beta2": 0.9}).train.knobs
+    assert given.for_run(500) is given
+
+
 @pytest.mark.parametrize(("optimizer", "shares"), [("adam", True), ("signum", False), ("muon", False)])
 def test_replicas_share_an_optimizer_that_steps_each_weight_alone(
     make_job: MakeJob, optimizer: str, shares: bool

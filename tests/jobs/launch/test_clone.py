@@ -65,12 +65,13 @@ def test_a_grid_is_of_a_hundred_jobs_at_most():
         ({"batch_size": 64, "global_batch_size": 128}, ["train.batch_size=32"]),
         ({"batch_size": 63}, []),
         ({"batch_size": 1}, []),
-        ({"batch_size": "auto"}, []),
+        ({"batch_size": "auto"}, ["train.batch_size=2048", "train.global_batch_size=8192"]),
+        ({"batch_size": "auto", "global_batch_size": 1}, []),
     ],
 )
 def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides):
     job = box.config().replace("train", **train)
-    assert half_batch(job) == overrides
+    assert half_batch(job, 2) == overrides
     if overrides:
         box.data.run(1).create()
         box.data.run(1).job_file.write_text(dump_job(job))

@@ -55,9 +55,9 @@ def test_where_memory_is_short_the_largest_batch_that_fits_is_named(job: Extract
 
 
 def test_a_clone_of_one_that_ran_out_of_memory_reads_half_the_tokens_at_once(job: ExtractJob) -> None:
-    assert half_batch(job) == ["extract.batch_tokens=4096"]
+    assert half_batch(job, 1) == ["extract.batch_tokens=4096"]
     least = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=256))
-    assert half_batch(least) == []
+    assert half_batch(least, 1) == []
 
 
 def test_of_a_model_elsewhere_nothing_is_known(job: ExtractJob) -> None:

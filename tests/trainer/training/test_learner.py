@@ -50,7 +50,7 @@ def test_the_rate_follows_the_tokens_of_a_step_where_it_is_to(
     train = {"lr": lr, "batch_size": 64, "accumulate": 4, "decay_fraction": 0.0}
     usual, scaled = (
         Learner(make_job(train=train | more), 16, None, Parallel(torch.device("cpu")))
-        for more in ({}, {"lr_scaling": scaling, "lr_tokens": 64})
+        for more in ({"lr_scaling": "off"}, {"lr_scaling": scaling, "lr_tokens": 64})
     )
     for one in (usual, scaled):
         one.begin_step(0)

@@ -18,6 +18,15 @@ from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import DataShape
 
+# A run of fewer, larger steps learns less from the same tokens: see docs/quality.md.
+LEAST_STEPS = 500
+# Of all ranks together. Gradients of fewer tokens are mostly noise, and the optimizer takes as long for them.
+SMALLEST_STEP = 512
+# Products take as long for what is missing to a multiple of it.
+BATCH_UNIT = 64
+# Tokens of a step below which a rate of "auto" falls: each has more noise in it.
+FULL_LR_TOKENS = 1024
+
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
     """A job on `ranks` ranks. A mode or batch size of "auto" counts as the plain one until it is settled."""
@@ -89,8 +98,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @property
     def lr_scale(self) -> float:
         """The factor on the learning rate that `lr_scaling` gives for the tokens of a step."""
-        ratio = self.tokens_per_step / self.job.train.lr_tokens
-        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.job.train.lr_scaling]
+        train, tokens = self.job.train, self.tokens_per_step
+        if train.lr_scaling == "auto":
+            return min(1.0, math.sqrt(tokens / FULL_LR_TOKENS)) if train.lr == "auto" else 1.0
+        ratio = tokens / train.lr_tokens
+        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[train.lr_scaling]
 
     @cached_property
     def is_elementwise(self) -> bool:
@@ -117,7 +129,18 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _own_batch(self) -> int:
-        return USUAL_BATCH if self.job.train.batch_size == "auto" else self.job.train.batch_size
+        asked = self.job.train.batch_size
+        return self._auto_batch if asked == "auto" else asked
+
+    @property
+    def _auto_batch(self) -> int:
+        """The most tokens that leave a run `LEAST_STEPS`, where it is counted in tokens."""
+        train = self.job.train
+        if train.n_steps or train.global_batch_size:
+            return USUAL_BATCH
+        parts = train.accumulate * self.data_ranks * BATCH_UNIT
+        units = max(train.n_tokens // (LEAST_STEPS * parts), -(-SMALLEST_STEP // parts))
+        return min(units * BATCH_UNIT, USUAL_BATCH)
 
 
 def steps_of(job: AnyJob, devices: int) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import RunPaths
+from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
@@ -81,15 +83,39 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # train.n_steps overrides n_tokens, so it is cleared where only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
-    as_before = [*(["train.n_steps="] if by_tokens else []), *_settings_since(job_file)]
+    since = _settings_since(job_file)
+    was = load_job(job_file, since, read=read)
+    as_before = [*(["train.n_steps="] if by_tokens else []), *since, *_step_since(run_dir, was)]
     return load_job(job_file, [*overrides, *as_before], read=read)
 
 
 def _settings_since(job_file: Path) -> list[str]:
     """Return as overrides what a run began with before a setting was there, where the default is another now."""
-    sae = read_toml(job_file, read_plain_text).get("sae")
+    raw = read_toml(job_file, read_plain_text)
     # The file of a run has all settings that there were.
-    return [] if isinstance(sae, dict) and "encoder_follows" in sae else ["sae.encoder_follows=off"]
+    before = {"sae.encoder_follows": "off", "train.lr_scaling": "off"}
+    return [f"{path}={value}" for path, value in before.items() if not _has(raw, path)]
+
+
+def _has(raw: Mapping[str, Any], path: str) -> bool:
+    section, key = path.split(".")
+    return isinstance(keys := raw.get(section), dict) and key in keys
+
+
+def _step_since(run_dir: Path, was: JobConfig) -> list[str]:
+    """Return as an override the tokens of a step that a run settled on, where "auto" comes to others now."""
+    if was.train.batch_size != "auto" or was.train.global_batch_size:
+        return []
+    plans = (read_plan(RunPaths(run_dir).attempt(number) / "plan.json") for number in _attempts(run_dir))
+    plan = next(filter(None, plans), None)
+    if plan is None or _whole_step(was, plan.ranks + plan.model_gpus) == plan.tokens_per_step:
+        return []
+    return [f"train.global_batch_size={plan.tokens_per_step}"]
+
+
+def _whole_step(job: JobConfig, devices: int) -> int:
+    """Return the tokens of a step on so many devices."""
+    return Layout(job, ranks_of(job, devices)).tokens_per_step
 
 
 def _attempts(run_dir: Path) -> list[int]:
@@ -156,9 +182,16 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
         return job, []
     job = job.replace("train", global_batch_size=whole)
     layout = Layout(job, now)
-    changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else "parallel.mode: changed"
+    changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else _other_change(was, job)
     cut = f"{layout.micro_batches} micro-batches of {layout.micro_batch:,} tokens per rank"
     return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
+
+
+def _other_change(was: JobConfig, job: JobConfig) -> str:
+    """Name what would change the tokens of a step on as many ranks."""
+    has_another_length = (was.train.n_steps, was.train.n_tokens) != (job.train.n_steps, job.train.n_tokens)
+    of_length = "train.n_steps" if job.train.n_steps else "train.n_tokens"
+    return f"{of_length if has_another_length else 'parallel.mode'}: changed"
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -> list[str]:

@@ -18,7 +18,7 @@ GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 MIRROR_LISTS = " or ".join(f'"{name}"' for name in MIRRORS) + ", or a list of them"
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 PYTHONS = 'the whole path of a Python, like "/home/me/env/bin/python"'
-# Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
+# Tokens of a rank in a step where batch_size is "auto" and the run is long, or its steps are counted.
 USUAL_BATCH = 4096
 # Rows of more than so many times the median norm are left out: ordinary ones stay within three times of it, the first
 # tokens of a text have a hundred times.
@@ -115,9 +115,16 @@ class Train(msgspec.Struct, frozen=True):
 
     knobs: OptimizerKnobs
     batch_size: (
-        Annotated[int, about("Tokens per data-parallel rank and micro-batch; auto: as fit.", unit="tokens", ge=1)]
+        Annotated[
+            int,
+            about(
+                "Tokens per data-parallel rank and micro-batch; auto: 4,096, or fewer for 500 steps, cut to fit.",
+                unit="tokens",
+                ge=1,
+            ),
+        ]
         | Literal["auto"]
-    ) = 4096
+    ) = "auto"
     global_batch_size: (
         Annotated[
             int,
@@ -134,11 +141,11 @@ class Train(msgspec.Struct, frozen=True):
         "auto"
     )
     lr_scaling: Annotated[
-        Literal["off", "sqrt", "linear"],
-        about("Whether lr follows the tokens per step, by root or in proportion.", advanced=True),
-    ] = "off"
+        Literal["auto", "off", "sqrt", "linear"],
+        about("Whether lr follows the tokens per step; auto: by root below 1,024, where lr is auto.", advanced=True),
+    ] = "auto"
     lr_tokens: Annotated[
-        int, about("Tokens per step that lr is meant for, where lr_scaling is on.", unit="tokens", advanced=True, ge=1)
+        int, about("Tokens per step that lr is meant for, if by root or linear.", unit="tokens", advanced=True, ge=1)
     ] = USUAL_BATCH
     optimizer: Annotated[Choice, about("What turns gradients into steps.", advanced=True)] = "adam"
     warmup_fraction: Annotated[

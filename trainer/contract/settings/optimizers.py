@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import msgspec
 
 from trainer.contract.settings.knobs import about
+
+Beta2 = (
+    Annotated[
+        float, about("Adam's decay of the mean of squared gradients; auto: by the steps.", advanced=True, ge=0, lt=1)
+    ]
+    | Literal["auto"]
+)
 
 
 class OptimizerKnobs(msgspec.Struct, frozen=True):
@@ -17,12 +24,16 @@ class OptimizerKnobs(msgspec.Struct, frozen=True):
         """What its values of state are kept in: "fp32", "bf16" or "int8"."""
         return "fp32"
 
+    def for_run(self, n_steps: int) -> Self:
+        """Return the settings with nothing left open, for a run of so many steps."""
+        return self
+
 
 class AdamKnobs(OptimizerKnobs, frozen=True):
     """Adam (Kingma & Ba 2014, arXiv 1412.6980)."""
 
     beta1: Annotated[float, about("Decay of the running mean of gradients.", advanced=True, ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, about("Decay of the running mean of their squares.", advanced=True, ge=0, lt=1)] = 0.999
+    beta2: Beta2 = "auto"
     state: Annotated[
         Literal["fp32", "bf16", "int8"], about("What the moments are kept in; 8, 4 or 2 bytes a weight.", advanced=True)
     ] = "fp32"
@@ -30,6 +41,9 @@ class AdamKnobs(OptimizerKnobs, frozen=True):
     @property
     def state_dtype(self) -> str:
         return self.state
+
+    def for_run(self, n_steps: int) -> Self:
+        return msgspec.structs.replace(self, beta2=squares_decay(n_steps)) if self.beta2 == "auto" else self
 
 
 class SignumKnobs(OptimizerKnobs, frozen=True):
@@ -50,4 +64,12 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
         float, about("Decay of the running mean of a matrix's gradients.", advanced=True, ge=0, lt=1)
     ] = 0.95
     beta1: Annotated[float, about("The biases' Adam: decay of the mean.", advanced=True, ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, about("The biases' Adam: decay of the squares.", advanced=True, ge=0, lt=1)] = 0.999
+    beta2: Beta2 = "auto"
+
+    def for_run(self, n_steps: int) -> Self:
+        return msgspec.structs.replace(self, beta2=squares_decay(n_steps)) if self.beta2 == "auto" else self
+
+
+def squares_decay(n_steps: int) -> float:
+    """Return Adam's β2 for a run of so many steps: it remembers a tenth of them, at least 20 and at most 1,000."""
+    return 1 - 1 / min(max(n_steps / 10, 20), 1000)
