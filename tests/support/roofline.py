@@ -2,7 +2,7 @@
 
 Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
 its kernels. Element-wise passes and products should be right within a tenth, selections within a factor of 2 and
-gathers within a half: the largest uncertainties are in `_selection` and `_gather`.
+gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel` and `_gather`.
 """
 
 from __future__ import annotations
@@ -188,10 +188,31 @@ def _row_kernel(op: Op) -> Cost:
     return Cost(1, max(op.bytes / BANDWIDTH / REACHED, LAUNCH), "row kernel")
 
 
+def _selecting_kernel(op: Op) -> Cost:
+    """Count a kernel that looks through a row per program: bytes from memory, and the latency of its programs.
+
+    Those that are read once more come from the cache. A program waits for each tile, and for each bit of a bound.
+    """
+    numbers = dict(op.arguments)["bits"]
+    n_rows, n = numbers.shape
+    if op.name == "_mark_rows":
+        tiles, searches, resident = 1, 1, 16
+        moved = op.bytes
+    else:
+        tiles, searches, resident = math.ceil(n / op.argument("GROUP") / op.argument("AT_ONCE")), 2, 3
+        again = 32 * math.ceil(op.argument("GROUP") * numbers.dtype.itemsize / 32) * n_rows * op.argument("k")
+        moved = op.bytes + again
+    of_program = 2e-6 + 0.9e-6 * tiles + searches * (op.argument("BITS") * 0.1e-6 + 1e-6)
+    latency = n_rows * of_program / (PROCESSORS * resident)
+    return Cost(1, max(moved / BANDWIDTH / REACHED, latency), "selecting kernel")
+
+
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,
     "_add_rest": _rest_kernel,
+    "_largest_of_rows": _selecting_kernel,
+    "_mark_rows": _selecting_kernel,
 }
 _BY_COST: dict[Callable[[Op], Cost], str] = {
     _product: "addmm mm bmm mv addmv",

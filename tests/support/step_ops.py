@@ -22,7 +22,7 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import foreseen, sparse, triton_sparse
+from trainer.saes.kernels import foreseen, sparse, top_k, triton_sparse, triton_top_k
 from trainer.training.learner import Learner
 
 # They launch nothing.
@@ -137,6 +137,7 @@ class OpLog(TorchDispatchMode):
         with (
             mock.patch.object(KernelInterface, "__getitem__", launcher),
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
+            mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):
             yield

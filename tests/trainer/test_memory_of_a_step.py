@@ -18,7 +18,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse
+from trainer.saes.kernels import sparse, top_k, triton_top_k
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -38,6 +38,20 @@ class Kernels:
         return rows.new_empty(len(indices), dtype=torch.float32)
 
 
+class TopKKernels:
+    """A stand-in for those that find the largest."""
+
+    fits, fits_marks = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_marks)
+
+    @staticmethod
+    def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return values.new_empty(len(values), k, dtype=torch.int64), values.new_empty(len(values), k)
+
+    @staticmethod
+    def marks(values: Tensor, k: int) -> Tensor:
+        return values.new_empty(values.shape, dtype=torch.bool)
+
+
 class UpdateKernels:
     """A stand-in for those of an update."""
 
@@ -55,6 +69,7 @@ class UpdateKernels:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
+    monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield

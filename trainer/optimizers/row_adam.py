@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from trainer.optimizers.base import Optimizer, RowStep
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
+from trainer.runtime import narrow_copy
+from trainer.runtime.narrow_copy import NarrowCopy
 from trainer.runtime.triton_kernels import working_kernels
 
 
@@ -22,13 +24,17 @@ class RowAdam(RowStep):
         groups = {one: group for group, one in optimizer.with_group()}
         self._groups = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
         self._dots: dict[nn.Parameter, Tensor | None] = {}
+        self._copies: dict[nn.Parameter, NarrowCopy] = {}
 
     @classmethod
     def of(cls, optimizer: Optimizer, codec: str) -> RowAdam | None:
         """Return a step of the optimizer's matrices by kernels, where they are on a GPU on which kernels work."""
         kernels = next((kernels_for(one) for one in optimizer.latent_axes), None)
         step = cls(optimizer, codec, kernels) if kernels else None
-        return step if step and step._may_have_all() else None
+        if step is None or not step._may_have_all():
+            return None
+        step._copies = {one: narrow_copy.keep(one) for one in step._groups}
+        return step
 
     def _may_have_all(self) -> bool:
         """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
@@ -73,6 +79,7 @@ class RowAdam(RowStep):
         if not state:
             state.update(step=parameter.new_zeros(()), **self._codec.new(parameter, 1 - dim))
         moments = {name: self._by_latent(parameter, state[name]) for name in ("exp_avg", "exp_avg_sq")}
+        narrow = self._copies[parameter].to_renew(parameter)
         return self._kernels.Matrix(
             self._by_latent(parameter, parameter.detach()),
             self._gradient(parameter),
@@ -81,6 +88,7 @@ class RowAdam(RowStep):
             self._groups[parameter]["lr"],
             dim,
             self._dots[parameter],
+            None if narrow is None else self._by_latent(parameter, narrow),
         )
 
     def _unit_rows(self, parameter: nn.Parameter) -> Tensor | None:

@@ -30,7 +30,8 @@ class Matrix(NamedTuple):
     """A matrix to step: its weights and gradient [n_latents, width], and their moments as a codec stores them.
 
     Scales are as the codec has them, with latents along `latent_dim`, as the SAE's matrix has. `n_steps` (0-dim) counts
-    this step already. `dots` are the products of rows and gradients where rows are held at length 1.
+    this step already. `dots` are the products of rows and gradients where rows are held at length 1. `narrow`, of the
+    weights' shape, gets them in 16 bits.
     """
 
     weight: Tensor
@@ -40,6 +41,7 @@ class Matrix(NamedTuple):
     lr: float
     latent_dim: int
     dots: Tensor | None = None
+    narrow: Tensor | None = None
 
 
 class Constants(NamedTuple):
@@ -127,6 +129,7 @@ def _arguments(matrix: Matrix, prefix: str) -> dict[str, Any]:
     m, v, scale = moments["exp_avg"], moments["exp_avg_sq"], moments.get("exp_avg_scale")
     return {
         f"inout_{prefix}weight": matrix.weight,
+        f"out_{prefix}narrow": None if matrix.narrow is None else _bits(matrix.narrow),
         f"{prefix}grad": matrix.grad,
         f"{prefix}n_steps": matrix.n_steps,
         f"{prefix}lr": matrix.lr,
@@ -165,9 +168,9 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, vectors, BLOCKS: tl.co
 
 @triton.jit
 def _step_rows(
-    inout_weight, grad, dots, n_steps, lr,
+    inout_weight, out_narrow, grad, dots, n_steps, lr,
     inout_m, inout_v, inout_m_scale, inout_v_scale, latent_stride, block_stride,
-    inout_follower_weight, follower_grad, follower_n_steps, follower_lr,
+    inout_follower_weight, out_follower_narrow, follower_grad, follower_n_steps, follower_lr,
     inout_follower_m, inout_follower_v, inout_follower_m_scale, inout_follower_v_scale,
     follower_latent_stride, follower_block_stride,
     share, ids, divisor, found_inf, ln_beta1, ln_beta2, share1, share2, eps, vectors,
@@ -199,6 +202,7 @@ def _step_rows(
         if dots is not None:
             stepped /= tl.sqrt(tl.sum(tl.sum(stepped * stepped, axis=1), axis=0))
         tl.store(inout_weight + start + columns, stepped, mask=inside)
+        _store_narrow(out_narrow, start, columns, stepped, inside)
 
         if inout_follower_weight is not None:
             way = share * (stepped - weight)
@@ -212,7 +216,18 @@ def _step_rows(
                 follower_lr, ln_beta1, ln_beta2, share1, share2, eps, follower_ONE_SCALE,
             )  # fmt: skip
             follower = tl.load(inout_follower_weight + start + columns, mask=inside, other=0)
-            tl.store(inout_follower_weight + start + columns, follower + (way - change), mask=inside)
+            follower += way - change
+            tl.store(inout_follower_weight + start + columns, follower, mask=inside)
+            _store_narrow(out_follower_narrow, start, columns, follower, inside)
+
+
+@triton.jit
+def _store_narrow(out_narrow, start, columns, weights, inside):
+    """Store weights in 16 bits, rounded to the nearest as torch does; of bf16 there are the bits."""
+    if out_narrow is not None:
+        if out_narrow.dtype.element_ty == tl.int16:
+            weights = _upper_half(weights, _to_nearest(weights))
+        tl.store(out_narrow + start + columns, weights.to(out_narrow.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -250,9 +265,7 @@ def _change(
         # Never 0 beside a mean that is not: the step divides one by the root of the other.
         tl.store(inout_v + start + columns, tl.minimum(tl.maximum(code, 1), 255).to(tl.uint8), mask=inside)
     elif inout_v.dtype.element_ty == tl.int16:
-        # The mean is rounded to the nearest, and to even.
-        nearest = 0x7FFF + ((m.to(tl.int32, bitcast=True) >> 16) & 1)
-        tl.store(inout_m + start + columns, _upper_half(m, nearest), mask=inside)
+        tl.store(inout_m + start + columns, _upper_half(m, _to_nearest(m)), mask=inside)
         tl.store(inout_v + start + columns, _upper_half(v, dither), mask=inside)
     else:
         tl.store(inout_m + start + columns, m, mask=inside)
@@ -269,6 +282,12 @@ def _of_upper_half(bits):
 @triton.jit
 def _upper_half(numbers, rounding):
     return ((numbers.to(tl.int32, bitcast=True) + rounding) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _to_nearest(numbers):
+    """Return what rounds to the nearest, and to even."""
+    return 0x7FFF + ((numbers.to(tl.int32, bitcast=True) >> 16) & 1)
 
 
 @triton.jit

@@ -69,8 +69,7 @@ class AuxK(nn.Module):
         """
         n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
         # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
-        keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
-        largest, candidates = keys.topk(min(n, len(keys)))
+        largest, candidates = _longest_silent(sae, min(n, sae.n_own))
         everybodys = sae.latents.group.gather(F.pad(largest, (0, n - len(largest)), value=-1)).flatten()
         nth = largest[-1] if sae.latents.group.size == 1 else everybodys.topk(n).values[-1]
         bound = nth.clamp_min(sae.dead_after_tokens * sae.d_sae)
@@ -83,9 +82,22 @@ class AuxK(nn.Module):
         return candidates, is_candidate, are_candidates.any(), n_chosen
 
 
+def _longest_silent(sae: Sae, n: int) -> tuple[Tensor, Tensor]:
+    """Return of this rank's n latents that have been silent for longest a key to compare them by, and their indices."""
+    silence = sae.n_tokens_since_fired
+    keys = silence * sae.d_sae + (sae.d_sae - 1 - sae.ids)
+    if not silence.is_cuda:
+        largest, candidates = keys.topk(n)
+        return largest, candidates
+    # Equal numbers keep the order of latents. Sorting 32 bits takes 11 kernels where the top of 64 bits takes 33; who
+    # was silent for 2 billion tokens is as dead as who was for longer.
+    candidates = silence.clamp_max(2**31 - 1).int().sort(stable=True, descending=True).indices[:n]
+    return keys.index_select(0, candidates), candidates
+
+
 def _are_strongest(pre_acts: Tensor, k: int, group: Group) -> Tensor:
     """Mark each token's k largest over all ranks, of which these have the same tokens: bool [n_tokens, n]."""
     if group.size == 1:
-        return top_k.are_largest(pre_acts, k)[0]
+        return top_k.mark_largest(pre_acts, k)
     columns, _, is_chosen = among_largest(PreActs(pre_acts), k, group)
     return torch.zeros_like(pre_acts, dtype=torch.bool).scatter(1, columns, is_chosen)

@@ -23,6 +23,7 @@ from trainer.optimizers.base import Follower, LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import own_part, sum_of
 from trainer.parallel.latents import Latents
+from trainer.runtime import narrow_copy
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
 from trainer.runtime.precision import autocast, resolve_precision
 from trainer.saes.base import Output, Sae
@@ -251,6 +252,8 @@ class Learner:
         state, own = self.sae.state_dict(), self.sae.latent_dims()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
         self.sae.data.copy_from_first_(state.values())
+        for parameter in self.sae.parameters():
+            narrow_copy.forget(parameter)
 
     def sums(self) -> dict[str, Tensor]:
         """Return by name the sums of a log interval to add over the ranks with the same latents, and start anew.

@@ -64,7 +64,9 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
     assert msgspec.structs.replace(replica, slack=alone.slack) == alone
     dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert dealt.optimizer == alone.optimizer / 4
-    assert (dealt.weights, dealt.gradients, dealt.activations) == (alone.weights, alone.gradients, alone.activations)
+    assert (dealt.weights, dealt.gradients) == (alone.weights, alone.gradients)
+    # What steps a share of the weights keeps no 16-bit copies of them.
+    assert alone.activations / 1.5 < dealt.activations < alone.activations
     shared = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "tensor"}), 768, 4))
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 4, rel=1e-3)

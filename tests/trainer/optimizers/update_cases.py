@@ -19,6 +19,7 @@ from trainer.optimizers.adam import Adam
 from trainer.optimizers.base import Follower, LatentAxis
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
+from trainer.runtime.narrow_copy import NarrowCopy, kept_or_own
 from trainer.training.following import Following
 from trainer.training.learner import Learner
 from trainer.training.update import RowUpdate, Update
@@ -160,6 +161,59 @@ def test_a_step_that_is_skipped_changes_no_bit(moments: str, bad: float) -> None
     assert skips(one) == (2, 1, 0)
     step(one, 3)
     assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
+
+
+def copies(one: Learner) -> dict[Tensor, NarrowCopy]:
+    return {weights: weights.copy_in_16_bits for weights in (one.sae.W_enc, one.sae.W_dec)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("sae", "moments"), WAYS, ids=str)
+def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments: str, dtype: torch.dtype) -> None:
+    one, _ = learners(sae, state=moments)
+    for number, bad in enumerate((None, None, torch.nan, None)):
+        before = {weights: kept_or_own(weights, dtype) for weights in copies(one)}
+        step(one, number, bad)
+        for weights, copy in copies(one).items():
+            renewed = copy.to_renew(weights)
+            assert renewed is before[weights]
+            assert renewed.stride() == weights.stride()
+            assert torch.equal(renewed, weights.to(dtype))
+
+
+def test_a_step_in_16_bits_is_the_same_with_and_without_copies() -> None:
+    one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
+    for weights in copies(other):
+        del weights.copy_in_16_bits
+    for number in range(3):
+        step(one, number)
+        step(other, number)
+    found, expected = state(one), state(other)
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def test_what_changes_weights_otherwise_makes_the_copy_anew() -> None:
+    one, _ = learners({"architecture": "topk"}, precision="bf16")
+    step(one, 0)
+    saved = state(one)
+    step(one, 1)
+    sae, dead = one.sae, torch.tensor([True, False, False, True, False, False], device=DEVICE)
+    changes = [
+        lambda: one.state.load(saved),
+        lambda: sae.revive(dead, rows(2, 72, 3), rows(2, 72, 4)),
+        lambda: one.initialise(rows(50, 72, 9), rows(50, 72, 9)),
+    ]
+    for change in changes:
+        change()
+        for weights, copy in copies(one).items():
+            assert copy.to_renew(weights) is None
+            assert torch.equal(kept_or_own(weights, torch.bfloat16), weights.bfloat16())
+    one.agree()
+    assert all(copy.to_renew(weights) is None for weights, copy in copies(one).items())
+    with torch.inference_mode():
+        assert kept_or_own(sae.W_enc, torch.bfloat16) is sae.W_enc
+    step(one, 2)
+    assert torch.equal(kept_or_own(sae.W_dec, torch.bfloat16), sae.W_dec.bfloat16())
 
 
 def test_a_run_goes_on_by_passes_where_it_was_left_by_rows() -> None:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from trainer.contract.planning.workload import Workload
-from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import Sae
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.job import JobConfig, Sae
 
 # Candidates that a rank sends per token for each value chosen from it on average; on a GPU it sends all that could be.
 MARGIN_PER_TOKEN = 4
 
 
-def of_pass(work: Workload, sae: Sae) -> int:
-    """Return the peak bytes of one micro-batch's forward and backward pass, the gradients it makes included."""
+def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
+    """Return the peak bytes of one micro-batch's forward and backward pass, the gradients it makes included.
+
+    The 16-bit copies of weights that outlive a pass are not.
+    """
     is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
-    return round((_Dense if is_dense else _Chosen)(work, sae).peak())
+    return round((_Dense if is_dense else _Chosen)(work, sae, keeps_copies=keeps_copies).peak())
+
+
+def kept_copies(work: Workload, job: JobConfig) -> int:
+    """Return the bytes of the 16-bit copies of an SAE's weights that its steps write for the passes that follow.
+
+    Replicas that step a share of the latents each have none.
+    """
+    shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
+    writes = OPTIMIZERS[job.train.optimizer].writes_copies and not shares_steps
+    if work.device != "cuda" or work.product_bytes != 2 or not writes:
+        return 0
+    # Dense products narrow the decoder by themselves.
+    width = work.d_in + (0 if ARCHITECTURES[job.sae.architecture].dense_matrices else work.d_out)
+    return round(2 * job.sae.width(work.d_in) * width / work.latent_ranks)
 
 
 def exchanged_bytes(work: Workload, sae: Sae) -> int:
@@ -35,7 +52,7 @@ class _Pass:
     are summed, `n_own` a rank's own latents.
     """
 
-    def __init__(self, work: Workload, sae: Sae) -> None:
+    def __init__(self, work: Workload, sae: Sae, *, keeps_copies: bool = False) -> None:
         self.work, self.sae, self.entry = work, sae, ARCHITECTURES[sae.architecture]
         self.d_in, self.width, self.product = work.d_in, work.d_out, work.product_bytes
         self.replicas, self.sharing, self.n_tokens = work.data_ranks, work.latent_ranks, work.micro_batch
@@ -50,6 +67,8 @@ class _Pass:
         self.rows += self.product * self.own_tokens * self.d_in * sae.skip
         # One fp32 weight matrix of the output's width (decoder).
         self.matrix = 4 * self.n_own * self.width
+        # Bytes of a weight matrix's 16-bit copy for the products of this pass, per d_in or width.
+        self.narrow = 2 * self.n_own if self.product == 2 and not keeps_copies else 0
 
     def candidates(self) -> float:
         """Return the bytes of the candidate buffers: sent, received and reordered copies and two bool masks.
@@ -95,8 +114,8 @@ class _Chosen(_Pass):
     """Architectures that choose some latents; their peak is at the encoder's product, where reconstructions are summed,
     in AuxK's passes, or where AuxK's gradients are added to the others."""
 
-    def __init__(self, work: Workload, sae: Sae) -> None:
-        super().__init__(work, sae)
+    def __init__(self, work: Workload, sae: Sae, *, keeps_copies: bool = False) -> None:
+        super().__init__(work, sae, keeps_copies=keeps_copies)
         self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.n_own)
         # Their weights.
@@ -107,8 +126,6 @@ class _Chosen(_Pass):
         is_unknown = work.device == "cuda" and self.replicas > 1 and self.entry.per_batch
         self.spare = 48 * of_rank * (self.replicas - 1) if is_unknown else 0.0
         self.entries = self.spare + 32 * of_rank / (1 if work.device == "cuda" else min(self.sharing, 2))
-        # Bytes of a weight matrix's 16-bit copy for the products, per d_in or width; 0 where products are in fp32.
-        self.narrow = 2 * self.n_own if self.product == 2 else 0
 
     def peak(self) -> float:
         of_auxk = (self.explain(), self.explain_backward(), self.backward()) if self.n_aux else (self.plain(),)

@@ -66,10 +66,13 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
-    passes = [activation_memory.of_pass(work, one.sae) for one in saes]
+    copies = [activation_memory.kept_copies(work, one) for one in saes]
+    passes = [
+        activation_memory.of_pass(work, one.sae, keeps_copies=kept > 0) for one, kept in zip(saes, copies, strict=True)
+    ]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
     updates = [_update_bytes(one.train, own) for one, own in zip(saes, stepped, strict=True)]
-    peak = max(*highest, sum(weights) + max(updates))
+    peak = max(*highest, sum(weights) + max(updates)) + sum(copies)
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)

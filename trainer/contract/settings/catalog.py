@@ -75,6 +75,8 @@ class OptimizerEntry(KnobsEntry, frozen=True):
     averages: bool = False
     # Whether the step of a weight needs only that weight's gradient.
     elementwise: bool = True
+    # Whether its steps on a GPU also write the 16-bit copies of weights that products read.
+    writes_copies: bool = False
     # None where encoders are stepped by their own gradients alone.
     following: FollowingRates | None = None
 
@@ -204,6 +206,7 @@ OPTIMIZERS = {
         "trainer.optimizers.adam:Adam",
         "Adam in one fused kernel.",
         optimizers.AdamKnobs,
+        writes_copies=True,
         # Held-out FVU of TopK after 300 steps of 2,048 rows. MiniLM's last layer, k = 48, 6,144 latents: 0.193; 0.206
         # with a fall over the last fifth only; 0.225 where encoders also move alone, at half the rate. SmolLM2's 12th
         # block, k = 32, 4,608 latents: 0.172, not 0.182. Latents that never fire: 0.0 %, not 3.0 %; 0.1 %, not 2.7 %.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.phases import ENCODER, phase
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
@@ -39,7 +40,7 @@ class _Encode(torch.autograd.Function):
         # Under autocast the product is bf16 or fp16, and so is what its gradient reads; all else stays fp32.
         # A GPU centres and narrows in one pass.
         centred = torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=product_dtype(x)))
-        pre_acts = Product(centred, W_enc, b_enc)
+        pre_acts = Product(centred, kept_or_own(W_enc, centred.dtype), b_enc)
         chosen = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)
         if chosen is None:

@@ -18,8 +18,7 @@ class PreActs:
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
         """Return the columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
-        columns = top_k.of_each(self.matrix, k)
-        return columns, self.matrix.gather(1, columns)
+        return top_k.largest_of_each(self.matrix, k)
 
     def candidates(self, n: int, n_seen: int) -> Candidates:
         """Return n that probably are each token's largest, the best of `n_seen` that are looked at, with their ceiling.

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
@@ -33,7 +34,8 @@ class _Decode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places) -> Tensor:
         # Under autocast a GPU gathers half the bytes, sums in fp32 all the same, and finds more of them in its cache.
-        rows = W_dec.to(product_dtype(W_dec)) if triton_for(W_dec) else W_dec
+        dtype = product_dtype(W_dec)
+        rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec) else W_dec
         ctx.save_for_backward(values, rows)
         ctx.places, ctx.dtype = places, W_dec.dtype
         return bag_sums(values, places.latents, places.starts, rows, places.filled)

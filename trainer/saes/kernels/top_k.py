@@ -2,7 +2,7 @@
 
 Most of the work is saved by looking only at what can be among the largest; the result is the same. On a GPU all shapes
 are known beforehand, so that the host never waits: of n columns in groups, the groups with the k largest maxima hold
-the k largest. On a CPU shapes may depend on the data.
+the k largest; many rows are looked through by a kernel (`triton_top_k`). On a CPU shapes may depend on the data.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from trainer.runtime.triton_kernels import working_kernels
 
 # Rows in the sample that a bound is guessed from, and how many times as many values as are wanted should lie above it:
 # a batch's share above a bound differs from that of 64 of its rows by less than a sixth.
@@ -27,7 +30,16 @@ LEAST_GROUP = 6
 
 def of_each(values: Tensor, k: int) -> Tensor:
     """Return the columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
-    return _by_groups(values, k, _topk) if values.is_cuda else _by_groups(values, k)
+    return largest_of_each(values, k)[0] if values.is_cuda else _by_groups(values, k)
+
+
+def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the same, and the values there [n_rows, k]."""
+    if (triton := triton_for(values)) and triton.fits(values, k):
+        found: tuple[Tensor, Tensor] = triton.largest_of_each(values, k)
+        return found
+    columns = _by_groups(values, k, _topk) if values.is_cuda else _by_groups(values, k)
+    return columns, values.gather(1, columns)
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
@@ -66,6 +78,23 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
     is_chosen[tied] = _mask_of(values[tied], _topk(values[tied], k))
     return is_chosen, smallest
+
+
+def mark_largest(values: Tensor, k: int) -> Tensor:
+    """Mark the k largest of each row: bool [n_rows, n]."""
+    if (triton := triton_for(values)) and triton.fits_marks(values, k):
+        marked: Tensor = triton.marks(values, k)
+        return marked
+    return are_largest(values, k)[0]
+
+
+def triton_for(values: Tensor) -> ModuleType | None:
+    """Return the Triton kernels where they work, on a GPU; else None."""
+    return _working_triton(values.device) if values.is_cuda else None
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.saes.kernels.triton_top_k", "choices of latents", device)
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:

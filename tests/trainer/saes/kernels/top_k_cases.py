@@ -1,0 +1,121 @@
+"""The kernel that finds the largest against a full sort; `test_triton_top_k.py` runs this in a process of its own.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels import triton_top_k
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rows(n_rows: int, n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n_rows, n, generator=torch.Generator().manual_seed(seed))
+
+
+def some_cases() -> Iterator[pytest.param]:
+    """Yield rows and a k."""
+    yield pytest.param(rows(3, 1000), 7, id="any numbers")
+    yield pytest.param(rows(3, 1003), 40, id="a last group that is not full")
+    yield pytest.param(rows(2, 5), 5, id="all of a row shorter than a group")
+    yield pytest.param(rows(2, 40), 33, id="more than there are groups")
+    yield pytest.param(rows(4, 500).round(), 64, id="many that are equal")
+    yield pytest.param(torch.zeros(2, 300), 20, id="all equal")
+    yield pytest.param(-rows(2, 300).abs() - 1, 20, id="all below zero")
+    yield pytest.param(rows(2, 9000), 3, id="more than are read at a time")
+    odd = rows(6, 200)
+    odd[0, ::3] = torch.nan
+    odd[1, 7] = -torch.nan
+    odd[2, :] = -torch.inf
+    odd[2, [3, 150]] = 1.0
+    odd[3, 5], odd[3, 6] = torch.inf, -torch.inf
+    odd[4, ::2], odd[4, 1::2] = 0.0, -0.0
+    odd[5] = torch.nan
+    yield pytest.param(odd, 9, id="NaN, infinities and zeros of both signs")
+
+
+CASES = pytest.mark.parametrize(("values", "k"), list(some_cases()))
+
+
+def expected(values: Tensor, k: int) -> Tensor:
+    """Return the columns of the k largest in float64, ascending: NaN above all, of equal numbers the lowest columns.
+
+    Of zeros that with a minus is the smaller, as for torch.topk on a GPU.
+    """
+    keys = values.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299)
+    keys = torch.where((keys == 0) & values.signbit() & ~values.isnan(), -1e-300, keys)
+    return keys.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
+
+
+@CASES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_are_those_of_a_full_sort(values: Tensor, k: int, dtype: torch.dtype) -> None:
+    values = values.to(dtype)
+    columns, largest = triton_top_k.largest_of_each(values.to(DEVICE), k)
+    assert torch.equal(columns.cpu(), expected(values, k))
+    assert torch.equal(largest.cpu().nan_to_num(nan=7e4), values.gather(1, expected(values, k)).nan_to_num(nan=7e4))
+    by_torch = values.double().topk(k, dim=1).values
+    assert torch.equal(largest.cpu().double().sort(dim=1, descending=True).values.nan_to_num(), by_torch.nan_to_num())
+
+
+@CASES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_are_those_that_are_marked(values: Tensor, k: int, dtype: torch.dtype) -> None:
+    values = values.to(dtype)
+    marked = triton_top_k.marks(values.to(DEVICE), k).cpu()
+    assert torch.equal(marked, torch.zeros_like(marked).scatter(1, expected(values, k), True))
+
+
+def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = rows(2, 700).bfloat16()
+    monkeypatch.setattr(triton_top_k, "TILE", 1024)
+    for most in (4, 16, 64):
+        monkeypatch.setattr(triton_top_k, "MOST_GROUPS", most)
+        columns, _ = triton_top_k.largest_of_each(values.to(DEVICE), 11)
+        assert torch.equal(columns.cpu(), expected(values, 11))
+
+
+def test_rows_that_do_not_lie_side_by_side_are_read_as_they_are() -> None:
+    values = rows(50, 4).bfloat16().T
+    columns, _ = triton_top_k.largest_of_each(values.to(DEVICE), 5)
+    assert torch.equal(columns.cpu(), expected(values, 5))
+
+
+def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_others() -> None:
+    def fits(n_rows: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return triton_top_k.fits(torch.empty(n_rows, n, dtype=dtype, device="meta"), k)
+
+    assert fits(4096, 65536, 64)
+    assert fits(4096, 24576, 32, torch.float32)
+    assert fits(4096, 2**19, 64)
+    assert not fits(1, 65536, 64)
+    assert not fits(4096, 2**20, 64)
+    assert not fits(4096, 65536, 2000)
+    assert not fits(4096, 65536, 0)
+    assert not fits(4096, 65536, 64, torch.float64)
+    assert triton_top_k.fits_marks(torch.empty(4096, 2304, dtype=torch.bfloat16, device="meta"), 1152)
+    assert not triton_top_k.fits_marks(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
+
+
+def test_no_row_asks_for_nothing() -> None:
+    columns, largest = triton_top_k.largest_of_each(torch.empty(0, 64, device=DEVICE), 3)
+    assert columns.shape == largest.shape == (0, 3)
+
+
+def test_the_kernels_pass_their_own_trial() -> None:
+    triton_top_k.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_top_k, "marks", lambda values, k: torch.zeros_like(values, dtype=torch.bool))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_top_k.try_out(DEVICE)
