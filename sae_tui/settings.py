@@ -23,6 +23,8 @@ _LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "En
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Those that run a program or lead to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python")
+# tomlkit takes seconds for more.
+_MOST_CHANGED = 64 << 10
 # What is drawn with is settled before there is an app.
 AT_START = frozenset({"look"})
 
@@ -207,29 +209,29 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
         return
     before = read_settings_file(path)
     _refuse_to_change(path, before)
-    text = _with_changes(read_plain_text(path), changes)
-    if text is None or parse_toml(text) != _without_none({**before, **changes}):
+    text = read_plain_text(path)
+    if len(text) > _MOST_CHANGED:
+        raise UserError(f"{path} is larger than {_MOST_CHANGED >> 10} KiB; change it by hand")
+    text, after = _with_changes(text, changes)
+    if after != {name: value for name, value in {**before, **changes}.items() if value is not None}:
         names = ", ".join(changes)
         raise UserError(f"{path} is written in a way that {names} cannot be changed from here; change it by hand")
     write_whole(path, text)
 
 
-def _with_changes(text: str, changes: Mapping[str, Any]) -> str | None:
-    """Return a TOML text with these changes; None where tomlkit cannot make them."""
+def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
+    """Return a TOML text with these changes, and what it says; None where tomlkit cannot make them."""
     import tomlkit
 
     try:
         document = tomlkit.parse(text)
         for name, value in changes.items():
             document.pop(name, None) if value is None else document.update({name: value})
-        return tomlkit.dumps(document)
+        text = tomlkit.dumps(document)
+        return text, parse_toml(text)
     except Exception:
         # Of what tomllib reads it refuses some, in ways of its own.
-        return None
-
-
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if value is not None}
+        return text, None
 
 
 def _refuse_to_change(path: Path, table: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ def _of_ssh(host: str, told: str, complaints: Sequence[str]) -> Cause:
             f"takes none of your keys; let ssh {host} work without a password, as by ssh-add", _REFUSED_AGAIN_S
         )
     if "Could not resolve" in told:
-        return Cause("is no host that can be found; correct its name, or add it to ~/.ssh/config")
+        return Cause("is not found; correct its name or add it to ~/.ssh/config")
     return Cause(f"cannot be reached: {_last(complaints) or 'ssh says nothing'}")
 
 

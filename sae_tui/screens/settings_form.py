@@ -45,6 +45,8 @@ class SettingsScreen(FramedScreen):
         # What the file says, right or wrong, and why it cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
+        # What is not done of what it says, by setting.
+        self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
         self._read()
@@ -79,6 +81,7 @@ class SettingsScreen(FramedScreen):
             self._stored, self._broken = read_settings_file(self._path), ""
         except UserError as error:
             self._stored, self._broken = {}, str(error)
+        self._warnings = {problem.path: problem.message for problem in load_settings(self._path)[1]}
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -93,8 +96,7 @@ class SettingsScreen(FramedScreen):
         form = self.query_one(KnobForm)
         self._draft.clear()
         self._draft.update({row.field.path: row.text for row in form.rows if row.is_changed})
-        warnings = {problem.path: problem.message for problem in load_settings(self._path)[1]}
-        form.say(self._wrong(), {**self.session.given}, warnings)
+        form.say(self._wrong(), {**self.session.given}, self._warnings)
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
