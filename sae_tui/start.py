@@ -115,6 +115,8 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
     given = {}
     if look and settings.look != "plain":
         given["look"] = f"plain now, by {'--plain' if plain else 'this terminal'}"
+    if "NO_COLOR" in os.environ:
+        given["theme"] = "without colours now, by NO_COLOR"
     if hosts:
         given["hosts"] = f"and {join_words(list(hosts))} now, by --host"
     return given

@@ -11,6 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widget import Widget
 
 from sae_tui.jobs.energy import energy_words
+from sae_tui.jobs.features import has_features
 from sae_tui.jobs.output import extracts
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
@@ -158,7 +159,7 @@ class JobScreen(FramedScreen):
         has_no_sae = extracts(detail.view.config)
         # A card is of what a job has left at its end.
         hidden |= {"job.evaluate", "job.card"} if has_no_sae or not detail.view.state.is_final else set()
-        hidden |= {"job.features"} if has_no_sae else set()
+        hidden |= set() if has_features(self.session.data, self.job_id) else {"job.features"}
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:

@@ -96,7 +96,7 @@ class SettingsScreen(FramedScreen):
         form = self.query_one(KnobForm)
         self._draft.clear()
         self._draft.update({row.field.path: row.text for row in form.rows if row.is_changed})
-        form.say(self._wrong(), {**self.session.given}, self._warnings)
+        form.say(self._wrong(), self.session.given, self._warnings)
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,7 +324,7 @@ class KnobForm(Vertical):
         for row in self.rows:
             row.original = row.field.show(original.get(row.field.path, row.field.knob.default))
 
-    def say(self, problems: dict[str, str], overridden: dict[str, str], warnings: dict[str, str]) -> None:
+    def say(self, problems: Mapping[str, str], overridden: Mapping[str, str], warnings: Mapping[str, str]) -> None:
         """Show at each field what is wrong with it, what to be warned of, or what another setting makes of it."""
         for row in self.rows:
             path = row.field.path
