@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.tui import StillMonitor, record_job, record_metrics, wait_until
+from support.tui import StillMonitor, record_job, record_metrics, title_of, wait_until
 from textual.command import CommandPalette
 from textual.widgets import Button, Input, Label
 from textual.widgets._toast import Toast
@@ -86,10 +86,13 @@ async def test_the_footer_offers_what_can_be_done_to_the_selected_job(make_app, 
         await wait_until(pilot, lambda: footer(app).startswith(" ⏎ Open  g Resume  y Clone  l Log"))
 
 
+EMPTY = " n New job  e Extract  v View  , Settings"
+
+
 async def test_without_jobs_a_new_one_comes_first_and_in_a_text_field_help_has_the_key_that_works(make_app) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: footer(app) == " n New job  v View".ljust(65) + "q Quit  ? Help")
+        await wait_until(pilot, lambda: footer(app) == EMPTY.ljust(65) + "q Quit  ? Help")
         await pilot.press("slash")
         await wait_until(pilot, lambda: footer(app).endswith("^q Quit  F1 Help"))
         assert "Filter" not in footer(app)
@@ -240,14 +243,15 @@ async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app,
         assert [title.strip() for title in await found(app, pilot, "resume 12")] == ["Resume job 12: run 11"]
 
 
-async def test_the_palette_shows_the_settings_and_the_file_to_change_them_in(make_app, data) -> None:
+async def test_the_palette_opens_the_settings_whose_key_does_not_open_them_twice(make_app, data) -> None:
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("ctrl+p", *"settings", "enter")
-        await wait_until(pilot, lambda: app.screen.query("Page"))
-        shown = app.screen.query_one("Page").plain
-        assert "settings.toml; they are read when sae-tui starts" in " ".join(shown.split())
-        assert f"history_hours = {app.session.settings.history_hours:g}" in shown
+        await wait_until(pilot, lambda: app.screen.name == "settings")
+        assert title_of(app.screen.query_one("#form-scroll")).strip() == f"Settings · {data.settings_file}"
+        app.action_settings()
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen.id == "dashboard")
 
 
 async def test_the_palette_shows_what_the_app_itself_costs(make_app) -> None:
@@ -267,7 +271,7 @@ async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, dat
         command = next(one for one in app.get_system_commands(app.screen) if one.title == "Theme: light")
         command.callback()
         assert app.theme == "sae-light"
-    assert data.settings_file.read_text() == '# mine\nhistory_hours = 5.0\ntheme = "light"\nwhat = 1\n'
+    assert data.settings_file.read_text() == '# mine\nhistory_hours = 5.0\ntheme = "light" # at night\nwhat = 1\n'
     settings, _ = load_settings(data.settings_file)
     assert (settings.theme, settings.history_hours) == ("light", 5.0)
 

@@ -56,6 +56,22 @@ def test_launch_with_a_mistake(snap_compare, make_app) -> None:
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+def test_settings(snap_compare, make_app, data, size) -> None:
+    data.settings_file.write_text('theme = "light"\nnotify = "drum"\nprice_per_kwh = 0.31\n')
+    app = make_app(monitor=lively_monitor())
+
+    async def ready(pilot) -> None:
+        await pilot.press("comma")
+        await wait_until(pilot, lambda: app.screen.name == "settings")
+        # A folder of its own for every run.
+        app.screen._path = "~/.local/share/sae-tui/settings.toml"
+        app.screen._entitle()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 def test_job(snap_compare, make_app, box, size) -> None:
     app = make_app(monitor=lively_monitor())
 
