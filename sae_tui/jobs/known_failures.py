@@ -37,6 +37,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("port", "another process has the port; resume it, which takes a new one"),
     ),
     (
+        r"No module named '(torch|numpy|safetensors)",
+        Remedy("version", "it was installed when the job was launched; `sae-tui doctor` says how to install it again"),
+    ),
+    (
         r"CUDA driver error: (operation )?not supported",
         Remedy("version", "start it with PYTORCH_ALLOC_CONF=expandable_segments:False, as virtual GPUs need it", False),
     ),

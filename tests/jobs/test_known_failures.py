@@ -30,6 +30,7 @@ from sae_tui.jobs.known_failures import remedy
         ("OSError: [Errno 30] Read-only file system: '/data'", "disk", True),
         ("The server socket has failed to listen: EADDRINUSE, address already in use", "port", True),
         ("RuntimeError: Gloo connectFullMesh failed with [..] no error", "port", True),
+        ("ModuleNotFoundError: No module named 'torch'", "version", True),
         ("RuntimeError: The NVIDIA driver version is insufficient for CUDA runtime version", "version", False),
         ("CUDA error: no kernel image is available for execution on the device", "version", False),
         ("RuntimeError: CUDA driver error: operation not supported", "version", False),
