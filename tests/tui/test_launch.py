@@ -849,7 +849,7 @@ async def test_a_key_tells_what_is_wrong_with_the_stored_activations(make_app, m
         INSPECTED, msgspec.structs.replace(INSPECTED, findings=()), UserError("data.path: it cannot be read")
     ]  # fmt: skip
 
-    def inspect(_: Inspections, place: str, is_over: object) -> Inspected:
+    def inspect(_: Inspections, place: str, is_over: object, python: str | None) -> Inspected:
         assert place.endswith("data/sample")
         if isinstance(answer := answers.pop(0), UserError):
             raise answer

@@ -44,6 +44,7 @@ from trainer.contract.wording import join_words
 
 Launched = TypeVar("Launched", bound=AnyJob)
 Start = Callable[[DataDir, int], None]
+J = TypeVar("J", bound=AnyJob)
 
 
 def launch(
