@@ -66,16 +66,20 @@ class Context:
     @functools.cached_property
     def gpus(self) -> Snapshot:
         """The GPUs as they are now; says on stderr why there are none, or not all, where some are wanted."""
-        occupancy = Occupancy(self.data)
-        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
-        if self.wants_gpus and (message := snapshot.problem or snapshot.note):
+        if self.wants_gpus and (message := self._read.problem or self._read.note):
             warn(message)
-        return snapshot
+        return self._read
+
+    @functools.cached_property
+    def _read(self) -> Snapshot:
+        occupancy = Occupancy(self.data)
+        return take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
 
     def has_broken_driver(self) -> bool:
-        """Tell whether the GPUs cannot be read though they are there; a script is told why in JSON."""
-        if self.gpus.is_broken and self.as_json:
-            show_failure(self.gpus.problem)
+        """Tell whether the GPUs cannot be read though they are there; say why, to a script in JSON."""
+        if self.as_json and self._read.is_broken:
+            show_failure(self._read.problem)
+            return True
         return self.gpus.is_broken
 
     def watch_gpus(self, every_s: float) -> Iterator[Snapshot]:

@@ -7,8 +7,9 @@ import json
 import msgspec
 import pytest
 
-from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.errors import BadUsage, JobFileError, Problem, UserError
 from trainer.contract.failure import asks_for_json, refusal, show_failure, told_failure
+from trainer.contract.output import Parser
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,15 @@ def test_names_that_steer_a_terminal_or_are_no_text_are_told_as_json(capsys) -> 
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert json.loads(out)["error"]["message"] == "file \x1b[2J? is odd"
+
+
+def test_bad_usage_is_safe_to_print_and_told_to_a_script_as_it_was_given(capsys) -> None:
+    with pytest.raises(BadUsage) as refused:
+        Parser(prog="p").parse_args(["\x1b[2J\udcff"])
+    assert "\x1b" not in refused.value.told
+    show_failure(refused.value)
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error == {"field": None, "message": "unrecognized arguments: \x1b[2J?", "fix": "see p --help"}
 
 
 def test_what_is_no_refusal_tells_nothing() -> None:

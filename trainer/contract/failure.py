@@ -57,7 +57,7 @@ def told_failure(output: bytes | str) -> str:
 def refusal(error: Exception | str) -> Refusal:
     """Return what is wrong as it is told to a script."""
     if isinstance(error, BadUsage):
-        return Refusal(Failure(*_field_and_rest(error.message), error.fix))
+        return Refusal(Failure(*_field_and_rest(_utf8(error.message)), error.fix))
     if isinstance(error, JobFileError):
         first, *others = map(_of_problem, error.problems)
         return Refusal(first, tuple(others))

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         known = _ARGUMENT.match(message)
         name = f"{known[1].split('/')[-1]}: " if known else ""
         said = message[known.end() :] if known else message
-        raise BadUsage(name + said, self.told(message), f"see {self.prog} --help")
+        raise BadUsage(name + said, printable_lines(self.told(message)), f"see {self.prog} --help")
 
     def told(self, message: str) -> str:
         """Return what a person sees of bad usage."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, word
+from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import REFUSAL, answer, card, metrics
 from trainer.contract.planning.memory import Memory
+from trainer.contract.planning.plan import Plan
 
 FOLDER = Path(__file__).parent
 _OUTPUT = (str, "Folder that was written, an absolute path.")
@@ -143,6 +144,27 @@ _ESTIMATE_OF_EXTRACTION = fields(
     },
 )
 _PHASES = ("forward_encode", "forward_rest", "backward", "metrics", "exchange", "update")
+_PLAN = typed(
+    "How ranks share the work",
+    Plan,
+    {
+        "mode": "Parallel mode.",
+        "ranks": "Processes.",
+        "latent_ranks": "Ranks that share the latents.",
+        "tokens_per_step": "Tokens of a step.",
+        "micro_batch": "Tokens of a micro-batch, on the fullest rank.",
+        "micro_batches": "Micro-batches of a step.",
+        "step_s": "Expected time of a step, in s.",
+        "needs_bytes": "What the fullest rank needs, in bytes.",
+        "token_shares": "Share of the tokens of each row of ranks.",
+        "latent_shares": "Share of the latents of each column of ranks.",
+        "reason": 'Why this mode; "": it was asked for.',
+        "model_share": "Share of a step that a language model takes (0 to 1); 0: none runs.",
+        "text_parts": "Parts that the text is read in.",
+        "model_gpus": "GPUs that only run a language model.",
+        "model_why": 'Why so many; "": nothing to say.',
+    },
+)
 _BENCH = fields(
     "Steps of a job on this machine",
     {
@@ -177,6 +199,8 @@ _BENCH = fields(
         "of_floor": (float, "Floor over time of a step (0 to 1)."),
         "peak_memory_bytes": (int | None, "Most memory that was reserved; null: not known."),
         "sent_bytes": (float | None, "Bytes that a rank sends per step; null: not counted."),
+        "plan": (_PLAN, "What the ranks settled on."),
+        "expected_step_ms": (float, "Time of a step by the model of costs, in ms."),
     },
 )
 _PROBE = fields(
