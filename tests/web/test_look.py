@@ -23,7 +23,6 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-@pytest.mark.timeout(180)
 async def test_a_job_outlives_its_look_and_only_who_may_write_can_stop_it(box: Box, serve: Serve) -> None:
     may = serve("--write")
     async with may.look(120, 40) as look:
@@ -98,7 +97,6 @@ async def test_no_process_is_left_whichever_end_goes(serve: Serve) -> None:
 
 
 @without_chromium
-@pytest.mark.timeout(180)
 async def test_a_real_browser_draws_it_and_has_its_keys_without_a_click(box: Box, serve: Serve, tmp_path: Path) -> None:
     served = serve()
     async with chromium.Chromium(tmp_path) as browser:
