@@ -50,7 +50,8 @@ def test_a_wheel_holds_the_packages_the_sample_the_presets_the_licence_and_no_mo
     data = {f"sae_tui/data/{name}" for name in (*(f"sample/{file}" for file in SAMPLE), *PRESETS)}
     info = f"sae_tui-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    assert set(names_in(the_only(dist, "*.whl"))) == sources() | data | described
+    shared = {f"sae_tui-{PROJECT['version']}.data/data/share/man/man1/{page}" for page in PAGES}
+    assert set(names_in(the_only(dist, "*.whl"))) == sources() | data | shared | described
 
 
 def test_an_sdist_holds_what_the_wheel_is_made_of_and_no_tests(dist: Path) -> None:
@@ -59,7 +60,7 @@ def test_an_sdist_holds_what_the_wheel_is_made_of_and_no_tests(dist: Path) -> No
     top = {name for name in names if "/" not in name}
     assert top == {".gitignore", "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
     data = {f"data/{name}" for name in (*(f"sample/{file}" for file in SAMPLE), *PRESETS)}
-    assert names - top == sources() | data
+    assert names - top == sources() | data | {f"packaging/man/{page}" for page in PAGES}
 
 
 def test_the_version_is_said_in_one_place(dist: Path) -> None:
