@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest pictures numerics test-fake-cuda test-gpu model install lock clean
+.PHONY: demo test check docs reference pytest pictures numerics test-fake-cuda test-gpu model install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -43,6 +43,15 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_imports.py -k by_way_of_others
+	$(MAKE) --no-print-directory docs
+
+# The site, from docs/ into build/site/index.html; what does not fit together is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pages of docs/reference that are made from the catalogue, the parsers and the keys.
+reference: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.reference
 
 install: $(VENV)/.app
 
