@@ -20,9 +20,11 @@ pytest: $(VENV)/.dev
 # Three on two cores, since many tests wait for other processes.
 	$(BIN)/pytest -n 3 --dist worksteal
 
-# Every screen in every size and theme, on a page to look at: pictures/index.html.
+# Every screen in every size and theme, on a page to look at: pictures/index.html; and the film of the README, which
+# takes two real trainings.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
+	PYTHONPATH=tests $(BIN)/python -m support.tour docs/tour.svg --keep pictures/tour
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev

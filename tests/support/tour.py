@@ -26,6 +26,7 @@ from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings
+from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.paths import DataDir
 
 SIZE = (112, 34)
@@ -56,8 +57,20 @@ class Camera:
                 await self.until(ready)
             await self.take(caption, seconds)
 
+    async def go_to(self, path: str, caption: str) -> None:
+        """Go down in the form until the cursor is in the field of a setting."""
+        while self.field() != path:
+            await self.pilot.press("down")
+            await self.take(caption, 0.2)
+
+    def field(self) -> str:
+        """Return the setting in whose field the cursor is."""
+        rows = [node for node in self.app.focused.ancestors if isinstance(node, KnobRow)]
+        return rows[0].field.path if rows else ""
+
     async def type(self, text: str, caption: str) -> None:
         """Replace what the focused field holds, with a picture for every third letter."""
+        await self.pilot.press("ctrl+u")
         for place, letter in enumerate(text, 1):
             await self.pilot.press({"-": "minus"}.get(letter, letter))
             if place % 3 == 0 or place == len(text):
@@ -116,7 +129,8 @@ async def choose(camera: Camera) -> None:
     """Open the launch screen, leave the third card, name the job."""
     await camera.press("n", caption="n: a new job", seconds=1.5, ready=lambda: is_reviewed(camera))
     await camera.press("down", "down", "space", caption="choose GPUs", seconds=0.7)
-    await camera.press("f3", "down", caption="settings, checked as you type", seconds=0.6)
+    await camera.press("f3", caption="settings, checked as you type", seconds=0.6)
+    await camera.go_to("name", "settings, checked as you type")
     await camera.type("topk-32", "settings, checked as you type")
     await camera.take("memory and time before anything runs", 2.0)
 
@@ -124,9 +138,10 @@ async def choose(camera: Camera) -> None:
 async def again(camera: Camera) -> None:
     """Launch the same with more active latents."""
     await camera.press("y", caption="y: again, but different", seconds=1.0, ready=lambda: shows(camera, "launch"))
-    await camera.press("f3", "down", caption="y: again, but different", seconds=0.4)
+    await camera.press("f3", caption="y: again, but different", seconds=0.4)
+    await camera.go_to("name", "y: again, but different")
     await camera.type("topk-64", "y: again, but different")
-    await camera.press("down", "down", "down", "down", caption="y: again, but different", seconds=0.3)
+    await camera.go_to("sae.k", "y: again, but different")
     await camera.type("64", "y: again, but different")
     await camera.take("what is changed is marked", 1.5)
     await camera.press("ctrl+l", caption="ctrl+l: launch", seconds=0.8, ready=lambda: camera.job(2))
