@@ -19,6 +19,7 @@ from support.doc_blocks import ROOT, blocks, commands, inline_commands, pages
 from support.forked_commands import run_command
 from support.reference import FOLDER
 from support.reference import pages as generated
+from support.tour import LARGEST_BYTES
 from support.tui import record_job, record_metrics
 
 from sae_tui.cli_commands.parser import make_parser as app_parser
@@ -176,3 +177,13 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
         r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:)?//|<link[^>]+href=\"?(https?:)?//[^>]+stylesheet"
     )
     assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
+
+
+def test_the_moving_picture_is_small_and_holds_all_that_it_shows() -> None:
+    film = (ROOT / "docs" / "tour.svg").read_text()
+    assert len(film.encode()) < LARGEST_BYTES
+    assert re.findall(r"<script|<image|<foreignObject|@import|@font-face|href|url\(|on\w+=", film) == []
+    # One of its pictures is seen where nothing moves.
+    assert {"visibility:visible", "visibility:hidden"} <= set(re.findall(r"visibility:\w+", film))
+    assert 'visibility="visible"' in film
+    assert "prefers-reduced-motion" in film

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape
 _SVG = "{http://www.w3.org/2000/svg}"
 # As Textual draws: a cell in pixels, and the window round the cells.
 _CELL, _LINE, _LEFT, _TOP = 12.2, 24.4, 10, 42
+_BLOCKS = "▁▂▃▄▅▆▇█"
 _FONTS = "Menlo,Consolas,'DejaVu Sans Mono','Liberation Mono',monospace"
 _PAGE, _FRAME, _QUIET, _BRIGHT = "#14161a", "#22252a", "#43454a", "#d0d4dc"
 _RULE = re.compile(r"\.[\w-]+-(r\d+) \{ ([^}]*) \}")
@@ -106,8 +107,22 @@ def _text(text: ET.Element, rules: dict[str, str], styles: Styles) -> str:
     rule = rules[(text.get("class") or "").rpartition("-")[2]]
     kind = styles.name(re.sub(r"\s*([:;])\s*", r"\1", rule).strip("; "))
     words = (text.text or "").replace("\xa0", " ")
+    if set(words) <= {" ", *_BLOCKS}:
+        return "".join(_bars(float(text.get("x", "0")), words, kind))
     length = f' textLength="{_short(text.get("textLength"))}"' if len(words) > 1 else ""
     return f'<text class="{kind}" x="{_short(text.get("x"))}" y="18.5"{length}>{escape(words)}</text>'
+
+
+def _bars(x: float, words: str, kind: str) -> Iterator[str]:
+    """Return blocks as surfaces: between those of a font there are seams."""
+    for block, run in groupby(enumerate(words), lambda one: one[1]):
+        places = [place for place, _ in run]
+        if block != " ":
+            height = _LINE * (_BLOCKS.index(block) + 1) / len(_BLOCKS)
+            yield (
+                f'<rect class="{kind}" x="{_short(x + places[0] * _CELL)}" y="{_short(_LINE - height)}"'
+                f' width="{_short(len(places) * _CELL + 0.3)}" height="{_short(height + 0.3)}"/>'
+            )
 
 
 def _short(number: str | float | None) -> str:

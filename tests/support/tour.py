@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import sys
 import tempfile
 import time
@@ -17,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.doc_blocks import ROOT
 from support.film import Picture, compose
 from support.pictures import as_png
 from support.scenes import same_everywhere
+from support.tui import StillHost
 from textual.pilot import Pilot
 
 from sae_tui.app import SaeApp
@@ -110,7 +113,7 @@ async def tour(camera: Camera) -> int:
     still = len(camera.pictures) - 1
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))
-    await camera.press("down", "down", caption="f: what its latents fire on", seconds=0.8)
+    await camera.press("s", "down", "down", caption="f: what its latents fire on", seconds=1.0)
     await camera.press("escape", caption="back", seconds=0.5)
     await again(camera)
     await compare(camera)
@@ -157,17 +160,18 @@ async def compare(camera: Camera) -> None:
     await camera.press(
         "c", caption="c: compare", seconds=1.5, ready=lambda: len(camera.app.screen.comparison.curves) == 2
     )
-    await camera.press("m", "m", caption="m: another metric", seconds=1.5)
-    await camera.take("c: compare", 2.0)
+    await camera.press("3", caption="3: results", seconds=2.0)
+    await camera.press("4", caption="4: FVU against L0", seconds=2.0)
 
 
 async def film(folder: Path) -> tuple[list[Picture], int]:
     """Run the app on simulated GPUs in an empty folder, as `sae-tui --demo` does, and film the tour."""
-    data = DataDir(folder)
+    data = DataDir(folder / "sae-tui")
     data.create()
     occupancy = Occupancy(data)
     monitor = Monitor(gpu_source("simulated", occupancy), data, occupancy.jobs_by_uuid, interval_s=1.0)
     app = SaeApp(data, monitor, Settings(notify="off"))
+    app.session.host = StillHost()
     async with app.run_test(size=SIZE) as pilot:
         camera = Camera(pilot)
         still = await tour(camera)
@@ -179,16 +183,21 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="every picture by itself, to look at")
     flags = parser.parse_args(words)
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    file, folder_of_each = flags.file.absolute(), flags.keep and flags.keep.absolute()
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="demo-") as folder:
         same_everywhere(patch)
+        patch.setenv("LOGNAME", "ada")
+        # No path of this machine is in the picture.
+        shutil.copytree(ROOT / "data/sample", Path(folder, "data/sample"))
+        patch.chdir(folder)
         pictures, still = asyncio.run(film(Path(folder)))
     text = compose(pictures, still=still)
     assert len(text.encode()) < LARGEST_BYTES, f"{len(text.encode()):,} bytes"
-    flags.file.write_text(text)
-    if flags.keep:
-        keep(flags.keep, pictures)
+    file.write_text(text)
+    if folder_of_each:
+        keep(folder_of_each, pictures)
     seconds = sum(picture.seconds for picture in pictures)
-    print(f"{flags.file}: {len(pictures)} pictures, {seconds:.0f} s, {len(text.encode()) / 1000:.0f} kB")
+    print(f"{file}: {len(pictures)} pictures, {seconds:.0f} s, {len(text.encode()) / 1000:.0f} kB")
     return 0
 
 
