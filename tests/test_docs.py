@@ -30,8 +30,8 @@ from trainer.contract.store.states import JobState
 from trainer.parser import make_parser as trainer_parser
 
 # Programs of others, whose flags are not ours to check.
-OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "eval", "export", "git", "jq", "loginctl", "mkdir", "pipx", "source",
-          "ssh", "uv", "uvx", "wandb"}  # fmt: skip
+OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "eval", "export", "git", "jq", "loginctl", "mkdir", "source", "ssh",
+          "wandb"}  # fmt: skip
 # What stands for something of the reader's in a running text.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job"}
 # Commands that only look, and so can be run on a folder with jobs; not those with a flag that goes on for ever.
@@ -81,7 +81,7 @@ def objection(argv: list[str]) -> str:
     if program == "make":
         missing = [target for target in rest if not re.search(rf"^{target}:", MAKEFILE, re.M)]
         return f"no target {missing}" if missing else ""
-    if program == "pip":
+    if program in ("pip", "pipx", "uv", "uvx"):
         asked = {extra for word in rest for names in re.findall(r"\[([\w,]+)\]", word) for extra in names.split(",")}
         return f"no extra {asked - EXTRAS.keys()}" if asked - EXTRAS.keys() else ""
     return "" if program in OTHERS else "not a program that is known here"
