@@ -24,6 +24,7 @@ from support.tui import record_job, record_metrics
 
 from sae_tui.cli_commands.parser import make_parser as app_parser
 from sae_tui.settings import load_settings
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import parse_any
 from trainer.contract.store.states import JobState
@@ -99,6 +100,8 @@ def parsed_by(parser: argparse.ArgumentParser, argv: list[str]) -> str:
             parser.parse_args(argv)
         except SystemExit as end:
             return told.getvalue().strip() if end.code else ""
+        except UserError as error:
+            return str(error)
     return ""
 
 
