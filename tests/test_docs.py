@@ -63,11 +63,10 @@ def test_commands_in_running_text_are_taken_by_their_parser() -> None:
 def as_named(argv: list[str]) -> list[str]:
     """Return a command of which only the name, or a flag without its value, is told as one that asks for help."""
     n_words = 4 if argv[0] == "python" else 2
-    return (
-        [*argv[: n_words - 1], "--help"]
-        if len(argv) == n_words and argv[-1].startswith("-")
-        else ([*argv, "--help"] if len(argv) <= n_words else argv)
-    )
+    bare = argv[:-1] if argv[-1] == "--json" else argv
+    if len(bare) > n_words:
+        return argv
+    return [*(bare[:-1] if bare[-1].startswith("-") else bare), "--help"]
 
 
 def objection(argv: list[str]) -> str:

@@ -110,10 +110,11 @@ async def tour(camera: Camera) -> int:
     await camera.take("it runs by itself", 1.2)
     await camera.press("enter", caption="enter: watch", ready=lambda: camera.app.session.detail is not None)
     await camera.follow(1, "watch", 0.5, 0.1)
-    still = len(camera.pictures) - 1
+    # The last one in which it still runs.
+    still = len(camera.pictures) - 2
     await camera.take("watch", 1.5)
     await camera.press("f", caption="f: what its latents fire on", seconds=2.0, ready=lambda: shows(camera, "features"))
-    await camera.press("s", "down", "down", caption="f: what its latents fire on", seconds=1.0)
+    await camera.press("s", "home", "down", caption="f: what its latents fire on", seconds=1.0)
     await camera.press("escape", caption="back", seconds=0.5)
     await again(camera)
     await compare(camera)
