@@ -8,7 +8,8 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install lock clean
+.PHONY: demo test check docs reference pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install \
+  lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -26,9 +27,11 @@ pytest: $(VENV)/.dev
 explore: $(VENV)/.dev
 	EXAMPLES=explore $(BIN)/pytest -n 3 -m hypothesis tests
 
-# Every screen in every size and theme, on a page to look at: pictures/index.html.
+# Every screen in every size and theme, on a page to look at: pictures/index.html; and the film of the README, which
+# takes two real trainings.
 pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
+	PYTHONPATH=tests $(BIN)/python -m support.tour docs/tour.svg --keep pictures/tour
 
 # What answers in JSON look like, from their types; and the manual pages, from the parsers.
 schemas: $(VENV)/.dev
@@ -56,6 +59,15 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest tests/test_imports.py -k by_way_of_others
+	$(MAKE) --no-print-directory docs
+
+# The site, from docs/ into build/site/index.html; what does not fit together is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The pages of docs/reference that are made from the catalogue, the parsers and the keys.
+reference: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.reference
 
 install: $(VENV)/.app
 

@@ -15,6 +15,7 @@ from support.packages import build
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SAMPLE = ("README.md", "acts-00000.safetensors", "meta.json", "tokens.json")
+PAGES = [file.name for file in (ROOT / "packaging" / "man").iterdir()]
 PRESETS = [f"presets/{file.name}" for file in (ROOT / "data" / "presets").iterdir()]
 
 

@@ -2,8 +2,7 @@
 
 python -m support.pictures FOLDER [--only WORD] [--theme NAME] [--size 120x40], with PYTHONPATH=tests; `make pictures`.
 
-PNGs beside them where `rsvg-convert` or cairosvg is installed. The README's picture is the one of
-"dashboard, two jobs" in 120x40 and the dark theme.
+PNGs beside them where `rsvg-convert` or cairosvg is installed. The README's moving picture is of `support.tour`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,342 @@
+"""Writes the reference of the documentation from the catalogue, the parsers and the bindings: `make reference`.
+
+python -m support.reference [FOLDER], with PYTHONPATH=tests; every page in it is made here, from nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from textual.binding import Binding
+from textual.keys import format_key
+
+import sae_tui
+from sae_tui.cli_commands.parser import COMMAND_EXAMPLES
+from sae_tui.cli_commands.parser import make_parser as app_parser
+from sae_tui.cli_commands.schema import schema_files
+from sae_tui.screens.help import _title as title_of_key
+from sae_tui.settings import Settings
+from trainer.contract.exits import Exit
+from trainer.contract.settings import catalog
+from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_knobs
+from trainer.help import OVERVIEW
+from trainer.parser import make_parser as trainer_parser
+
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
+# What a kind of job does, and the command that runs it in the foreground.
+_KINDS = {
+    "train": "A training: `sae-tui launch` and `python -m trainer run` take it. `kind` may be left out.",
+    "extract": 'An extraction, with `kind = "extract"`: `sae-tui launch` and `python -m trainer extract` take it.',
+}
+_CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "Architectures": ("sae.architecture", catalog.ARCHITECTURES),
+    "Optimizers": ("train.optimizer", catalog.OPTIMIZERS),
+    "Sources of activations": ("data.source", catalog.SOURCES),
+    "Parallel modes": ("parallel.mode", catalog.PARALLEL),
+    "Launch backends": ("launch.backend", catalog.LAUNCH_BACKENDS),
+    "Mirrors of metrics": ("train.mirror", catalog.MIRRORS),
+    "Formats of SAEs": ("`--format` of `export` and `import`", catalog.FORMATS),
+}
+_TITLES = {
+    "Gpu": "A GPU",
+    "Gpus": "GPUs",
+    "Reading": "A text",
+    "Ask": "A question",
+    "Confirm": "A question",
+    "Form": "A form",
+}
+_SIGNS = {"up": "↑", "down": "↓", "left": "←", "right": "→", "enter": "⏎", "escape": "esc"}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="support.reference", description="Write the generated reference.")
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER)
+    folder = parser.parse_args(words).folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (folder / name).write_text(text)
+        print(folder / name)
+    return 0
+
+
+def pages() -> dict[str, str]:
+    """Return every generated page by its file name."""
+    made = {
+        "job-file.md": _job_file(),
+        "settings.md": _settings(),
+        "catalogue.md": _catalogue(),
+        "commands.md": _commands(app_parser(lambda *_: 0), "Commands of sae-tui", COMMAND_EXAMPLES),
+        "trainer.md": _commands(trainer_parser(), "Commands of the trainer", {}),
+        "keys.md": _keys(),
+        "exit-codes.md": _exit_codes(),
+        "json.md": _answers(),
+    }
+    note = "<!-- Made by `make reference` from the code; change it there. -->\n\n"
+    return {name: f"{note}{text.rstrip()}\n" for name, text in made.items()}
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """Return a text that is one cell: no line breaks, and no bar that would end it."""
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+
+
+def _code(text: str) -> str:
+    return f"`{text}`" if text else ""
+
+
+def _plain(text: str) -> str:
+    """Return words of a help text in which no sign means anything to Markdown."""
+    return re.sub(r"([<*\[\]]|(?<!\w)_)", r"\\\1", text) if "`" not in text else text.replace("<", "&lt;")
+
+
+def _knob_table(section: str, knobs: Iterable[Knob]) -> str:
+    head = ("key", "default", "takes", "what it is")
+    return _table(head, ([_code(knob.name), _default(knob), _takes(section, knob), _about(knob)] for knob in knobs))
+
+
+def _default(knob: Knob) -> str:
+    if knob.required:
+        return "required"
+    if knob.default is msgspec.NODEFAULT:  # of a list it is made anew, and empty
+        return "`[]`"
+    return "none" if knob.default is None else _code(msgspec.json.encode(knob.default).decode())
+
+
+def _takes(section: str, knob: Knob) -> str:
+    words = choices_of(f"{section}.{knob.name}", knob)
+    return ", ".join(f'`"{word}"`' for word in words) if words else _plain(knob.wanted)
+
+
+def _about(knob: Knob) -> str:
+    return _plain(knob.help) + (" *Rarely changed.*" if knob.advanced else "")
+
+
+def _job_file() -> str:
+    parts = [
+        "# The job file",
+        "A job file is TOML. Every key but the data's place has a default, an unknown key is refused, and"
+        " `--set section.key=value` overrides any of them. Where a key takes one value, a list of values is a sweep."
+        " Papers stand where a default is theirs. *Rarely changed* ones are behind `ctrl+t` on the launch screen.",
+    ]
+    for kind, sections in KINDS.items():
+        parts += [f"## kind = {kind}", _KINDS[kind]]
+        for name in sections:
+            parts += _section(name, heading=f"### [{name}]" + (" of an extraction" if kind != "train" else ""))
+    return "\n\n".join(parts)
+
+
+def _section(name: str, heading: str) -> Iterator[str]:
+    yield heading
+    if name not in CHOSEN:
+        yield _knob_table(name, section_knobs(name))
+        return
+    field, registry = CHOSEN[name]
+    own = {word: knobs_of(entry.knobs) for word, entry in registry.items()}
+    # What belongs to an entry is told with the entry.
+    of_entries = {knob.name for knobs in own.values() for knob in knobs}
+    yield _knob_table(name, (knob for knob in section_knobs(name) if knob.name not in of_entries))
+    for word, knobs in own.items():
+        if knobs:
+            yield f'**`{field} = "{word}"`** {registry[word].summary}'
+            yield _knob_table(name, knobs)
+
+
+def _settings() -> str:
+    return "\n\n".join(
+        [
+            "# Settings",
+            "`settings.toml` in the data folder, which explains itself; it is read when `sae-tui` starts. A wrong value"
+            " is told and its default used.",
+            _knob_table("settings", knobs_of(Settings)),
+        ]
+    )
+
+
+def _catalogue() -> str:
+    parts = ["# The catalogue", "What can be named in a job file or after a flag."]
+    for title, (path, registry) in _CATALOGUE.items():
+        named = path if path.startswith("`") else _code(path)
+        parts += [f"## {title}", f"Named by {named}.", _table(("name", "what it is"), _entries(registry))]
+    metrics = (
+        [_code(name), entry.series.title, _plain(entry.summary), entry.series.better or "", _yes(entry.held_out)]
+        for name, entry in catalog.METRICS.items()
+    )
+    parts += ["## Metrics", _table(("name", "title", "what it is", "better", "held out too"), metrics)]
+    return "\n\n".join(parts)
+
+
+def _entries(registry: Mapping[str, Any]) -> Iterator[list[str]]:
+    for name, entry in registry.items():
+        use = f"; `{entry.use}` reads it" if isinstance(entry, catalog.FormatEntry) else ""
+        yield [_code(name), _plain(entry.summary) + use]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else ""
+
+
+def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str, Sequence[str]]) -> str:
+    """Return a page of a program: its own options, then each command with arguments, options and examples."""
+    program = parser.prog
+    parts = [f"# {title}", _plain(parser.description or ""), _arguments(parser)]
+    if not examples:
+        parts.append(_console(OVERVIEW.partition("\n\n")[0].splitlines()[1:]))
+    listed = _subcommands(parser)
+    linked = ([f"[`{name}`](#{name})", _plain(told)] for name, _, told in listed)
+    parts.append(_table(("command", "what it does"), linked))
+    for name, command, _ in listed:
+        usage = re.sub(r"\s+", " ", command.format_usage()).removeprefix("usage: ").strip()
+        parts += [f"## {name}", _plain(command.description or ""), f"```text\n{usage}\n```", _arguments(command)]
+        if name in examples:
+            parts.append(_console(f"{program} {line}" for line in examples[name]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _console(lines: Iterable[str]) -> str:
+    """Return commands as a block; what stands after three blanks tells what they do."""
+    told = (re.sub(r"\s{3,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
+    return "```bash\n" + "\n".join(told) + "\n```"
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser, str]]:
+    """Return name, parser and help of each command that `--help` lists."""
+    (group,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    told = {action.dest: action.help or "" for action in group._choices_actions}
+    return [(name, command, told[name]) for name, command in group.choices.items() if name in told]
+
+
+def _arguments(parser: argparse.ArgumentParser) -> str:
+    rows = [row for action in parser._actions if (row := _argument(parser, action))]
+    return _table(("argument", "what it is"), rows) if rows else ""
+
+
+def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str] | None:
+    hidden = action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+    if hidden:
+        return None
+    value = "" if action.nargs == 0 else _value_of(action)
+    name = ", ".join(f"{flag} {value}".strip() for flag in action.option_strings) or value
+    told = parser._get_formatter()._expand_help(action) if action.help else ""
+    if action.choices and not isinstance(action.metavar, str):
+        told = "; ".join(filter(None, [told, "one of " + ", ".join(map(str, action.choices))]))
+    return [_code(name), _plain(told)]
+
+
+def _value_of(action: argparse.Action) -> str:
+    metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+    return {"*": f"[{metavar}...]", "+": f"{metavar}...", "?": f"[{metavar}]"}.get(str(action.nargs), metavar)
+
+
+def _keys() -> str:
+    parts = ["# Keys", "As `?` shows them on every screen, by subject; a screen has those of its subjects."]
+    by_title: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for binding in bindings():
+        title = title_of_key(binding)
+        told = by_title.setdefault(_TITLES.get(title, title), {})
+        told.setdefault((binding.description, binding.tooltip), []).append(_keys_of(binding))
+    for title, rows in sorted(by_title.items()):
+        listed = ([" ".join(dict.fromkeys(keys)), name, _plain(what)] for (name, what), keys in rows.items())
+        parts += [f"## {title}", _table(("key", "name", "what it does"), listed)]
+    return "\n\n".join(parts)
+
+
+def bindings() -> list[Binding]:
+    """Return every key that has a tooltip, of the app, its screens, panels and widgets, each once."""
+    found: dict[tuple[str | None, str], Binding] = {}
+    for node in _nodes():
+        for binding in vars(node).get("BINDINGS", []):
+            if isinstance(binding, Binding) and binding.tooltip:
+                found.setdefault((binding.id, binding.key), binding)
+    return list(found.values())
+
+
+def _nodes() -> Iterator[type]:
+    names = sorted(module.name for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."))
+    for name in names:
+        if name.split(".")[1] in ("app", "app_parts", "screens", "panels", "widgets"):
+            module = importlib.import_module(name)
+            yield from (each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == name)
+
+
+def _keys_of(binding: Binding) -> str:
+    shown = [binding.key_display] if binding.key_display else map(_sign, binding.key.split(","))
+    return " ".join(_code(each) for each in shown)
+
+
+def _sign(key: str) -> str:
+    return _SIGNS.get(key) or (key if "+" in key else format_key(key))
+
+
+def _exit_codes() -> str:
+    return "\n\n".join(
+        [
+            "# Exit codes",
+            "Of `sae-tui` and `python -m trainer` alike. They stay as they are: a script can rely on them.",
+            _table(("code", "in short", "what it says"), ((str(int(one)), one.short, one.meaning) for one in Exit)),
+        ]
+    )
+
+
+def _answers() -> str:
+    parts = [
+        "# Answers in JSON",
+        "What each command prints with `--json`, one level deep; `sae-tui schema COMMAND` has the whole JSON Schema.",
+    ]
+    for name, file in schema_files().items():
+        schema = json.loads(file.read_text())
+        command, asked, rest = schema["title"].partition("--json")
+        told = f"{_code(command + asked)}{rest}." if asked else f"{command}."
+        parts += [f"## {name}", _plain(told)]
+        tables = [_table(("field", "type", "what it is"), rows) for rows in _objects(schema, schema)]
+        parts += dict.fromkeys(tables)
+    return "\n\n".join(parts)
+
+
+def _objects(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Iterator[list[list[str]]]:
+    """Return the fields of each object that an answer can be, or be a list of."""
+    shown = _resolved(shown, schema)
+    if "properties" in shown:
+        fields = shown["properties"].items()
+        yield [[_code(name), _type(field, schema), _plain(field.get("description", ""))] for name, field in fields]
+    for part in [*shown.get("anyOf", []), shown.get("items")]:
+        if isinstance(part, dict):
+            yield from _objects(part, schema)
+
+
+def _resolved(shown: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a reference within a schema stands for."""
+    while "$ref" in shown:
+        shown = schema["$defs"][shown["$ref"].rpartition("/")[2]]
+    return shown
+
+
+def _type(field: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
+    field = _resolved(field, schema)
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_type(part, schema) for part in field["anyOf"]))
+    if "enum" in field:
+        return ", ".join(_code(json.dumps(word)) for word in field["enum"])
+    if field.get("type") == "array":
+        each = field.get("items")
+        return f"list of {_type(each, schema)}" if isinstance(each, dict) else "list"
+    return str(field.get("type", "any"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What README and docs say is what the program takes: commands, job files, settings, links, the generated reference."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from support.doc_blocks import ROOT, blocks, commands, inline_commands, pages
+from support.forked_commands import run_command
+from support.reference import FOLDER
+from support.reference import pages as generated
+from support.tour import LARGEST_BYTES
+from support.tui import record_job, record_metrics
+
+from sae_tui.cli_commands.parser import make_parser as app_parser
+from sae_tui.settings import load_settings
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.job_file import parse_any
+from trainer.contract.store.states import JobState
+from trainer.parser import make_parser as trainer_parser
+
+# Programs of others, whose flags are not ours to check.
+OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "eval", "export", "git", "jq", "loginctl", "mkdir", "source", "ssh",
+          "wandb"}  # fmt: skip
+# What stands for something of the reader's in a running text.
+STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
+# Commands that only look, and so can be run on a folder with jobs; not those with a flag that goes on for ever.
+LOOKS = {"completion", "compare", "gpus", "job", "jobs", "logs", "metrics", "note", "recommend", "rename", "select",
+         "tag", "validate"}  # fmt: skip
+GOES_ON = {"--watch", "-f", "--follow"}
+APP, TRAINER = app_parser(lambda *_: 0), trainer_parser()
+MAKEFILE = (ROOT / "Makefile").read_text()
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def test_the_generated_reference_is_what_the_code_says() -> None:
+    written = {name: (FOLDER / name).read_text() for name in generated()}
+    assert written == generated(), "make reference"
+
+
+def test_every_command_of_the_documentation_is_taken_by_its_parser() -> None:
+    wrong = [f"{place}: {' '.join(argv)}: {why}" for place, argv in commands() if (why := objection(argv))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_commands_in_running_text_are_taken_by_their_parser() -> None:
+    told = [(place, [STANDS_FOR.get(word, word) for word in argv]) for place, argv in inline_commands()]
+    wrong = [f"{place}: {' '.join(argv)}: {why}" for place, argv in told if (why := objection(as_named(argv)))]
+    assert not wrong, "\n".join(wrong)
+
+
+def as_named(argv: list[str]) -> list[str]:
+    """Return a command of which only the name, or a flag without its value, is told as one that asks for help."""
+    n_words = 4 if argv[0] == "python" else 2
+    bare = argv[:-1] if argv[-1] == "--json" else argv
+    if len(bare) > n_words:
+        return argv
+    return [*(bare[:-1] if bare[-1].startswith("-") else bare), "--help"]
+
+
+def objection(argv: list[str]) -> str:
+    """Say why a command cannot be meant; "" where it can."""
+    program, *rest = argv
+    if program == "sae-tui":
+        return parsed_by(APP, rest)
+    if "trainer" in rest and "-m" in rest:
+        return parsed_by(TRAINER, rest[rest.index("trainer") + 1 :])
+    if program == "python":
+        return "" if rest[0] in written_files() or (ROOT / rest[0]).exists() else "no such file"
+    if program == "make":
+        missing = [target for target in rest if not re.search(rf"^{target}:", MAKEFILE, re.M)]
+        return f"no target {missing}" if missing else ""
+    if program in ("pip", "pipx", "uv", "uvx"):
+        asked = {extra for word in rest for names in re.findall(r"\[([\w,]+)\]", word) for extra in names.split(",")}
+        return f"no extra {asked - EXTRAS.keys()}" if asked - EXTRAS.keys() else ""
+    return "" if program in OTHERS else "not a program that is known here"
+
+
+def written_files() -> set[str]:
+    """Return the files that a reader writes, and the one that stands for a program of the reader's own."""
+    return {block.title for block in blocks("python")} | {"train.py"}
+
+
+def parsed_by(parser: argparse.ArgumentParser, argv: list[str]) -> str:
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            parser.parse_args(argv)
+        except SystemExit as end:
+            return told.getvalue().strip() if end.code else ""
+        except UserError as error:
+            return str(error)
+    return ""
+
+
+def test_every_toml_block_is_a_job_file_or_settings(tmp_path: Path) -> None:
+    wrong = []
+    for block in blocks("toml"):
+        if block.title == "settings.toml":
+            (tmp_path / block.title).write_text(block.text)
+            problems = load_settings(tmp_path / block.title)[1]
+        else:
+            # A part of a job file is one with data.
+            table = tomllib.loads(block.text)
+            whole = {"data": {"path": "rows"}} if "data" not in table and "kind" not in table else {}
+            problems = parse_any(whole | table)[1]
+        wrong += [f"{block.place}: {problem}" for problem in problems]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_python_block_is_python() -> None:
+    for block in blocks("python"):
+        compile(block.text, block.place, "exec")
+
+
+def test_every_block_says_what_it_is_written_in() -> None:
+    known = {"bash", "console", "sh", "toml", "python", "text", "json"}
+    everything = blocks("", *known)
+    assert [block.place for block in everything if block.language == ""] == []
+    fences = sum(page.read_text().count("\n```") for page in pages())
+    assert fences == 2 * len(everything)
+
+
+def test_commands_that_only_look_do_what_they_say(tmp_path: Path) -> None:
+    env = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data")}
+    record_jobs(DataDir(tmp_path / "data"))
+    job = tomli_w.dumps({"data": {"path": str(ROOT / "data/sample")}, "launch": {"gpus": "cpu"}})
+    wrong = []
+    for number, argv in enumerate(dict.fromkeys(tuple(argv) for _, argv in commands() if can_be_run(argv))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "job.toml").write_text(job)
+        done = run_command(["--gpu-source", "simulated", *argv[1:]], env, folder, timeout=60)
+        told = done.stdout + done.stderr
+        wrong += [f"{' '.join(argv)}: {told}"] if done.returncode or "Traceback" in told else []
+    assert not wrong, "\n".join(wrong)
+
+
+def can_be_run(argv: list[str]) -> bool:
+    looks = argv[0] == "sae-tui" and len(argv) > 1 and argv[1] in LOOKS and GOES_ON.isdisjoint(argv)
+    return looks and "extract.toml" not in argv
+
+
+def record_jobs(data: DataDir) -> None:
+    """Record as many finished jobs as the documentation names."""
+    data.create()
+    for number in range(1, 14):
+        job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)
+        record_metrics(data, job_id, steps=20)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?://|mailto:|#)([^)#\s]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    program = shutil.which("mkdocs", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("mkdocs is not installed")
+    site = tmp_path / "site"
+    argv = [program, "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=200,
+                          env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    loaded = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=\"?(https?:)?//|<link[^>]+href=\"?(https?:)?//[^>]+stylesheet"
+    )
+    assert [page for page in site.rglob("*.html") if loaded.search(page.read_text())] == []
+
+
+def test_the_moving_picture_is_small_and_holds_all_that_it_shows() -> None:
+    film = (ROOT / "docs" / "tour.svg").read_text()
+    assert len(film.encode()) < LARGEST_BYTES
+    assert re.findall(r"<script|<image|<foreignObject|@import|@font-face|href|url\(|on\w+=", film) == []
+    # One of its pictures is seen where nothing moves.
+    assert {"visibility:visible", "visibility:hidden"} <= set(re.findall(r"visibility:\w+", film))
+    assert 'visibility="visible"' in film
+    assert "prefers-reduced-motion" in film
