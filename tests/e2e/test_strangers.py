@@ -260,6 +260,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes("i", "i", to=core("jobs.note"))
     goes("a", to=core("metric"))
     goes(ESC, "v", to=core("card"))
+    visit.to(core("token of a card"))
     goes(ESC, "f", to=core("token of a text"))
     goes(ESC, "l", to="& Only")
     goes("r", to=core("log of rank 1"))
