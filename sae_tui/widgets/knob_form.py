@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -15,6 +16,7 @@ from textual.events import DescendantBlur, DescendantFocus
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
+from sae_tui.format import visible
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.menu import Menu
 from trainer.contract.settings.knobs import Knob
@@ -183,9 +185,13 @@ class KnobRow(Horizontal):
         """Whether the value differs from the original, if there is an original to compare with."""
         return self.original is not None and self.text != self.original
 
-    def _options(self) -> list[tuple[str, str]]:
-        """Return the words to choose from, and with them the value of a job file that is a list of several."""
-        return [(word, word) for word in dict.fromkeys((*self.field.options, self.field.show(self.start)))]
+    def _options(self) -> list[tuple[Text, str]]:
+        """Return the words to choose from, and with them what else a file says, which may be several or none of them.
+
+        A word is no markup, whoever wrote it.
+        """
+        words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
+        return [(Text(visible(word)), word) for word in words]
 
     def _placeholder(self) -> str:
         """Return what an empty field stands for."""

@@ -133,17 +133,19 @@ async def test_a_draft_is_kept_and_told_and_what_the_file_says_meanwhile_stays(m
 
 
 async def test_a_wrong_line_of_the_file_is_shown_and_stays_when_others_are_saved(make_app, file) -> None:
-    file.write_text('theme = "pink"\nhistory_hours = "long"\n')
+    file.write_text('theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\n')
     app = make_app()
     async with app.run_test(size=SIZE) as pilot:
         await opened(pilot)
-        assert row_of(app, "theme").text == "pink"
+        assert row_of(app, "theme").text == "[pink=\x1b[2J]"
         assert '✗ must be "dark"' in hint(app, "theme")
         await put(pilot, notify="off", look="plain")
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: app.session.settings.notify == "off")
         assert "look counts from the next start on" in told(app)
-        assert file.read_text() == 'theme = "pink"\nhistory_hours = "long"\nnotify = "off"\nlook = "plain"\n'
+        assert (
+            file.read_text() == 'theme = "[pink=\\u001b[2J]"\nhistory_hours = "long"\nnotify = "off"\nlook = "plain"\n'
+        )
 
 
 async def test_a_broken_file_is_told_and_not_overwritten(make_app, file) -> None:
