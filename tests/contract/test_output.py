@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sae_tui.cli_commands import output as shell
 from trainer import cli
+from trainer.contract.errors import BadUsage
 from trainer.contract.output import Parser, run_command
 
 # And the surrogates that stand for bytes of a name that is not UTF-8.
@@ -48,13 +49,9 @@ def test_no_way_of_printing_hands_on_what_steers_a_terminal(text: str) -> None:
 @given(TEXTS)
 @example(EVIL)
 def test_bad_usage_hands_on_nothing_that_steers_a_terminal(text: str) -> None:
-    parser = Parser(prog="p")
-
-    def parse() -> None:
-        with contextlib.suppress(SystemExit):
-            parser.parse_args([f"x{text}"])
-
-    output = printed(parse)
+    with pytest.raises(BadUsage) as refused:
+        Parser(prog="p").parse_args([f"x{text}"])
+    output = refused.value.told
     assert "usage: p" in output
     assert output.replace("\n", "").replace("\t", "").isprintable()
 
