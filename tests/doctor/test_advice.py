@@ -13,7 +13,8 @@ from trainer.contract.settings.job_file import parse_job
 
 
 def job(**sections):
-    raw = {"data": {"source": "synthetic", "d_in": 1024}, "sae": {"d_sae": 65536, "k": 32}, **sections}
+    raw = {"data": {"source": "synthetic", "d_in": 1024}, "sae": {"d_sae": 65536, "k": 32}}
+    raw |= {"train": {"batch_size": 4096}} | sections
     parsed, problems = parse_job(raw)
     assert parsed, problems
     return parsed

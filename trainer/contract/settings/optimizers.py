@@ -71,5 +71,8 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
 
 
 def squares_decay(n_steps: int) -> float:
-    """Return Adam's β2 for a run of so many steps: it remembers a tenth of them, at least 20 and at most 1,000."""
+    """Return Adam's β2 for a run of so many steps: it remembers a tenth of them, at least 20 and at most 1,000.
+
+    In 391 steps of 512 tokens held-out FVU was 0.156 so and 0.158 with 0.999: see docs/quality.md.
+    """
     return 1 - 1 / min(max(n_steps / 10, 20), 1000)
