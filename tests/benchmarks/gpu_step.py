@@ -16,6 +16,9 @@ from support.roofline import cost, floor_s, modelled
 from support.step_ops import recorded_step
 from support.step_table import ARCHITECTURES, cases
 
+from trainer.contract.planning.recorded_steps import pays
+from trainer.contract.planning.workload import Layout
+
 SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
 N_TOKENS = 4096
 HEADER = "| | ops | launches | GB | passes | update | GPU ms | host ms | step ms | of floor |"
@@ -37,9 +40,10 @@ def show(architecture: str, shape: str, case: str, top: int) -> None:
     sae, d_in = SHAPES[shape]
     job = job_of(sae | {"architecture": architecture}, {"precision": "bf16", "batch_size": N_TOKENS})
     step = recorded_step(job, d_in, dead=case == "auxk", dense=case == "dense")
-    m = modelled(step)
+    is_recorded = pays(Layout(job, 1), d_in, d_in, precision="bf16")
+    m = modelled(step, is_recorded=is_recorded)
     share = floor_s(d_in, int(sae["d_sae"]), N_TOKENS) / m.step_s
-    label = f"{shape} {architecture}, {case}"
+    label = f"{shape} {architecture}, {case}" + (", recorded" if is_recorded else "")
     ms = [f"{1e3 * seconds:.2f}" for seconds in (m.passes_s, m.update_s, m.gpu_s, m.host_s, m.step_s)]
     print(f"| {label} | {m.n_ops} | {m.launches} | {m.bytes / 1e9:.1f} | {' | '.join(ms)} | {share:.0%} |", flush=True)
     for op in sorted(step.ops, key=lambda one: -cost(one).seconds)[:top]:

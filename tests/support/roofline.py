@@ -22,6 +22,8 @@ PROCESSORS = 132
 # Seconds from the start of one kernel to that of the next; of the host for one, for a Triton kernel, and of Python's
 # own for a whole step, which was measured on one core.
 LAUNCH, HOST_LAUNCH, HOST_KERNEL, HOST_STEP = 2.5e-6, 2.5e-6, 15e-6, 1.2e-3
+# Seconds of the host for a step that is replayed: guessed.
+HOST_RECORDED = 0.2e-3
 # Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # Programs of a gathering kernel that a processor holds at a time, by their warps.
@@ -57,12 +59,13 @@ class Modelled(NamedTuple):
         return max(self.gpu_s, self.host_s)
 
 
-def modelled(step: Step) -> Modelled:
-    """Return what a step costs."""
+def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
+    """Return what a step costs; where it is recorded, the host starts it at once."""
     launches = sum(cost(op).launches for op in step.ops)
     kernels = sum(op.is_kernel for op in step.ops)
     host = HOST_STEP + HOST_LAUNCH * launches + HOST_KERNEL * kernels
     n_bytes = sum(op.bytes for op in step.ops)
+    host = HOST_RECORDED if is_recorded else host
     return Modelled(len(step.ops), launches, n_bytes, _seconds(step.passes), _seconds(step.update), host)
 
 

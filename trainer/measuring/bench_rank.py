@@ -37,6 +37,7 @@ from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
 from trainer.training.learner import Learner
+from trainer.training.recorded_step import recorded
 from trainer.training.step import cut_of, take_step
 
 WARM_UP_STEPS = 3
@@ -65,6 +66,13 @@ class RepeatedStep:
         self.cut = cut_of(layout, parallel)
         self.x, self.y = random_pairs(self.cut.largest, d_in, d_out, self._device)
         self._total_steps, self._n_taken = layout.total_steps, 0
+        for learner in self.learners:
+            learner.whole_steps = recorded(learner, job, parallel)
+
+    def take_plainly(self) -> None:
+        """Take the steps that follow one operation after the other: a recorded one has no phases."""
+        for learner in self.learners:
+            learner.whole_steps = None
 
     def take(self, n_steps: int) -> None:
         """Take steps as `Trainer` does, but without reading data or reporting progress."""
@@ -124,6 +132,7 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
 
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the milliseconds of each phase of a step, on average over `n_steps` of them."""
+    steps.take_plainly()
     # torch.profiler.profile would load torch's compiler first, which takes two seconds.
     with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)

@@ -32,26 +32,35 @@ class Interval:
         """Add a micro-batch without waiting for the device."""
         parts = [metric.of_batch(seen) for metric in self._summed.values()]
         parts.append((*((terms or {})[name] for name in self._term_names), seen.n_tokens))
-        self._last = {name: one.of_batch(seen) for name, one in self._metrics.items() if one.is_of_last}
+        last = {name: one.of_batch(seen) for name, one in self._metrics.items() if one.is_of_last}
         self._sizes = [sum(part.numel() for part in of_one) for of_one in parts]
         batch = torch.cat([part.reshape(-1) for of_one in parts for part in of_one])
         # A batch with a NaN is not trained on either. It makes the sum of all a NaN, an infinity its product with 0;
         # of numbers, NaN alone is true of what is 0 otherwise.
         batch.masked_fill_((batch.sum(dtype=torch.float64) * 0).bool(), 0)
         if self._total is None:
-            self._total = batch.double()
-        else:
-            self._total += batch
+            self._total, self._last = batch.double(), {name: tuple(map(torch.clone, of)) for name, of in last.items()}
+            return
+        # In place, so that a recorded step does it too.
+        self._total += batch
+        for name, of_last in last.items():
+            for kept, part in zip(self._last[name], of_last, strict=True):
+                kept.copy_(part)
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
         """Return by name the sums to add over the ranks with the same latents, float64 [n], and start anew."""
-        total, self._total = self._total, None
-        assert total is not None, "a log interval has at least one batch"
+        assert self._total is not None, "a log interval has at least one batch"
+        total = self._total.clone()
+        self._total.zero_()
         *of_metrics, of_terms = total.split(self._sizes)
         last = {name: torch.cat([part.reshape(-1) for part in parts]).double() for name, parts in self._last.items()}
         sums = last | dict(zip(self._summed, of_metrics, strict=True))
         wholes = {name: metric.whole(sums[name], latents) for name, metric in self._metrics.items()}
         return wholes | {"terms": sum_of(of_terms, latents.group)}
+
+    def lasting(self) -> list[Tensor]:
+        """Return the tensors in which it adds up, which stay the same once there was a batch."""
+        return [*([] if self._total is None else [self._total]), *(one for of in self._last.values() for one in of)]
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return metrics and mean loss terms by name, from sums added over ranks."""

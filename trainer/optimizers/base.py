@@ -25,6 +25,13 @@ class Now(NamedTuple):
         return torch.where(self.skips, 0, scaled)
 
 
+def rate_of(group: dict[str, Any], like: Tensor) -> Tensor:
+    """Return a group's learning rate, 0-dim on the device of `like`."""
+    rate = group["lr"]
+    # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
+    return rate if isinstance(rate, Tensor) else like.new_full((), rate)
+
+
 class LatentAxis(NamedTuple):
     """Along which dimension of a parameter the latents lie, and their numbers in the SAE, int64 on its device."""
 
@@ -123,5 +130,4 @@ class Optimizer(torch.optim.Optimizer):
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
         """Return this step's rate, scale and whether it is skipped, on the device of `like`."""
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
-        # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
-        return Now(like.new_full((), group["lr"]), self.grad_scale, skips)
+        return Now(rate_of(group, like), self.grad_scale, skips)

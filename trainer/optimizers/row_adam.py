@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Optimizer, RowStep
+from trainer.optimizers.base import Optimizer, RowStep, rate_of
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
 from trainer.runtime import narrow_copy
@@ -85,7 +85,7 @@ class RowAdam(RowStep):
             self._gradient(parameter),
             state | moments,
             state["step"],
-            self._groups[parameter]["lr"],
+            rate_of(self._groups[parameter], parameter),
             dim,
             self._dots[parameter],
             None if narrow is None else self._by_latent(parameter, narrow),

@@ -30,15 +30,15 @@ class Matrix(NamedTuple):
     """A matrix to step: its weights and gradient [n_latents, width], and their moments as a codec stores them.
 
     Scales are as the codec has them, with latents along `latent_dim`, as the SAE's matrix has. `n_steps` (0-dim) counts
-    this step already. `dots` are the products of rows and gradients where rows are held at length 1. `narrow`, of the
-    weights' shape, gets them in 16 bits.
+    this step already, `lr` (0-dim) is its rate. `dots` are the products of rows and gradients where rows are held at
+    length 1. `narrow`, of the weights' shape, gets them in 16 bits.
     """
 
     weight: Tensor
     grad: Tensor
     moments: Mapping[str, Tensor]
     n_steps: Tensor
-    lr: float
+    lr: Tensor
     latent_dim: int
     dots: Tensor | None = None
     narrow: Tensor | None = None
@@ -105,7 +105,7 @@ def try_out(device: torch.device) -> None:
     squares, one = torch.empty(2, device=device), torch.ones((), device=device)
     dots = measure(grad, weight, squares)
     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-    matrix = Matrix(weight, grad, moments, one, 1.0, latent_dim=0, dots=dots)
+    matrix = Matrix(weight, grad, moments, one, one, latent_dim=0, dots=dots)
     constants = Constants(Betas(0.9, 0.999, 1e-9), torch.arange(2, device=device), one, torch.zeros_like(one))
     step(matrix, constants)
     if not torch.allclose(squares, 15 * one) or not torch.allclose(weight.abs(), one / 4, rtol=1e-4):
@@ -249,7 +249,7 @@ def _change(
         m, v = _of_upper_half(m), _of_upper_half(v)
     m += (g - m) * share1
     v += (g * g - v) * share2
-    rate, root2 = lr / _rest_of_power(ln_beta1, n_steps), tl.sqrt(_rest_of_power(ln_beta2, n_steps))
+    rate, root2 = tl.load(lr) / _rest_of_power(ln_beta1, n_steps), tl.sqrt(_rest_of_power(ln_beta2, n_steps))
     change = rate * m / (tl.sqrt(v) / root2 + eps)
     if inout_m_scale is not None:
         up = dither * (1 / 65536)

@@ -273,16 +273,19 @@ class Sae(nn.Module, ABC):
         return self.step_sums[self.n_own]
 
     @torch.no_grad()
-    def end_step(self, n_tokens: int) -> None:
-        """Take in the sums of all micro-batches and ranks over `n_tokens` tokens, and clear them.
+    def end_step(self) -> None:
+        """Take in the sums of all micro-batches and ranks, and clear them.
 
         Sums that were zeroed because the step was skipped change nothing.
         """
-        self._longest_silence += n_tokens
         fired, counted = self.step_sums[: self.n_own], self.step_sums[self.n_own]
         self.n_tokens_since_fired.add_(counted.long()).masked_fill_(fired > 0, 0)
         self.learn_from(self.step_sums[self.n_own :])
         self.step_sums.zero_()
+
+    def count_silence(self, n_tokens: int) -> None:
+        """Raise the host's bound on silence by the tokens of a step."""
+        self._longest_silence += n_tokens
 
     def learn_from(self, sums: Tensor) -> None:
         """Take in the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's own."""

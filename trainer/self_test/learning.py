@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer.runtime.precision import set_deterministic
+from trainer.saes.topk import TopK
 from trainer.self_test.base import (
     ARCHITECTURES,
     CPU,
@@ -28,6 +29,7 @@ from trainer.self_test.base import (
     take,
 )
 from trainer.training.learner import Learner
+from trainer.training.recorded_step import CudaTape, RecordedSteps
 
 # How far the FVU after the first steps, and after all, may be from the CPU's in fp32, as a share of it. What is chosen
 # among nearly equal activations differs, and so the paths part.
@@ -139,6 +141,44 @@ def check_waits(device: torch.device) -> Iterator[Check]:
             take(learner, number, x)
         places = waits_of(device, partial(take, learner, 3, x))
         yield Check("waits", _name(sae, train), not places, {"places": dict(places)})
+
+
+def check_recording(device: torch.device, n_steps: int) -> Iterator[Check]:
+    """Train with recorded steps and with plain ones: not a bit may differ, whatever the host decides meanwhile."""
+    if device.type != "cuda":
+        return
+    was = torch.are_deterministic_algorithms_enabled()
+    set_deterministic(True)
+    try:
+        for sae, train in _settings():
+            plain = _recorded_learner(device, sae, train)
+            if plain.steps_by_rows and isinstance(plain.sae, TopK):
+                alike = _recorded_alike(plain, _recorded_learner(device, sae, train), device, n_steps)
+                yield Check("recording", _name(sae, train), *alike)
+    finally:
+        torch.use_deterministic_algorithms(was)
+
+
+def _recorded_learner(device: torch.device, sae: dict[str, Any], train: dict[str, Any]) -> Learner:
+    learner = learner_of(job_of(SMALL, sae, {"precision": "bf16"} | train), SMALL.d_in, device)
+    sample = rows(SMALL.batch_size, SMALL.d_in).to(device)
+    learner.initialise(sample, sample)
+    return learner
+
+
+def _recorded_alike(
+    plain: Learner, recorded: Learner, device: torch.device, n_steps: int
+) -> tuple[bool, dict[str, Any]]:
+    recorded.whole_steps = steps = RecordedSteps(recorded, CudaTape)
+    batches = [one.to(device) for one in rows(8 * SMALL.batch_size, SMALL.d_in).split(SMALL.batch_size)]
+    for number in range(n_steps):
+        for learner in (plain, recorded):
+            if number == n_steps // 2:
+                let_some_die(learner)
+            take(learner, number, batches[number % len(batches)])
+    expected = dict(plain.state.tensors())
+    differing = [name for name, tensor in recorded.state.tensors() if not torch.equal(tensor, expected[name])]
+    return not differing and steps.n_replayed > 0, {"differing": differing, "replayed": steps.n_replayed}
 
 
 def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:

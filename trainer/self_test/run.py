@@ -14,7 +14,7 @@ import torch
 from trainer.contract.errors import first_line
 from trainer.self_test.base import Check
 from trainer.self_test.feeding import check_feeding
-from trainer.self_test.learning import check_curves, check_resuming, check_waits
+from trainer.self_test.learning import check_curves, check_recording, check_resuming, check_waits
 from trainer.self_test.memory_need import check_memory
 from trainer.self_test.products import check_products, check_selections
 
@@ -23,11 +23,13 @@ _QUICK: tuple[Part, ...] = (check_products, check_selections, check_waits, check
 # Meant to take two minutes of a GPU; the full one six.
 SHORT: tuple[Part, ...] = (
     *_QUICK,
+    partial(check_recording, n_steps=24),
     partial(check_resuming, half=10),
     partial(check_curves, n_steps=40),
 )
 FULL: tuple[Part, ...] = (
     *_QUICK,
+    partial(check_recording, n_steps=48),
     partial(check_resuming, half=20),
     partial(check_curves, n_steps=200),
     check_memory,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -56,6 +56,13 @@ class StepState(NamedTuple):
         return cls(int(skipped), int(in_a_row), int(overflowed), grad_norm, lr)
 
 
+class WholeSteps(Protocol):
+    """Takes a learner's steps where a batch is not cut and there is nothing to exchange with others."""
+
+    def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
+        """Take a step on raw data."""
+
+
 class Learner:
     """An SAE with its optimizer and its metrics; `state` is what a checkpoint of it has to hold.
 
@@ -88,8 +95,11 @@ class Learner:
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
         self._update = self._update_of(following)
-        self._precision = resolve_precision(self._train.precision, device)
-        self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
+        self.steps_by_rows = isinstance(self._update, RowUpdate)
+        if self.steps_by_rows:
+            self._keep_rates_on_device()
+        self.precision = resolve_precision(self._train.precision, device)
+        self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
         # Steps skipped in this log interval, and those in a row up to now.
@@ -97,6 +107,16 @@ class Learner:
         # Those of the skipped ones whose gradient was made infinite because activations were lost.
         self.overflowed = torch.zeros((), device=device)
         self.grad_norm = torch.zeros((), device=device)
+        # The rate of this step, of all groups that have none of their own.
+        self._rate = self._lr
+        # What takes its steps as a whole, where anything does.
+        self.whole_steps: WholeSteps | None = None
+
+    def _keep_rates_on_device(self) -> None:
+        """Let the optimizer read its rates from memory: a recorded step would repeat a number."""
+        for group in self.optimizer.param_groups:
+            # torch refuses to be recorded unless told that it may; a fused step does nothing else for it.
+            group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
     def _update_of(self, rates: FollowingRates | None) -> Update:
         """Return how weights are stepped; with `rates` encoders go with their decoders."""
@@ -116,9 +136,14 @@ class Learner:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
         self.sae.begin_step(step / self.total_steps)
         decay = 0.0 if self.optimizer.is_schedule_free else self._decay_fraction
+        factor = lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
+        self._rate = self._lr * factor
         for group in self.optimizer.param_groups:
-            factor = lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
-            group["lr"] = self._lr * group.get("rate", 1.0) * factor
+            rate = self._lr * group.get("rate", 1.0) * factor
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
@@ -146,10 +171,14 @@ class Learner:
     @torch.no_grad()
     def forget_pass(self) -> None:
         """Undo every `accumulate` since the last update."""
-        self.sae.zero_grad()
-        self.sae.row_gradients.take()
+        self.drop_gradients()
         self.sae.forget_passes()
         self.interval = Interval(("loss", *self.sae.loss_names))
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient of a backward pass that is of no use."""
+        self.sae.zero_grad()
+        self.sae.row_gradients.take()
 
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return raw data normalised, in fp32: inputs [n, d_in], and this rank's part of their targets."""
@@ -160,7 +189,7 @@ class Learner:
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
-        with autocast(self._precision, self._device):
+        with autocast(self.precision, self._device):
             output: Output = self.sae(x, y)
         return output
 
@@ -181,14 +210,19 @@ class Learner:
         )
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take the step, unless a gradient is not finite: then change nothing but the count of such steps."""
+    def update(self, *, counts: bool = True) -> None:
+        """Take the step, unless a gradient is not finite: then change nothing but the count of such steps.
+
+        Unless the host `counts` it, which it does not where a step is only recorded.
+        """
         self.stepped.begin()
         squares = self._update.measure()
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
         scale = self.loss_scale.factor * share
         norm = self._total_norm(squares)
-        self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
+        norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
+        # In place, as all that outlives a step: a recorded one repeats what is done to memory, and nothing else.
+        self.grad_norm.copy_(norm)
         overflowed = self.sae.has_overflowed()
         bad_gradient = bad if overflowed is None else bad * ~overflowed
         self.loss_scale.update(bad_gradient)
@@ -197,11 +231,17 @@ class Learner:
         self.stepped.end()
         self.sae.zero_grad()
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
-        self.sae.end_step(self.tokens_per_step)
+        self.sae.end_step()
         self.skipped += bad
-        self.skipped_in_a_row = (self.skipped_in_a_row + bad_gradient) * bad
+        self.skipped_in_a_row.add_(bad_gradient).mul_(bad)
         if overflowed is not None:
             self.overflowed += bad - bad_gradient
+        if counts:
+            self.count_step()
+
+    def count_step(self) -> None:
+        """Note on the host that a step was taken."""
+        self.sae.count_silence(self.tokens_per_step)
 
     def _total_norm(self, squares: Squares) -> Tensor:
         """Return the gradient's norm over all latents, 0-dim, from this rank's squares."""
@@ -264,10 +304,11 @@ class Learner:
 
     def take_state(self) -> Tensor:
         """Return `StepState` in float64, still on the device, and count skipped steps anew."""
-        lr = self.grad_norm.new_full((), self.optimizer.param_groups[0]["lr"], dtype=torch.float64)
+        lr = self.grad_norm.new_full((), self._rate, dtype=torch.float64)
         counts = self.skipped, self.skipped_in_a_row, self.overflowed, self.grad_norm
         state = torch.stack([*(one.double() for one in counts), lr])
-        self.skipped, self.overflowed = torch.zeros_like(self.skipped), torch.zeros_like(self.overflowed)
+        for one in (self.skipped, self.overflowed):
+            one.zero_()
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:

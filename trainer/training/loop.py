@@ -37,6 +37,7 @@ from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
+from trainer.training.recorded_step import recorded
 from trainer.training.row_sample import Sampler
 from trainer.training.saving import Saving
 from trainer.training.sharded_state import under
@@ -104,6 +105,8 @@ class Trainer:
         self._start(resume_from)
         if tries_batch:
             self._cut_until_it_fits()
+        for learner in self.learners.values():
+            learner.whole_steps = recorded(learner, self._job, parallel)
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)

@@ -32,6 +32,12 @@ def take_step(
     """
     for learner in learners:
         learner.begin_step(number)
+    if learners and all(learner.whole_steps for learner in learners):
+        ((hooks, of_all),) = batches
+        for learner in learners:
+            assert learner.whole_steps is not None
+            learner.whole_steps.take(*hooks[learner.hook], of_all)
+        return wishes()
     for hooks, of_all in batches:
         for learner in learners:
             learner.accumulate(*hooks[learner.hook], of_all)

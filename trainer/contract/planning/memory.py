@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.planning import activation_memory
+from trainer.contract.planning import activation_memory, recorded_steps
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import OPTIMIZERS
@@ -32,7 +32,7 @@ class Memory(msgspec.Struct, frozen=True):
 
     Most activations are freed by the time gradients are made, so both use the same memory: `activations` is what the
     peak needs beyond the gradients and the exchange buffers (`communication`). `slack` is what the allocator cannot
-    hand out again, and rows beside those of a step.
+    hand out again, a recorded step's own memory, and rows beside those of a step.
     """
 
     weights: int
@@ -80,13 +80,16 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     # During the pass of an SAE at one hook, a batch has the rows of all others too.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(weights) + optimizer + peak + beside + sum(source)
+    # A recorded step has memory of its own for what others take from the allocator.
+    is_recorded = work.device == "cuda" and recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision)
+    recorded = peak - sum(copies) if is_recorded else 0
     return Memory(
         weights=sum(weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
         activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
-        slack=round(ALLOCATOR_SLACK * taken) + bytes_of_rows(work) if work.device == "cuda" else 0,
+        slack=round(ALLOCATOR_SLACK * taken) + bytes_of_rows(work) + recorded if work.device == "cuda" else 0,
         context=context_bytes(work.device),
     )
 

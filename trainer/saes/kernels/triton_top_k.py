@@ -16,7 +16,7 @@ from torch import Tensor
 
 # Groups of a row whose maxima a program holds, numbers of the chosen groups, and those that it reads at a time. With
 # 8,192 groups a thread has 128 registers instead of 80, and a processor two programs instead of three.
-MOST_GROUPS, MOST_KEPT, TILE = 2**12, 2**13, 2**13
+MOST_GROUPS, MOST_KEPT, TILE = 2**12, 2**12, 2**13
 # Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
 LEAST_GROUP = 8
 # The widest row that is marked as a whole.
@@ -179,9 +179,8 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def _ranks(ordered, BITS: tl.constexpr):
     """Return the same from 0 on, in a type that also has numbers below."""
-    if BITS == 32:
-        return ordered.to(tl.int64) + 2 ** (BITS - 1)
-    return ordered.to(tl.int32) + 2 ** (BITS - 1)
+    wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
+    return ordered.to(wide) + 2 ** (BITS - 1)
 
 
 @triton.jit

@@ -96,9 +96,9 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
 
     assert fits(4096, 65536, 64)
     assert fits(4096, 24576, 32, torch.float32)
-    assert fits(4096, 2**19, 64)
+    assert fits(4096, 2**18, 64)
     assert not fits(1, 65536, 64)
-    assert not fits(4096, 2**20, 64)
+    assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
     assert not fits(4096, 65536, 0)
     assert not fits(4096, 65536, 64, torch.float64)

@@ -1,0 +1,211 @@
+"""Recorded steps against plain ones, bit for bit, on a CPU that passes for a GPU; `test_recorded_step.py` runs this.
+
+With TRITON_INTERPRET=1, since the update is by kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+from support.tape import TapeOnCpu
+from torch import Tensor
+
+from trainer.activations.batches import Batch
+from trainer.optimizers import row_adam, triton_update
+from trainer.parallel.base import Parallel
+from trainer.saes.kernels import sparse, top_k
+from trainer.training import recorded_step
+from trainer.training.learner import Learner, StepState
+from trainer.training.recorded_step import RecordedSteps
+from trainer.training.step import take_step
+
+D_IN, N = 16, 24
+ALONE = Parallel(torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take a GPU's path on a CPU, with kernels for the update and torch's operations for the rest."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
+    monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
+    # Triton's interpreter is slow.
+    monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
+
+
+def rows(n: int, seed: int) -> Tensor:
+    return torch.randn(n, D_IN, generator=torch.Generator().manual_seed(seed)) + 0.5
+
+
+class Run:
+    """Two runs of the same SAE, one with recorded steps."""
+
+    def __init__(self, sae: dict[str, Any], train: dict[str, Any]) -> None:
+        settings = {"batch_size": N, "precision": "bf16", "lr": 1e-2, "n_steps": 40} | train
+        self.job = job_of({"architecture": "topk", "d_sae": 6, "k": 2, "dead_after_tokens": 10**6} | sae, settings)
+        self.plain, self.recorded = self._new(), self._new()
+        self.number = 0
+
+    def _new(self) -> Learner:
+        learner = Learner(self.job, D_IN, None, ALONE)
+        learner.initialise(rows(64, 99), rows(64, 99))
+        return learner
+
+    def record(self) -> RecordedSteps:
+        steps = RecordedSteps(self.recorded, TapeOnCpu)
+        self.recorded.whole_steps = steps
+        return steps
+
+    def take(self, n_steps: int, n_tokens: int = N, bad: int | None = None) -> None:
+        for _ in range(n_steps):
+            x = rows(n_tokens, self.number)
+            if bad is not None:
+                x[bad % n_tokens, 1] = torch.nan
+            for one in (self.plain, self.recorded):
+                take_step([one], ALONE, self.number, [Batch([(x, x)], n_tokens)])
+            self.number += 1
+
+    def load_again(self) -> None:
+        """Put back into each run what it has saved."""
+        for one in (self.plain, self.recorded):
+            one.state.load({name: tensor.clone() for name, tensor in one.state.tensors()})
+
+    def assert_alike(self) -> None:
+        found, expected = dict(self.recorded.state.tensors()), dict(self.plain.state.tensors())
+        assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+        for one in (self.plain, self.recorded):
+            assert one.sae._longest_silence >= int(one.sae.n_tokens_since_fired.max())
+        assert self.recorded.sae._longest_silence == self.plain.sae._longest_silence
+
+    def intervals(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return both runs' metrics of the log interval that ends here."""
+        of = []
+        for one in (self.recorded, self.plain):
+            state = StepState.of(one.take_state())
+            of.append(one.values(one.sums(), state))
+        return of[0], of[1]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "train"),
+    [
+        ("topk", {}),
+        ("topk", {"state": "int8"}),
+        ("topk", {"precision": "fp16"}),
+        ("batch_topk", {}),
+        ("matryoshka_batch_topk", {"state": "bf16"}),
+    ],
+    ids=str,
+)
+def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train: dict[str, Any]) -> None:
+    run = Run({"architecture": architecture}, train)
+    steps = run.record()
+    # Rates rise and fall meanwhile.
+    run.take(4)
+    found, expected = run.intervals()
+    assert found == expected
+    run.assert_alike()
+    # AuxK begins to take part, for which a step is recorded anew.
+    for one in (run.plain, run.recorded):
+        one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
+        one.sae.note_silence(one.sae.n_tokens_since_fired)
+    run.take(5)
+    found, expected = run.intervals()
+    assert found == expected
+    assert found["auxk"] > 0
+    run.assert_alike()
+    assert steps.n_replayed == 3 + 3
+    assert steps._n_recorded == 2
+
+
+def test_a_step_that_is_skipped_is_so_where_it_is_recorded() -> None:
+    run = Run({}, {})
+    steps = run.record()
+    run.take(2)
+    before = run.recorded.sae.W_enc.detach().clone()
+    run.take(1, bad=3)
+    assert torch.equal(before, run.recorded.sae.W_enc)
+    run.take(1)
+    found, expected = run.intervals()
+    assert found == expected
+    assert found["skipped_steps"] == 1
+    run.assert_alike()
+    assert steps.n_replayed == 3
+
+
+def test_a_batch_of_another_size_is_taken_plainly_and_then_recorded_again() -> None:
+    run = Run({}, {})
+    steps = run.record()
+    run.take(3)
+    assert steps.n_replayed == 2
+    run.take(1, n_tokens=7)
+    run.take(2)
+    assert steps.n_replayed == 2
+    run.take(2)
+    assert steps.n_replayed == 4
+    run.assert_alike()
+
+
+def test_resampling_between_recorded_steps_is_what_the_next_ones_see() -> None:
+    run = Run({}, {})
+    steps = run.record()
+    run.take(3)
+    x = rows(64, 5)
+    for one in (run.plain, run.recorded):
+        one.sae.n_tokens_since_fired[:3] = 10**7
+        one.forget(one.resample(3, x, x))
+    n = steps.n_replayed
+    run.take(2)
+    assert steps.n_replayed == n + 2 > 2
+    run.assert_alike()
+
+
+def test_a_run_goes_on_from_what_recorded_steps_have_left() -> None:
+    run = Run({}, {})
+    run.record()
+    run.take(3)
+    steps = run.record()
+    run.load_again()
+    run.take(3)
+    # In the midst of it, too.
+    n = steps.n_replayed
+    run.load_again()
+    run.take(1)
+    assert steps.n_replayed == n > 0
+    run.take(3)
+    assert steps.n_replayed > n
+    run.assert_alike()
+
+
+def test_while_k_is_annealed_nothing_is_recorded() -> None:
+    run = Run({"k_anneal_fraction": 0.25, "k_anneal_start": 6}, {"n_steps": 16})
+    steps = run.record()
+    run.take(5)
+    assert not steps.n_replayed
+    run.take(2)
+    assert steps.n_replayed
+    run.assert_alike()
+
+
+def test_what_cannot_be_recorded_is_told_once_and_taken_plainly() -> None:
+    class Broken(TapeOnCpu):
+        def record(self, work: Any) -> None:
+            raise RuntimeError("no graph here")
+
+    run = Run({}, {})
+    steps = RecordedSteps(run.recorded, Broken)
+    run.recorded.whole_steps = steps
+    with pytest.warns(UserWarning, match="steps are not recorded on this GPU.*no graph here") as told:
+        run.take(3)
+    assert len(told) == 1
+    assert not steps.n_replayed
+    run.assert_alike()
+
+
+def test_a_host_that_waits_would_be_seen() -> None:
+    with pytest.raises(RuntimeError, match="waits"):
+        TapeOnCpu().record(lambda: float(torch.ones(())))

@@ -1,0 +1,55 @@
+"""Recorded steps in another process, since Triton's interpreter has to be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+
+from trainer.contract.planning import recorded_steps
+from trainer.contract.planning.workload import Layout
+from trainer.parallel.base import Parallel
+from trainer.training.learner import Learner
+from trainer.training.recorded_step import recorded
+
+ROOT = Path(__file__).parents[3]
+CASES = Path(__file__).with_name("recorded_cases.py")
+
+
+def test_recorded_steps_are_the_plain_ones() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout or "100%" in done.stdout
+
+
+def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks: int = 1, **train: object) -> bool:
+    job = job_of({"architecture": "topk", "d_sae": 24576} | sae, {"batch_size": 4096} | train)
+    return recorded_steps.pays(Layout(job, ranks), d_in, d_in, precision=precision)
+
+
+def test_small_steps_of_a_lone_gpu_are_recorded() -> None:
+    assert pays({})
+    assert pays({"architecture": "batch_topk"})
+    assert not pays({"d_sae": 65536}, d_in=2304)
+    assert not pays({}, ranks=2)
+    assert not pays({}, precision="fp32")
+    assert not pays({}, accumulate=2)
+    assert not pays({}, deterministic=True)
+    assert not pays({}, optimizer="signum")
+    assert not pays({"architecture": "jumprelu"})
+    assert not pays({"k": [16, 32]})
+
+
+def test_a_cpu_records_nothing() -> None:
+    job = job_of({"architecture": "topk", "d_sae": 64}, {"batch_size": 64, "precision": "bf16"})
+    alone = Parallel(torch.device("cpu"))
+    assert recorded(Learner(job, 16, None, alone), job, alone) is None

@@ -1,0 +1,36 @@
+"""When a GPU's steps are recorded and replayed: where the host would take longer for a step than the GPU."""
+
+from __future__ import annotations
+
+from trainer.contract.planning.workload import Layout
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.model_source import ModelKnobs
+
+# A host takes 1.7 to 2.0 ms for the launches of a step. Products and bytes per second are an A100's, about: a faster
+# GPU is done sooner, so that it gains the more, and a slower one loses nothing but the memory.
+LONGEST_S, PRODUCTS, BANDWIDTH = 2e-3, 400e12, 2e12
+# Bytes that pass for each weight: weight and moments, gradient, 16-bit copy.
+BYTES_PER_WEIGHT = 36
+
+
+def pays(layout: Layout, d_in: int, d_out: int, *, precision: str) -> bool:
+    """Tell whether the steps of a job's SAEs, on one GPU that has them to itself, are worth recording.
+
+    Only those can be recorded in which the host decides nothing by numbers of the GPU. A run that has to be the same to
+    the last bit wherever it is resumed goes without.
+    """
+    job = layout.job
+    is_alone = layout.ranks == 1 and layout.mode == "single" and layout.micro_batches == 1 and len(layout.members) == 1
+    if not is_alone or job.train.deterministic or precision not in ("bf16", "fp16") or not can_be_recorded(job):
+        return False
+    n_weights = (d_in + d_out) * job.sae.width(d_in)
+    product_s = 2 * layout.micro_batch * d_in * job.sae.width(d_in) / PRODUCTS
+    return product_s + BYTES_PER_WEIGHT * n_weights / BANDWIDTH < LONGEST_S
+
+
+def can_be_recorded(job: JobConfig) -> bool:
+    """Tell whether the host need know nothing of a step, and does nothing else on the GPU that takes long."""
+    entry = ARCHITECTURES[job.sae.architecture]
+    runs_model = isinstance(job.data.knobs, ModelKnobs)
+    return not entry.dense_matrices and OPTIMIZERS[job.train.optimizer].writes_copies and not runs_model
