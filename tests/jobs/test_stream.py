@@ -42,7 +42,7 @@ def test_a_stream_is_reviewed_and_forecast_by_the_tokens_to_train_on(tmp_path: P
     reviewed = review(DataDir(tmp_path))
     assert reviewed.job is not None
     assert not reviewed.problems
-    assert re.search(r"effective batch 1984 .* about \d+ s by the model", reviewed.summary)
+    assert re.search(r"effective batch 1984 .* about \d+ s, estimated", reviewed.summary)
     longer = review(DataDir(tmp_path), **{"train.n_tokens": 10**8})
     assert re.search(r"about [\d.]+ (min|h)", longer.summary)
     assert job_rows(reviewed.job, reviewed.job.data_shape(), [], Box(), cuda=False)

@@ -163,7 +163,7 @@ async def test_the_review_follows_every_change(make_app) -> None:
         await type_into(pilot, screen, "train.batch_size", "1024")
         text = await reviewed(pilot, screen, "3 GPUs, ", "effective batch 3072")
         assert "per GPU" in text
-        assert text.endswith(" by the model")
+        assert text.endswith(", estimated")
         await pilot.press("space")
         await reviewed(pilot, screen, "2 GPUs, ", "effective batch 2048")
         await type_into(pilot, screen, "train.batch_size", "512")

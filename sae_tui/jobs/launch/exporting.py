@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs import named_python
+from sae_tui.jobs.evaluation.request import python_of
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
+from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.failure import told_failure
 from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.gpu_vendors import hide_all
-
-COMMAND = (sys.executable, "-P", "-m", "trainer", "export")
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,9 +36,12 @@ def export_sae(data: DataDir, job_id: int, out: Path, arguments: Sequence[str]) 
     """
     with existing(data, job_id) as control:
         control.job(job_id)
-    argv = [*COMMAND, str(data.run(job_id).root), "--out", str(working_folder() / out), *arguments, "--json"]
+    if not (python := python_of(data, job_id)):
+        refuse_without_trainer()
+    argv = named_python.command(python, "export", str(data.run(job_id).root), "--out", str(working_folder() / out))
     # On the CPU: it computes next to nothing.
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**os.environ, **hide_all()})
+    env = {**named_python.variables(python), **hide_all()}
+    done = subprocess.run([*argv, *arguments, "--json"], stdin=subprocess.DEVNULL, capture_output=True, env=env)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = told_failure(done.stdout) or (lines[-1] if lines else "")

@@ -11,13 +11,13 @@ from trainer.contract.wording import duration, gibibytes, plural
 
 
 def needs(look: ExtractionOutlook) -> str:
-    """Return a line like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min by the model`."""
+    """Return a line like `needs 1.2 GiB, and 0.9 GiB of disk, 38.0 GiB free; about 12 min, estimated`."""
     if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
         return "what it needs is not known: its model is not on this disk"
     time = duration(look.seconds)
     device = "GPU" if look.on_gpus else "process"
     each = f" per {device}" if look.ranks > 1 else ""
-    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time} by the model"
+    return f"needs {gibibytes(look.needs_bytes)}{each}, and {disk_words(look)}; about {time}, estimated"
 
 
 def summary(job: ExtractJob, look: ExtractionOutlook) -> str:

@@ -198,7 +198,7 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
         f"{where}, {look.mode}",
         f"effective batch {batch}",
         f"needs {gibibytes(look.needs_bytes)}{each}",
-        f"about {duration(seconds)}" + ("" if measured else " by the model"),
+        f"about {duration(seconds)}" + ("" if measured else ", estimated"),
         *([look.placed.sentence] if look.placed and (look.placed.model_gpus or look.placed.why) else []),
     ]
     return " · ".join(parts)

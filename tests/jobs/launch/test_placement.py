@@ -339,7 +339,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
     needed = f"{memory.estimate(workload(config, 8, 2)).total / GIB:.1f} GiB"
     settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
-    assert said(config) == f"{settled} · about 1 s by the model"
+    assert said(config) == f"{settled} · about 1 s, estimated"
     alike = {"tokens_per_s": 2000.0, "d_in": 8, "world_size": 2, "mode": "ddp", "config": dump_job(config)}
     past = job(1, state=JobState.FINISHED, **alike)
     # 819,200 tokens.
@@ -352,10 +352,10 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
         job(5, state=JobState.FINISHED, **slow | {"d_in": 16}),
         job(6, state=JobState.FINISHED, **slow | {"config": dump_job(config.replace("train", batch_size=64))}),
     ]
-    assert said(config, past=others).endswith(" by the model")
+    assert said(config, past=others).endswith(", estimated")
     assert said(config, past=[*others, past]).endswith(" · about 7 min")
     sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
-    assert said(sweep, past=[past]).endswith(" by the model")
+    assert said(sweep, past=[past]).endswith(", estimated")
 
 
 def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
@@ -368,7 +368,7 @@ def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to
         (expected,) = forecast(Workload(config, 1, wide, cards[0].name), speeds, counts=(2,))
         text = said(config, wide, cards=cards, speeds=speeds)
         assert text.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
-        assert text.endswith(f" · about {duration(expected.seconds)} by the model")
+        assert text.endswith(f" · about {duration(expected.seconds)}, estimated")
         return text
 
     slow, fast = on(1e9), on(1e13)
@@ -383,7 +383,7 @@ def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
     )
     for speeds in (slow, fast):
         (expected,) = forecast(Workload(config, 1, DATA, CPU), speeds, counts=(1,))
-        assert said(config, gpus=0, speeds=speeds).endswith(f" · about {duration(expected.seconds)} by the model")
+        assert said(config, gpus=0, speeds=speeds).endswith(f" · about {duration(expected.seconds)}, estimated")
 
 
 def test_cards_of_different_kinds_wait_for_the_slowest():
