@@ -175,7 +175,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob)
 def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:
     # A power of 2 moves no digit of fp32 gradients; fp16's own products would.
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
-    scaled._precision = "fp32"
+    scaled.precision = "fp32"
     for step in range(10):
         take_alone(scaled, step, batch(step))
         take_alone(plain, step, batch(step))
