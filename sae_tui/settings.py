@@ -15,8 +15,7 @@ from trainer.contract.paths import is_shared
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
-from trainer.contract.settings.toml import Judged, parse_toml, read_plain_text
-from trainer.contract.trust import distrust_of_file
+from trainer.contract.settings.toml import Judged, parse_toml
 
 # Under these the form shows them.
 _LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
@@ -191,12 +190,22 @@ def save_settings(path: Path, settings: Settings) -> None:
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """Return what the file says, right or wrong; raise `UserError` where it cannot be read."""
-    if not os.path.exists(path):
-        return {}
+    return _text_and_table(path, Judged())[1] if os.path.exists(path) else {}
+
+
+def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
+    """Return a file's text and what it says, both of one reading, by which it is judged as well."""
+    texts: list[str] = []
+
+    def keep(file: Path) -> str:
+        texts.append(judged(file))
+        return texts[-1]
+
     try:
-        return read_toml(path, read_plain_text)
+        table = read_toml(path, keep)
     except JobFileError as error:
         raise UserError(f"{error}; mend it by hand or remove it") from None
+    return texts[-1], table
 
 
 def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
@@ -207,9 +216,8 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
     if not os.path.lexists(path):
         save_settings(path, msgspec.structs.replace(Settings(), **changes))
         return
-    before = read_settings_file(path)
-    _refuse_to_change(path, before)
-    text = read_plain_text(path)
+    text, before = _text_and_table(path, judged := Judged())
+    _refuse_to_change(path, before, judged.distrust)
     if len(text) > _MOST_CHANGED:
         raise UserError(f"{path} is larger than {_MOST_CHANGED >> 10} KiB; change it by hand")
     text, after = _with_changes(text, changes)
@@ -234,12 +242,12 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
         return text, None
 
 
-def _refuse_to_change(path: Path, table: Mapping[str, Any]) -> None:
+def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
     """Raise `UserError` where writing the file would replace a link, or make somebody else's commands one's own."""
     if path.is_symlink():
         raise UserError(f"{path} is a link, which saving would replace; change {path.resolve()} by hand")
-    if any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent) and (why := distrust_of_file(path)):
-        raise UserError(f"{why}, after you have read it: its commands would become yours")
+    if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):
+        raise UserError(f"{distrust}, after you have read it: its commands would become yours")
 
 
 def settings_text(settings: Settings) -> str:

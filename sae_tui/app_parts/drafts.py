@@ -28,11 +28,13 @@ class Drafts:
         self._app = app
         self._session = session
         self._on_launched = on_launched
+        # The Python of the settings when the form was filled.
+        self._python = session.settings.python
 
     def open(self) -> None:
         """Open the form that was left, or a new one of a training."""
         kept = self._kept
-        if kept and (kept.changed or not kept.is_extraction):
+        if kept and (kept.changed or not (kept.is_extraction or self._is_outdated)):
             self._open_kept(kept)
         else:
             self._open(LaunchScreen(self._session))
@@ -40,10 +42,15 @@ class Drafts:
     def open_extraction(self) -> None:
         """Open the form of an extraction that was left, or a new one; ask before another draft is lost."""
         kept = self._kept
-        if kept and kept.is_extraction:
+        if kept and kept.is_extraction and (kept.changed or not self._is_outdated):
             self._open_kept(kept)
         else:
             self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether a form that nobody has changed names another Python than the settings do by now."""
+        return self._python != self._session.settings.python
 
     def _open_kept(self, kept: LaunchForm) -> None:
         self._session.go.switch_to(_LAUNCH)
@@ -111,6 +118,7 @@ class Drafts:
         return self._app.get_screen(_LAUNCH, LaunchScreen).form if is_kept else None
 
     def _open(self, form: LaunchScreen) -> None:
+        self._python = self._session.settings.python
         self._session.go.show_dashboard()
         self._forget()
         self._app.install_screen(form, _LAUNCH)

@@ -16,7 +16,8 @@ from trainer.contract.exits import Exit
 from trainer.contract.files import open_plain, write_own
 from trainer.contract.json_file import LARGEST
 from trainer.contract.output import show_text
-from trainer.contract.trust import distrust_of_folder
+from trainer.contract.paths import private_folder
+from trainer.contract.trust import distrust_of_program, distrust_of_searched
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
@@ -74,15 +75,16 @@ def _own_shell() -> str:
 def _install(context: Context, shell: str) -> int:
     """Write the script where the shell looks for it; refuse a file that is not ours."""
     file, content = file_for(shell), _marked(_script(shell), shell)
-    changed = _text_of_ours(file) != content
-    if changed:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            if why := distrust_of_folder(file.parent):
-                raise UserError(why)
+    try:
+        # What lies there is run by each shell that starts.
+        if why := distrust_of_searched(private_folder(file.parent)):
+            raise UserError(why)
+        if changed := _text_of_ours(file) != content:
             write_own(file, content)
-        except OSError as error:
-            raise UserError(f"{file} cannot be written: {sentence(error)}") from None
+        elif why := distrust_of_program(file):
+            raise UserError(why)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {sentence(error)}") from None
     left, undo = _left_to_do(shell, file), shlex.join(["rm", str(file)])
     if context.as_json:
         show_json({"shell": shell, "file": str(file), "changed": changed, "next": left, "undo": undo})

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import socket
+import stat
 import sys
 
 from sae_tui.cli_commands.context import Context
@@ -23,6 +24,8 @@ def serve(context: Context, flags: argparse.Namespace) -> int:
         raise UserError(MISSING) from None
 
     def tell(port: int, url: str) -> None:
+        if stat.S_ISREG(status := os.fstat(sys.stdout.fileno()).st_mode) and status & (stat.S_IRGRP | stat.S_IROTH):
+            warn("the address goes into a file that others may read; `chmod go-r` it")
         if context.as_json:
             show_json({"url": url, "pid": os.getpid(), "port": port, "read_only": not flags.write})
             return

@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
-from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
+from sae_tui.gpu.base import OPEN_LIMIT_S, GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.once import on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs import named_python
 from trainer.contract.failure import told_failure

@@ -22,6 +22,9 @@ Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
+# Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
+OPEN_LIMIT_S = 15.0
+CARD_LIMIT_S = 5.0
 # What slows a card down that is in trouble: heat, or power that does not come.
 THROTTLING = (
     "the hardware slows it (heat or power)",

@@ -11,12 +11,9 @@ from functools import partial
 from typing import TypeVar
 
 from sae_tui.gpu import faults, vendor_to_name
-from sae_tui.gpu.base import GpuSample, GpuSource
+from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, GpuSource
 from sae_tui.gpu.detailed import vendor_of
 
-# Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
-OPEN_LIMIT_S = 15.0
-CARD_LIMIT_S = 5.0
 SLOW_AFTER_S = 2.0
 THREAD_NAME = "gpu-once"
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults, vendor_to_name
-from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.base import OPEN_LIMIT_S, DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
-from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread
+from sae_tui.gpu.once import on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:

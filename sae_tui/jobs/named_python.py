@@ -15,10 +15,14 @@ from pathlib import Path
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.knobs import show
-from trainer.contract.trust import distrust_of_program
+from trainer.contract.trust import distrust_of_entry, distrust_of_program, distrust_of_searched
 
 # What leads a Python to packages that are not its own: it may be of another version, and of other versions of them.
 _OF_ANOTHER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "VIRTUAL_ENV")
+_CONFIG = "pyvenv.cfg"
+# Where Python's own library is below its prefix, and where packages are, Debian's among them.
+_LIBRARY = "lib*/py*3*"
+_PACKAGES = (f"{_LIBRARY}/site-packages", f"{_LIBRARY}/dist-packages", f"local/{_LIBRARY}/dist-packages")
 # Any other program would be run with what is meant for a Python: `sh -c` runs it line by line.
 _NAME = re.compile(r"(python|pypy)[\w.-]*")
 
@@ -79,16 +83,75 @@ def _kind(path: Path) -> str:
 
 
 def _distrust(python: Path) -> str:
-    """Look at what a start of it reads, too: the file that makes it an environment, and the folders of packages."""
-    for path in (python, *_of_environment(python), *_of_environment(python.resolve())):
-        if why := distrust_of_program(path):
+    """Look at what a start of it reads, too: what makes it an environment, its library, and the packages in it."""
+    for why in _reasons(python):
+        if why:
             reason, _, remedy = why.partition("; ")
             return f"{python} is not run, for {reason}; {remedy or 'name one of your own'}"
     return ""
 
 
-def _of_environment(python: Path) -> Iterator[Path]:
-    prefix = python.parent.parent
-    if (prefix / "pyvenv.cfg").exists():
-        yield prefix / "pyvenv.cfg"
-    yield from prefix.glob("lib/python3*/site-packages")
+def _reasons(python: Path) -> Iterator[str]:
+    """Yield why not to run a Python, or "", for each thing that decides what it runs."""
+    waiting, seen = [python], set[Path]()
+    # Packages of what an environment was made from are read only where it says so.
+    reads_packages = True
+    while waiting:
+        program = waiting.pop()
+        if program in seen:
+            continue
+        seen.add(program)
+        yield distrust_of_program(program)
+        yield distrust_of_searched(program.parent)
+        if config := _config_of(program):
+            yield distrust_of_program(config)
+            yield from _of_prefix(config.parent, packages=True)
+            said = _said_by(config)
+            reads_packages = said.get("include-system-site-packages") == "true"
+            waiting += _pythons_in(Path(said.get("home", "")), program.name)
+        elif program.resolve() == program:
+            yield from _of_library(program, packages=reads_packages)
+        waiting.append(program.resolve())
+
+
+def _config_of(program: Path) -> Path | None:
+    """Return the file that makes the program part of an environment; None where there is none."""
+    places = (program.parent / _CONFIG, program.parent.parent / _CONFIG)
+    return next((place for place in places if place.exists()), None)
+
+
+def _said_by(config: Path) -> dict[str, str]:
+    pairs = (line.split("=", 1) for line in config.read_text(errors="replace").splitlines() if "=" in line)
+    return {name.strip().lower(): value.strip() for name, value in pairs}
+
+
+def _pythons_in(home: Path, name: str) -> list[Path]:
+    """Return the Python in the folder that an environment was made from."""
+    named = (home / one for one in (name, "python3", "python"))
+    return [one for one in named if home.is_absolute() and one.exists()][:1]
+
+
+def _of_library(program: Path, *, packages: bool) -> Iterator[str]:
+    """Look for the library as Python does, upwards from the program: it may lie in any folder on the way."""
+    for prefix in program.parents[1:]:
+        yield from _of_prefix(prefix, packages=packages)
+        if any(prefix.glob(f"{_LIBRARY}/os.py")):
+            return
+
+
+def _of_prefix(prefix: Path, *, packages: bool) -> Iterator[str]:
+    yield distrust_of_searched(prefix)
+    for library in prefix.glob(_LIBRARY):
+        yield distrust_of_searched(library)
+    for folder in (each for place in _PACKAGES * packages for each in prefix.glob(place)):
+        yield distrust_of_searched(folder)
+        yield from map(_of_package, sorted(folder.iterdir()))
+
+
+def _of_package(entry: Path) -> str:
+    """Judge what lies in a folder of packages by itself; of a file of paths, also the folders that it adds."""
+    why = distrust_of_entry(entry, entry.lstat())
+    if why or entry.suffix != ".pth" or not entry.is_file():
+        return why
+    added = (entry.parent / line.strip() for line in entry.read_text(errors="replace").splitlines() if line.strip())
+    return next(filter(None, (distrust_of_searched(folder) for folder in added if folder.is_dir())), "")

@@ -314,6 +314,9 @@ class Dashboard(FramedScreen):
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
         hidden = _OF_JOBS | {"dashboard.new", "dashboard.extract"} if readonly or job else _OF_JOBS
+        if not self.session.monitor.latest():
+            others.remove("dashboard.view")
+            hidden = hidden | {"dashboard.view"}
         return Offer([*verbs, *others], hidden - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:

@@ -9,6 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import VerticalScroll
 
+from sae_tui.jobs import named_python
 from sae_tui.session import Session
 from sae_tui.settings import AT_START, Settings, change_settings, load_settings, read_settings_file
 from sae_tui.ssh import checked_host
@@ -16,6 +17,7 @@ from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from sae_tui.widgets.knob_form import Field, KnobForm
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.printable import printable
 from trainer.contract.settings.knobs import Knob, knobs_of
 from trainer.contract.wording import join_words, plural
 
@@ -107,6 +109,9 @@ class SettingsScreen(FramedScreen):
                 checked_host(name)
             except UserError as error:
                 wrong.setdefault("hosts", str(error))
+        python = values.get("python")
+        if python and (why := named_python.refusal(python)):
+            wrong.setdefault("python", printable(why))
         return wrong
 
     def _entitle(self) -> None:

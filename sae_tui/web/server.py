@@ -82,6 +82,7 @@ def _listen(port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((LOOPBACK, port))
+        listening.listen()
         return listening
     except OSError as error:
         reason = f"port {port} of {LOOPBACK} cannot be had: {error.strerror}"
@@ -111,7 +112,7 @@ class Looks:
         self._argv, self._warn = argv, warn
         self._assets: Mapping[str, Asset] = read_assets()
         self._token = secrets.token_urlsafe(32)
-        self._hosts: tuple[str, ...] = ()
+        self._host = ""
         self._open: set[Look] = set()
 
     @property
@@ -120,16 +121,19 @@ class Looks:
         return f"/{self._token}/"
 
     def be_at(self, port: int) -> None:
-        """Be reached by this port; a browser that says any other name was led here by somebody else's."""
-        self._hosts = (f"{LOOPBACK}:{port}", f"localhost:{port}")
+        """Be reached by this port; a browser that says any other name was led here by somebody else's.
+
+        "localhost" is one: in a browser it may be ::1, where another user can listen.
+        """
+        self._host = f"{LOOPBACK}:{port}"
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         named = request.headers.getall("Host", [])
         _, token, name = (*request.path.split("/", 2), "", "")[:3]
         is_ours = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
-        if not is_ours or request.method != "GET" or len(named) != 1 or named[0] not in self._hosts:
+        if not is_ours or request.method != "GET" or named != [self._host]:
             return nothing()
-        (host,) = named
+        host = self._host
         if name == "look":
             return await self._answer_look(request, host)
         asset = page(host, self.base) if name == "" else self._assets.get(name)

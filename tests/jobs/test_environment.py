@@ -247,3 +247,40 @@ def test_a_python_that_is_gone_fails_the_job_with_its_path(tmp_path: Path, box: 
     box.control.update(job_id, held=False)
     job = box.wait_ended(job_id)
     assert job.error == f"there is no {python}; name another Python, or none for the app's own"
+
+
+def test_what_a_python_reads_at_its_start_is_its_owners_alone(tmp_path: Path) -> None:
+    python = make_environment(tmp_path / "env", trains=False)
+    (packages,) = (tmp_path / "env").glob("lib/python3*/site-packages")
+    theirs, package, paths = tmp_path / "theirs", packages / "package", packages / "paths.pth"
+    theirs.mkdir()
+    package.mkdir()
+    paths.write_text(f"{theirs}\n")
+    assert named_python.refusal(str(python)) == ""
+    # Like /tmp: nobody else replaces what lies there, but anybody adds to it.
+    for place, open_mode in ((packages, 0o3775), (package, 0o777), (paths, 0o666), (theirs, 0o1777),
+                             (python.parent, 0o1777), (tmp_path / "env", 0o1777)):  # fmt: skip
+        before = place.stat().st_mode & 0o7777
+        place.chmod(open_mode)
+        assert f"is not run, for others may write to {place}; " in named_python.refusal(str(python))
+        place.chmod(before)
+    assert named_python.refusal(str(python)) == ""
+
+
+def test_what_an_environment_was_made_from_is_judged_as_well(tmp_path: Path) -> None:
+    base = stand_in(tmp_path / "base" / "bin", "exit 1", "python3")
+    python = stand_in(tmp_path / "env" / "bin", "exit 1")
+    (tmp_path / "env" / "pyvenv.cfg").write_text(f"home = {base.parent}\n")
+    assert named_python.refusal(str(python)) == ""
+    library = tmp_path / "base" / "lib" / "python3.12"
+    library.chmod(0o775)
+    assert f"others may write to {library}" in named_python.refusal(str(python))
+
+
+def test_a_python_without_a_library_is_not_run_where_others_could_put_one(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    python = stand_in(shared / "own" / "bin", "exit 1")
+    shared.chmod(0o1777)
+    assert named_python.refusal(str(python)) == ""
+    (shared / "own" / "lib" / "python3.12" / "os.py").unlink()
+    assert f"others may write to {shared}; " in named_python.refusal(str(python))

@@ -51,7 +51,10 @@ def test_a_job_file_to_which_others_may_write_is_not_started(box):
 
 def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, by_slurm: Path) -> None:
     for action in (lambda: box.resume(1), lambda: clone_settings(box.data, 1)):
-        with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
+        with pytest.raises(
+            JobFileError,
+            match=r"launch.sbatch_options: is not taken from a file, .* others may write to",
+        ):
             action()
     overrides = ['launch.sbatch_options=["--qos=high"]']
     assert clone_settings(box.data, 1, overrides).launch.sbatch_options == ["--qos=high"]
@@ -63,7 +66,10 @@ def test_options_of_sbatch_in_a_list_that_others_may_write_are_not_taken_over(bo
     by_slurm.unlink()
     box.data.control_db.chmod(0o660)
     for action in (lambda: clone_settings(box.data, 1), lambda: box.resume(1)):
-        with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
+        with pytest.raises(
+            JobFileError,
+            match=r"launch.sbatch_options: is not taken from a file, .* others may write to",
+        ):
             action()
     assert not by_slurm.exists()
 

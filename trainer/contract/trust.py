@@ -84,11 +84,25 @@ def distrust_of_program(program: Path) -> str:
     return ""
 
 
-def _changed_by_others(step: Path, status: os.stat_result) -> str:
+def distrust_of_searched(folder: Path) -> str:
+    """Explain why not to run what is found in a folder; return "" where only this user and root add to it.
+
+    Like `distrust_of_program`, but in a folder like /tmp others can add what would be found. Raises `OSError`.
+    """
+    return distrust_of_program(folder) or distrust_of_entry(folder, folder.stat())
+
+
+def distrust_of_entry(entry: Path, status: os.stat_result) -> str:
+    """Explain why not to run a file, or what lies in a folder, by its own status alone."""
+    return _changed_by_others(entry, status, may_be_sticky=False)
+
+
+def _changed_by_others(step: Path, status: os.stat_result, *, may_be_sticky: bool = True) -> str:
     if status.st_uid not in (os.geteuid(), 0):
         return f"{step} belongs to {user_of(status.st_uid)}"
-    is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
-    # The mode of a link says nothing, and in a folder like /tmp only its owner can replace an entry.
+    # In a folder like /tmp only its owner can replace an entry.
+    is_sticky = may_be_sticky and stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    # The mode of a link says nothing.
     if stat.S_ISLNK(status.st_mode) or is_sticky or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return ""
     return f"others may write to {step}; `chmod go-w` it"

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from sae_tui.gpu import AUTO, resolve
-from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
+from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
 from sae_tui.jobs.cards.locks import open_lock
 from sae_tui.jobs.queue.order import Card

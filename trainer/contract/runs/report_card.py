@@ -259,7 +259,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
         ("L0", f"{one.l0:.1f} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
-        ("shrinkage", f"‖x̂‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
+        ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
         ("latents", f"{dead} dead, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),

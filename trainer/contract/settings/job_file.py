@@ -6,7 +6,6 @@ both. A list where a setting takes a single value is a sweep: several SAEs train
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -367,5 +366,8 @@ def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[
 
 
 def _suggestion(key: str, names: Sequence[str]) -> str:
+    # Only here: a supervisor that waits is kept small.
+    import difflib
+
     close = difflib.get_close_matches(key, names, n=1)
     return f'; did you mean "{close[0]}"?' if close else f"; known are {', '.join(names)}"
