@@ -85,8 +85,6 @@ def test_a_card_that_is_too_full_now_is_a_warning_and_one_that_is_too_small_an_e
 
 
 def test_a_model_that_is_not_on_this_disk_is_launched_without_an_estimate(job: ExtractJob, tmp_path: Path) -> None:
-    import msgspec
-
     hub = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="gpt2"))
     look = outlook_of(hub, machine(tmp_path, 70))
     assert (look.needs_bytes, look.seconds, look.disk_bytes) == (None, None, None)
@@ -99,6 +97,17 @@ def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, 
     assert problems["text.path"] == f"there is nothing at {tmp_path}/nothing.txt"
     assert "has" in problems["extract.n_tokens"]
     assert "free; choose fewer" in problems["extract.n_tokens"]
+
+
+def test_a_hook_beyond_the_last_block_and_a_missing_file_are_told_before_anything_runs(
+    job: ExtractJob, tmp_path: Path
+) -> None:
+    beyond = msgspec.structs.replace(job.model, hooks=[*job.model.hooks, "blocks.66.hook_resid_post"])
+    (problem,) = check(msgspec.structs.replace(job, model=beyond), machine(tmp_path, 70))
+    assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
+    missing = msgspec.structs.replace(job.model, path="nofile.gguf")
+    (problem,) = check(msgspec.structs.replace(job, model=missing), machine(tmp_path, 70))
+    assert str(problem) == "model.path: there is nothing at nofile.gguf"
 
 
 def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: ExtractJob, tmp_path: Path) -> None:

@@ -130,11 +130,23 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
     if job.text.path and not os.path.exists(job.text.path):
         problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
-    if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):
+    is_file = os.path.isabs(job.model.path) or job.model.path.endswith(".gguf")
+    if is_file and not os.path.exists(job.model.path):
         problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
+    problems += _check_hooks(job)
     if there := what_is_there(job):
         problems.append(Problem("extract.output", there, "warning"))
     return problems + _check_disk(job, outlook)
+
+
+def _check_hooks(job: ExtractJob) -> list[Problem]:
+    size = model_size(job.model.path, job.model.revision)
+    beyond = [hook for hook in job.hooks if size and not hook.path and hook.layer >= size.n_layers]
+    if not size or not beyond:
+        return []
+    return [
+        Problem("model.hooks", f"{beyond[0].name}: the model has blocks 0 to {size.n_layers - 1}; name one of them")
+    ]
 
 
 def promises_of(job: ExtractJob, by: str) -> dict[str, Promise]:
