@@ -37,7 +37,7 @@ def seconds_to_quit(terminal: Terminal) -> float:
 
 def test_a_machine_without_a_driver_says_so_and_what_to_do(start) -> None:
     terminal = start("--gpu-source", "nvml")
-    text = terminal.wait_for("Jobs run on the CPU here", 60)
+    text = terminal.wait_for("so jobs run on the CPU", 60)
     assert "driver" in text
     terminal.send("n")
     terminal.wait_for("1 CPU process, single")

@@ -162,7 +162,7 @@ def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -
     terminal.send("n")
     terminal.wait_for(lambda text: "Replace your" not in text and "other" in text)
     terminal.send(ESC)
-    terminal.wait_for("No jobs")
+    terminal.wait_for("n, then ctrl+l")
     terminal.send("n")
     terminal.wait_for("Draft kept: 1 setting changed")
     terminal.send(CTRL_R + "y")

@@ -9,7 +9,7 @@ N_KEYS = 1000
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_keys_break_nothing(seed: int) -> None:
     result = monkey.run(seed, N_KEYS)
     assert not result.faults, f"{result}; the last keys: {result.tail}"

@@ -193,7 +193,7 @@ def test_the_bar_shows_what_was_measured_on_held_out_data_once_it_is_known(
     assert shown[0][0] == 10
 
 
-def test_what_makes_a_rank_fail_is_one_line_on_stderr_whoever_started_it(
+def test_what_makes_a_rank_fail_is_told_in_one_line_whoever_started_it(
     job_file: Path, activations: Path, tmp_path: Path
 ) -> None:
     shard = activations / "a.safetensors"
@@ -205,9 +205,10 @@ def test_what_makes_a_rank_fail_is_one_line_on_stderr_whoever_started_it(
     ignored = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
     process = start("run", job_file, "--json", cwd=tmp_path, preexec_fn=ignored)
     output, errors = process.communicate(timeout=120)
-    assert (process.returncode, output) == (EXIT_FAILED, "")
-    (line,) = errors.splitlines()
-    assert re.match(rf"data\.path: {activations} holds NaN or infinite values in row 16\d\d of a\.safetensors", line)
+    assert (process.returncode, errors) == (EXIT_FAILED, "")
+    told = json.loads(output)["error"]
+    assert told["field"] == "data.path"
+    assert re.match(rf"{activations} holds NaN or infinite values in row 16\d\d of a\.safetensors", told["message"])
 
 
 def test_a_bad_job_file_is_told_whole_one_problem_per_line(

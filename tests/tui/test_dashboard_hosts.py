@@ -214,7 +214,7 @@ async def test_on_a_machine_without_gpus_the_first_line_is_about_the_other_hosts
     async with app.run_test(size=(80, 24)) as pilot:
         await far_jobs(pilot)
         assert "2 hosts · 2 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
-        assert "Jobs run on the CPU here." in text(app, GpuPanel)
+        assert "The NVIDIA driver is not loaded." in text(app, GpuPanel)
 
 
 async def test_hosts_with_many_gpus_leave_room_and_show_those_under_the_cursor(make_app, folder) -> None:

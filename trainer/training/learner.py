@@ -16,6 +16,7 @@ from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import FollowingRates
 from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.optimizers import LONG_RUN
 from trainer.contract.settings.schedule import lr_factor
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
@@ -84,7 +85,9 @@ class Learner:
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
         lr = _auto_lr(kind, self.sae.d_sae, following) if self._train.lr == "auto" else self._train.lr
         self._lr = lr * layout.lr_scale
-        knobs = msgspec.structs.asdict(self._train.knobs.for_run(layout.total_steps))
+        knobs = msgspec.structs.asdict(
+            self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN)
+        )
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()

@@ -327,7 +327,7 @@ def test_threads_that_read_end_with_whoever_has_them_and_keep_no_process_alive()
 def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on_to_the_very_weights(
     mode: str, make: Make, long_text: Path, tmp_path: Path
 ) -> None:
-    table = table_of(make(), long_text, n_steps=120)
+    table = table_of(make(), long_text, n_steps=60)
     table["launch"]["gpus"] = "cpu:2"
     table |= {"parallel": {"mode": mode}, "train": table["train"] | {"deterministic": True}}
     table["sae"]["k"] = [2, 4]
@@ -346,7 +346,7 @@ def test_a_rank_that_is_killed_as_ranks_read_together_ends_the_run_which_goes_on
     # By whom it was killed is told by a counter of the whole machine, on which other tests run out of memory.
     assert b"rank 1 was killed" in told
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
-    tensors = [load_file(one / "checkpoints" / "step-00000120" / "tensors.safetensors") for one in (whole, killed)]
+    tensors = [load_file(one / "checkpoints" / "step-00000060" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 

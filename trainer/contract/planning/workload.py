@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from trainer.contract.planning.hardware import CPU, auto_precision, usual_capability
-from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
 from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.model_source import ModelKnobs
@@ -96,11 +96,21 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return min(10_000_000, self.total_tokens // 5) if asked == "auto" else asked
 
     @property
+    def chooses_latents(self) -> bool:
+        """Whether it is a kind of TopK, which the recipe for short runs was found for.
+
+        Others steer their L0 by a penalty, and need more steps at its full rate than a short run has: jumprelu came to
+        an L0 of 58 instead of 32 by it.
+        """
+        return not ARCHITECTURES[self.job.sae.architecture].dense_matrices
+
+    @property
     def lr_scale(self) -> float:
         """The factor on the learning rate that `lr_scaling` gives for the tokens of a step."""
         train, tokens = self.job.train, self.tokens_per_step
         if train.lr_scaling == "auto":
-            return min(1.0, math.sqrt(tokens / FULL_LR_TOKENS)) if train.lr == "auto" else 1.0
+            falls = train.lr == "auto" and self.chooses_latents
+            return min(1.0, math.sqrt(tokens / FULL_LR_TOKENS)) if falls else 1.0
         ratio = tokens / train.lr_tokens
         return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[train.lr_scaling]
 
@@ -136,7 +146,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     def _auto_batch(self) -> int:
         """The most tokens that leave a run `LEAST_STEPS`, where it is counted in tokens."""
         train = self.job.train
-        if train.n_steps or train.global_batch_size:
+        if train.n_steps or train.global_batch_size or not self.chooses_latents:
             return USUAL_BATCH
         parts = train.accumulate * self.data_ranks * BATCH_UNIT
         units = max(train.n_tokens // (LEAST_STEPS * parts), -(-SMALLEST_STEP // parts))

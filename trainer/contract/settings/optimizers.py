@@ -70,6 +70,10 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
         return msgspec.structs.replace(self, beta2=squares_decay(n_steps)) if self.beta2 == "auto" else self
 
 
+# Steps from which Adam remembers no more.
+LONG_RUN = 10_000
+
+
 def squares_decay(n_steps: int) -> float:
     """Return Adam's β2 for a run of so many steps: it remembers a tenth of them, at least 20 and at most 1,000.
 

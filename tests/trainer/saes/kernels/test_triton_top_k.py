@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.kernels import top_k
 
 ROOT = Path(__file__).parents[4]
@@ -28,7 +29,8 @@ def test_the_kernels_agree_with_a_full_sort_in_float64() -> None:
 
 
 def test_a_machine_where_triton_fails_is_told_so_and_goes_without() -> None:
-    # There is nothing to run a kernel on but this CPU.
+    # There is nothing to run a kernel on but this CPU. It is told once.
+    working_kernels.cache_clear()
     with pytest.warns(UserWarning, match="choices of latents on cpu go without Triton"):
         assert top_k._working_triton(torch.device("cpu")) is None
 
