@@ -1,15 +1,12 @@
-"""Recorded steps in another process, since Triton's interpreter has to be chosen before Triton is imported."""
+"""Recorded steps, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
 import torch
 from support.fake_gpu import job_of
+from support.interpreted import run_cases
 
 from trainer.contract.planning import recorded_steps
 from trainer.contract.planning.workload import Layout
@@ -17,18 +14,11 @@ from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 from trainer.training.recorded_step import recorded
 
-ROOT = Path(__file__).parents[3]
 CASES = Path(__file__).with_name("recorded_cases.py")
 
 
 def test_recorded_steps_are_the_plain_ones() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout or "100%" in done.stdout
+    run_cases(CASES, on_cpu=True)
 
 
 def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks: int = 1, **train: object) -> bool:

@@ -1,20 +1,17 @@
-"""The Triton kernels in another process, since Triton's interpreter has to be chosen before Triton is imported."""
+"""The Triton kernels, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from support.interpreted import run_cases
 
 from trainer.saes.kernels import sparse
 
-ROOT = Path(__file__).parents[4]
 CASES = Path(__file__).with_name("triton_cases.py")
 
 
@@ -27,13 +24,7 @@ def kernels() -> ModuleType:
 
 
 def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout or "100%" in done.stdout
+    run_cases(CASES)
 
 
 @pytest.mark.parametrize(("capability", "element"), [(80, "fp32"), (90, "bf16")])

@@ -1,31 +1,21 @@
-"""The kernels in another process, since Triton's interpreter has to be chosen before Triton is imported."""
+"""The kernels, in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.interpreted import run_cases
 
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.kernels import top_k
 
-ROOT = Path(__file__).parents[4]
 CASES = Path(__file__).with_name("top_k_cases.py")
 
 
 def test_the_kernels_agree_with_a_full_sort_in_float64() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout or "100%" in done.stdout
+    run_cases(CASES)
 
 
 def test_a_machine_where_triton_fails_is_told_so_and_goes_without() -> None:

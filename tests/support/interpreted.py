@@ -1,0 +1,26 @@
+"""Runs cases of Triton kernels in another process, since its interpreter has to be chosen before it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.box import ROOT
+
+
+def run_cases(cases: Path, *, on_cpu: bool = False) -> None:
+    """Assert that all cases of a file pass: on a GPU where there is one, unless `on_cpu`, else in the interpreter."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    if on_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if on_cpu or not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(cases)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout or "100%" in done.stdout
