@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support import monkey
 
-N_KEYS = 1000
+N_KEYS = 700
 
 
 @pytest.mark.timeout(900)
