@@ -150,8 +150,11 @@ def _of_prefix(prefix: Path, *, packages: bool) -> Iterator[str]:
 
 def _of_package(entry: Path) -> str:
     """Judge what lies in a folder of packages by itself; of a file of paths, also the folders that it adds."""
-    why = distrust_of_entry(entry, entry.lstat())
+    # Whoever made one package so has made them all so.
+    why = distrust_of_entry(entry, entry.lstat()).replace("`chmod go-w` it", "`chmod -R go-w` the folder that it is in")
     if why or entry.suffix != ".pth" or not entry.is_file():
         return why
-    added = (entry.parent / line.strip() for line in entry.read_text(errors="replace").splitlines() if line.strip())
+    lines = entry.read_text(errors="replace").splitlines()
+    # As Python reads them: the others are code, of any length, or comments.
+    added = (entry.parent / line.rstrip() for line in lines if not line.startswith(("import ", "import\t", "#")))
     return next(filter(None, (distrust_of_searched(folder) for folder in added if folder.is_dir())), "")

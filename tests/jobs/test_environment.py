@@ -255,7 +255,8 @@ def test_what_a_python_reads_at_its_start_is_its_owners_alone(tmp_path: Path) ->
     theirs, package, paths = tmp_path / "theirs", packages / "package", packages / "paths.pth"
     theirs.mkdir()
     package.mkdir()
-    paths.write_text(f"{theirs}\n")
+    # As packages that share a namespace have it: code in one line, longer than any name of a file.
+    paths.write_text(f"# {'-' * 300}\nimport sys; sys.{'x' * 300} = 0\n\n{theirs}\n")
     assert named_python.refusal(str(python)) == ""
     # Like /tmp: nobody else replaces what lies there, but anybody adds to it.
     for place, open_mode in ((packages, 0o3775), (package, 0o777), (paths, 0o666), (theirs, 0o1777),
@@ -265,6 +266,8 @@ def test_what_a_python_reads_at_its_start_is_its_owners_alone(tmp_path: Path) ->
         assert f"is not run, for others may write to {place}; " in named_python.refusal(str(python))
         place.chmod(before)
     assert named_python.refusal(str(python)) == ""
+    package.chmod(0o777)
+    assert named_python.refusal(str(python)).endswith("; `chmod -R go-w` the folder that it is in")
 
 
 def test_what_an_environment_was_made_from_is_judged_as_well(tmp_path: Path) -> None:
