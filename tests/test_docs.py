@@ -133,7 +133,7 @@ def test_every_block_says_what_it_is_written_in() -> None:
 
 
 def test_commands_that_only_look_do_what_they_say(tmp_path: Path) -> None:
-    env = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data")}
+    env = os.environ | {"SAE_TUI_DATA_DIR": str(tmp_path / "data"), "SHELL": "/bin/bash"}
     record_jobs(DataDir(tmp_path / "data"))
     job = tomli_w.dumps({"data": {"path": str(ROOT / "data/sample")}, "launch": {"gpus": "cpu"}})
     wrong = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import shlex
 from pathlib import Path
 
@@ -69,7 +70,16 @@ def _script(shell: str) -> str:
 
 
 def _own_shell() -> str:
-    return os.path.basename(os.environ.get("SHELL", ""))
+    """Return the name of the shell of $SHELL, which containers and services leave out, or else of the login."""
+    return os.path.basename(os.environ.get("SHELL") or _login_shell())
+
+
+def _login_shell() -> str:
+    """Return the path of the shell that this user logs in with; empty where the user is not known to the system."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_shell
+    except KeyError:
+        return ""
 
 
 def _install(context: Context, shell: str) -> int:

@@ -120,7 +120,7 @@ COMMAND_EXAMPLES = {
         "features 7 1234                the texts in which latent 1234 fires most",
     ],
     "completion": [
-        "completion --install      for the shell of $SHELL; says how to undo it",
+        "completion --install      for your shell; says how to undo it",
         'completion bash           in ~/.bashrc: eval "$(sae-tui completion bash)"',
     ],
     "schema": ["schema", "schema gpus", "schema trainer run", "schema error"],
@@ -413,7 +413,7 @@ def _add_edit_commands(add: Add) -> None:
 
 def _add_own_commands(add: Add) -> None:
     script = add("completion", "completion.complete_in_shell", "Make a shell complete commands and job ids")
-    script.add_argument("shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL")
+    script.add_argument("shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL, else the one you log in with")
     script.add_argument("--install", action="store_true", help="write it where the shell looks; default: print it")
     schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list those there are")
     schema.add_argument("words", nargs="*", metavar="COMMAND", help="such as `gpus`, `trainer run`, or `error`")

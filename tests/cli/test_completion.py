@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +57,10 @@ def test_an_unknown_shell_is_named_and_nothing_is_written(shell, home) -> None:
     (line,) = shell.errors("completion", "--install", code=2, HOME=str(home), SHELL="/bin/tcsh")
     assert line == "sae-tui: error: SHELL: it is not known which one; name bash, zsh or fish"
     assert list(home.iterdir()) == []
+
+
+def test_without_a_named_shell_it_is_the_one_of_the_login(shell, home) -> None:
+    program = Path(pwd.getpwuid(os.getuid()).pw_shell).name
+    if program not in ("bash", "zsh", "fish"):
+        pytest.skip(f"this user logs in with {program!r}")
+    assert shell.json("completion", "--install", HOME=str(home), SHELL="")["shell"] == program
