@@ -413,7 +413,9 @@ def _add_edit_commands(add: Add) -> None:
 
 def _add_own_commands(add: Add) -> None:
     script = add("completion", "completion.complete_in_shell", "Make a shell complete commands and job ids")
-    script.add_argument("shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL, else the one you log in with")
+    script.add_argument(
+        "shell", choices=completion.SHELLS, nargs="?", help="default: that of $SHELL, else the one you log in with"
+    )
     script.add_argument("--install", action="store_true", help="write it where the shell looks; default: print it")
     schema = add("schema", "schema.show_schema", "Print the JSON Schema of a command's answer, or list those there are")
     schema.add_argument("words", nargs="*", metavar="COMMAND", help="such as `gpus`, `trainer run`, or `error`")
