@@ -84,6 +84,9 @@ class MetricGrid(Grid, can_focus=True):
         self, metrics: Sequence[Metric], span: tuple[float, float] | None, cursor: float | None, chosen: int | None
     ) -> None:
         """Draw these metrics, which fit; number `chosen` has the mark of what Enter shows alone."""
+        if not self.display:
+            # Its screen is leaving, and takes no more plots: one without a screen has no styles.
+            return
         columns, _ = self.shape
         n_columns = max(1, min(columns, len(metrics)))
         self.styles.grid_size_columns = n_columns

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.tui import record_job, record_metrics, wait_until
 
-from sae_tui.panels.metric_grid import MetricPlot, metrics_of
+from sae_tui.panels.metric_grid import MetricGrid, MetricPlot, metrics_of
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.metrics import MetricsScreen
 from sae_tui.widgets.filter import Found
@@ -118,3 +118,14 @@ async def test_a_job_without_values_says_so(make_app, data) -> None:
         await wait_until(pilot, lambda: isinstance(app.screen, JobScreen) and app.session.detail)
         await pilot.press("a")
         await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and said(app) == "no values yet")
+
+
+async def test_metrics_that_come_while_their_screen_leaves_are_not_drawn(make_app, trained) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        screen, grid = app.screen, app.screen.query_one(MetricGrid)
+        leaving = grid.remove()
+        grid.show_metrics(metrics_of(app.session.detail, "") * 2, None, None, None)
+        await leaving
+        assert app.screen is screen and not screen.query(MetricPlot)
