@@ -130,6 +130,13 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         entries + rows + width * tokens,
         lambda: x @ W_dec.T,
     )
+    yield Kernel(
+        "both gradients of decoding",
+        lambda: sparse.both_products(acts, x, W_dec),
+        2 * flops,
+        entries + rows + width * tokens + 4 * d_sae * d_in,
+        lambda: (x @ W_dec.T, acts_matrix.T @ x),
+    )
     yield Kernel("sort by latent", lambda: fresh(places).by_latent(d_sae), bytes=16 * n + 8 * d_sae, has_triton=False)
     for deterministic in (False, True) if places.latents.is_cuda else (False,):
         yield Kernel(

@@ -2,7 +2,8 @@
 
 Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
 its kernels. Element-wise passes and products should be right within a tenth, selections within a factor of 2 and
-gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel` and `_gather`.
+gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel`, `_gather_kernel` and
+`_latent_kernel`.
 """
 
 from __future__ import annotations
@@ -182,8 +183,23 @@ def _gather_kernel(op: Op) -> Cost:
     return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
 
 
-def _rest_kernel(op: Op) -> Cost:
-    return Cost(1, 8e-6, "gathering kernel")
+def _latent_kernel(op: Op) -> Cost:
+    """Count a kernel that gathers each latent's rows, likewise; the latent's own rows pass once."""
+    if op.argument("latents") is not None:
+        # What is beyond the first entries of a few latents.
+        return Cost(1, 8e-6, "gathering kernel")
+    dense, multiplies = op.argument("dense"), op.argument("rows") is not None
+    n_entries, width = op.argument("n_entries"), dense.shape[1]
+    gathered = n_entries * width * dense.dtype.itemsize
+    other = _bytes(one for one in (*op.reads, *op.writes) if one is not dense)
+    from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH
+    from_cache = (gathered + other) / L2
+    rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
+    # Registers of its threads as compiled for sm_90. A product is added up by all threads of a program.
+    registers, of_round = (128, 1.2e-6) if multiplies else (80, 0.9e-6)
+    resident = 65536 // (32 * op.argument("num_warps") * registers)
+    latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds) / (PROCESSORS * resident)
+    return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
 
 
 def _row_kernel(op: Op) -> Cost:
@@ -213,7 +229,7 @@ def _selecting_kernel(op: Op) -> Cost:
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,
-    "_add_rest": _rest_kernel,
+    "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,
     "_mark_rows": _selecting_kernel,
 }

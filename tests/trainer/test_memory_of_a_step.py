@@ -19,6 +19,7 @@ from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import sparse, top_k, triton_top_k
+from trainer.saes.sparse_acts import SparseActs
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -30,8 +31,16 @@ class Kernels:
     """A stand-in for Triton's kernels that allocates what they do: their results."""
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any, *, splits: bool) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
+
+    @staticmethod
+    def sum_by_latent(
+        acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        acts.places.by_latent(acts.d_sae)
+        products = None if rows is None else acts.values.new_empty(len(acts.values))
+        return dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32), products
 
     @staticmethod
     def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
