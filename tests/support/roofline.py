@@ -174,7 +174,7 @@ def _gather_kernel(op: Op) -> Cost:
     n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not rows)
-    from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH
+    from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH / REACHED
     from_cache = (gathered + other) / L2
     entries = op.argument("ENTRIES")
     rounds = max(1, math.ceil(n_entries / op.grid[0] / entries))
@@ -192,7 +192,7 @@ def _latent_kernel(op: Op) -> Cost:
     n_entries, width = op.argument("n_entries"), dense.shape[1]
     gathered = n_entries * width * dense.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not dense)
-    from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH
+    from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH / REACHED
     from_cache = (gathered + other) / L2
     rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
     # Registers of its threads as compiled for sm_90. A product is added up by all threads of a program.

@@ -31,7 +31,7 @@ class Kernels:
     """A stand-in for Triton's kernels that allocates what they do: their results."""
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
 
     @staticmethod

@@ -181,11 +181,11 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_in_16_bits_is_the_same_with_and_without_copies() -> None:
+def test_a_step_in_16_bits_is_the_same_whether_copies_are_written_by_the_last_or_made_anew() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
-    for weights in copies(other):
-        del weights.copy_in_16_bits
     for number in range(3):
+        for copy in copies(other).values():
+            copy.forget()
         step(one, number)
         step(other, number)
     found, expected = state(one), state(other)

@@ -20,6 +20,9 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
+# Rows of a weighted sum that a GPU adds up on their own: of 65,536 rows all processors have several such parts.
+WEIGHTED_AT_ONCE = 256
+
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
     """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
@@ -117,6 +120,18 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
     products: Tensor = backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
     return products
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return Σ weights[i] · rows[i] of rows [n, d], which may be in 16 bits: [d], in the weights' type.
+
+    What a GPU reads in 16 bits it adds in fp32, unlike torch's own product, which would also round the weights.
+    """
+    if rows.dtype == weights.dtype or not (triton := triton_for(rows)):
+        return rows.T.to(weights.dtype) @ weights
+    every, starts = (torch.arange(0, len(rows), step, device=rows.device) for step in (1, WEIGHTED_AT_ONCE))
+    sums: Tensor = triton.bag_sums(weights, every, starts, rows)
+    return sums.sum(dim=0)
 
 
 def product_dtype(like: Tensor) -> torch.dtype:

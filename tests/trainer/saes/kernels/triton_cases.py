@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.runtime import narrow_copy
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.select import k_per_token
@@ -235,6 +236,27 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
     places = case.acts.places
     products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
     assert_near(values.grad, products[places.tokens, places.latents])
+
+
+@pytest.mark.parametrize("n", [1, 256, 600])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, dtype: torch.dtype) -> None:
+    case = make([n], n, 40, dtype, latents=torch.arange(n))
+    assert_near(sparse.weighted_sum(case.acts.values, case.rows), case.acts.values.double() @ case.rows.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_input_bias_reads_the_copy_of_the_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, W_enc, b_enc, b_dec = (
+        torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 20), (20, 16), (16,), (20,))
+    )
+    narrow_copy.keep(W_enc)
+    with torch.autocast(DEVICE.type, dtype):
+        encode(x.detach(), W_enc, b_enc, b_dec, partial(k_per_token, k=3)).values.sum().backward()
+    assert b_enc.grad is not None
+    assert b_dec.grad is not None
+    assert_near(b_dec.grad, -W_enc.detach().to(dtype).double() @ b_enc.grad.double())
 
 
 def test_what_is_not_contiguous_is_read_as_it_is() -> None:
