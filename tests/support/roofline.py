@@ -195,10 +195,12 @@ def _latent_kernel(op: Op) -> Cost:
     from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH / REACHED
     from_cache = (gathered + other) / L2
     rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
-    # Registers of its threads as compiled for sm_90. A product is added up by all threads of a program.
+    # Registers of its threads as compiled for sm_90. A product is added up by all threads of a program, and so are
+    # measures; for those with a row, that is read once more.
     registers, of_round = (128, 1.2e-6) if multiplies else (80, 0.9e-6)
+    measuring = 0.7e-6 if op.argument("unit_rows") is not None else 0.3e-6 * (op.argument("out_squares") is not None)
     resident = 65536 // (32 * op.argument("num_warps") * registers)
-    latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds) / (PROCESSORS * resident)
+    latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds + measuring) / (PROCESSORS * resident)
     return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
 
 

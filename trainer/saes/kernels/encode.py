@@ -60,7 +60,7 @@ class _Encode(torch.autograd.Function):
             grad_b_enc = grad.sum(dim=0)
         else:
             acts = SparseActs(grad, ctx.places, W_enc.shape[1])
-            grad_W_enc = transposed_product(acts, centred).T
+            grad_W_enc = transposed_product(acts, centred, W_enc).T
             grad_b_enc = grad.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, grad)
         grad_input_bias = None
         if ctx.needs_input_grad[3]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
@@ -41,57 +42,67 @@ class _Decode(torch.autograd.Function):
         dtype = product_dtype(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec) else W_dec
         ctx.save_for_backward(values, rows)
-        ctx.places, ctx.dtype = places, W_dec.dtype
+        ctx.places, ctx.W_dec = places, W_dec
         return bag_sums(values, places.latents, places.starts, rows, places.filled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, rows = ctx.saved_tensors
+        W_dec = ctx.W_dec
         needs_values, needs_W_dec, _ = ctx.needs_input_grad
         acts = SparseActs(values, ctx.places, len(rows))
         grad_values = grad_W_dec = None
         if needs_values and needs_W_dec:
-            grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows)
+            grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec)
         elif needs_values:
             grad_values = row_products(grad, rows, ctx.places)
         elif needs_W_dec:
             grad_W_dec = transposed_product(acts, grad.to(rows.dtype))
-        return _to(grad_values, values.dtype), _to(grad_W_dec, ctx.dtype), None
+        return _to(grad_values, values.dtype), _to(grad_W_dec, W_dec.dtype), None
 
 
 def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.to(dtype)
 
 
-def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
+def transposed_product(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> Tensor:
     """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
 
     The sums are fp32 or wider. Their order is fixed, unless a latent has many tokens: a GPU shares those among several
-    programs, which torch's deterministic mode forbids.
+    programs, which torch's deterministic mode forbids. Of `weights`, which have this gradient, a GPU may measure it.
     """
     if triton := triton_for(dense):
-        by_kernel: Tensor = triton.sum_by_latent(acts, dense, splits=_splits())[0]
-        return by_kernel
+        return _summed(triton, acts, dense, None, weights)[0]
     order, starts = acts.places.by_latent(acts.d_sae)
     # index_select, since indexing with one tensor takes three times as long on a CPU.
     tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
     return bag_sums(values, tokens, starts, dense)
 
 
-def both_products(acts: SparseActs, dense: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def both_products(
+    acts: SparseActs, dense: Tensor, rows: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
 
     A GPU gathers rows of `dense` once for both.
     """
     if triton := triton_for(dense):
-        sums, products = triton.sum_by_latent(acts, dense, rows, splits=_splits())
-        return sums, products
+        return _summed(triton, acts, dense, rows, weights)
     return transposed_product(acts, dense), row_products(dense, rows, acts.places)
 
 
-def _splits() -> bool:
-    return not torch.are_deterministic_algorithms_enabled()
+def _summed(
+    triton: ModuleType, acts: SparseActs, dense: Tensor, rows: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Any]:
+    splits, measures, measured = not torch.are_deterministic_algorithms_enabled(), None, None
+    if weights is not None and triton.holds_rows(dense) and (measures := row_measures.of(weights)):
+        unit_rows = None if measures.dots is None else weights.detach()
+        measured = triton.Measured(measures.squares, measures.dots, unit_rows)
+    sums, products, shared = triton.sum_by_latent(acts, dense, rows, splits=splits, measured=measured)
+    if measures:
+        measures.note(sums, shared)
+    return sums, products
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:

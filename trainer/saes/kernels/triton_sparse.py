@@ -7,6 +7,8 @@ columns run one after the other, so that the part of the rows they gather from i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,8 +25,8 @@ TILE = 4096
 SLAB_BYTES = 16 * 2**20
 # Where all that passes by is read or written once, and marked so, half of it holds this.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent whose sums a program holds, 16 for each of its threads, and entries it adds at a time. On
-# sm_90 a thread of 16 has 120 registers, and a processor holds as many columns as of threads that have 8 each.
+# The most columns of a latent whose sums a program holds, 16 for each of its threads, and entries it adds at a time.
+# With 8 for each a processor would have no more of them, and products were added up by more threads.
 WIDEST, PER_THREAD, AT_ONCE = 4096, 16, 4
 
 
@@ -46,17 +48,38 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     return out
 
 
-def sum_by_latent(
-    acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return actsᵀ dense, fp32 [d_sae, d], for `dense` [n_tokens, d].
+class Measured(NamedTuple):
+    """Where the measures of each latent's sum go, fp32 [d_sae]: its squared length, or with `unit_rows` [d_sae, d] that
+    of the part across its row, and the product with it."""
 
-    With `rows` [d_sae, d] also return the product of each entry's row of `dense` and its latent's row, fp32 [n]: what
-    is gathered serves both. The order of these sums is fixed. With `splits` a latent's entries beyond its first
-    `LONGEST` are added to its row atomically, in any order. Entries that are not `filled` are no latent's and get 0.
+    out_squares: Tensor | None
+    out_dots: Tensor | None = None
+    unit_rows: Tensor | None = None
+
+
+class Summed(NamedTuple):
+    """Sums of latents, fp32 [d_sae, d], and products of entries, fp32 [n].
+
+    `shared` [m] are latents that several programs have summed, together with some that one has.
+    """
+
+    sums: Tensor
+    products: Tensor | None
+    shared: Tensor | None
+
+
+def sum_by_latent(
+    acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool, measured: Measured | None = None
+) -> Summed:
+    """Return actsᵀ dense, for `dense` [n_tokens, d].
+
+    With `rows` [d_sae, d] also return the product of each entry's row of `dense` and its latent's row: what is gathered
+    serves both. The order of these sums is fixed. With `splits` a latent's entries beyond its first `LONGEST` are added
+    to its row atomically, in any order. Entries that are not `filled` are no latent's and get 0. Where programs have
+    whole rows (`holds_rows`), the sums may be `measured`, all but those that are shared.
     """
     (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
-    n_entries, (n_parts, shape) = len(order), _parts(dense)
+    n_entries, (n_parts, _), shape = len(order), _parts(dense), _pieces(dense, multiplies=rows is not None)
     sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
@@ -73,13 +96,22 @@ def sum_by_latent(
     }
     longest = LONGEST if splits else n_entries
     sizes = {"n_entries": n_entries, "n_latents": acts.d_sae, "n_columns": dense.shape[1], "longest": longest}
+    measuring = (measured or Measured(None))._asdict()
+    shared = _latents_of_windows(starts, n_entries, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
-            _sum_by_latent[acts.d_sae, n_parts](**tensors, latents=None, **sizes, **shape)
-            if n_entries > longest:
-                latents = _latents_of_windows(starts, n_entries, longest)
-                _sum_by_latent[len(latents), n_parts](**tensors, latents=latents, **sizes, **shape)
-    return sums, products if products is None else products[0] if n_parts == 1 else products.sum(dim=0)
+            _sum_by_latent[acts.d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
+            if shared is not None:
+                measuring = dict.fromkeys(measuring)
+                _sum_by_latent[len(shared), n_parts](**tensors, **measuring, latents=shared, **sizes, **shape)
+    if products is not None:
+        products = products[0] if n_parts == 1 else products.sum(dim=0)
+    return Summed(sums, products, shared)
+
+
+def holds_rows(dense: Tensor) -> bool:
+    """Tell whether one program of `sum_by_latent` has whole rows, so that it can measure them."""
+    return _parts(dense)[0] == 1
 
 
 def _latents_of_windows(starts: Tensor, n_entries: int, longest: int) -> Tensor:
@@ -89,26 +121,30 @@ def _latents_of_windows(starts: Tensor, n_entries: int, longest: int) -> Tensor:
     return torch.searchsorted(starts, windows, right=True) - 1
 
 
-def _parts(dense: Tensor) -> tuple[int, dict[str, int]]:
-    """Return into how many parts the columns of `dense` are cut, and how a program holds one."""
+def _parts(dense: Tensor) -> tuple[int, int]:
+    """Return into how many parts the columns of `dense` are cut, and of how many columns: whole vectors."""
     n_columns = max(dense.shape[1], 1)
-    n_parts = triton.cdiv(n_columns, WIDEST)
-    n_parts = max(n_parts, triton.cdiv(dense.nbytes, DENSE_BYTES))
-    # Of whole vectors.
+    n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
     of_part = 16 * triton.cdiv(triton.cdiv(n_columns, n_parts), 16)
-    # In two pieces, since their sizes are powers of two: of 2,304 columns 2,048 and 256, where 4,096 would be one.
+    return triton.cdiv(n_columns, of_part), of_part
+
+
+def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
+    """Return how a program holds a part of the columns: in two pieces, since the sizes of pieces are powers of two.
+
+    Of 2,304 columns they are 2,048 and 256, where one would be of 4,096.
+    """
+    _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
     far = triton.next_power_of_2(max(of_part - near, 1))
-    warps = max(1, near // (32 * PER_THREAD))
-    shape = {
-        "of_part": of_part,
-        "ENTRIES": AT_ONCE,
-        "NEAR": near,
-        "FAR": far,
-        "num_warps": warps,
-        "enable_fp_fusion": True,
-    }
-    return triton.cdiv(n_columns, of_part), shape
+    shape = {"of_part": of_part, "ENTRIES": AT_ONCE, "NEAR": near, "FAR": far}
+    shape |= {"num_warps": max(1, near // (32 * PER_THREAD)), "enable_fp_fusion": True}
+    is_aligned = dense.shape[1] % 16 == 0 and dense.dtype.itemsize == 2
+    if multiplies and is_aligned and 4 * far <= near and torch.version.hip is None:
+        # So many do without spilling. Of its own accord the compiler takes up to 168 for each thread, with which a
+        # processor has three programs of 2,304 columns instead of four.
+        shape["maxnreg"] = 128
+    return shape
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
@@ -140,7 +176,7 @@ def try_out(device: torch.device) -> None:
     starts = zeros[:1]
     sums, products = bag_sums(ones[:, 0], zeros, starts, ones[:1]), row_products(ones[:1], ones[:1], zeros, starts)
     acts = SparseActs(ones[:, 0], Places(zeros, zeros, starts), 1)
-    by_latent, of_entries = sum_by_latent(acts, ones[:1], ones[:1], splits=True)
+    by_latent, of_entries, _ = sum_by_latent(acts, ones[:1], ones[:1], splits=True)
     if not all((one == n).all() for one in (sums, by_latent)) or not all(
         one is not None and (one == 16).all() for one in (products, of_entries)
     ):
@@ -179,7 +215,7 @@ def _sum_bags(
 
 @triton.jit
 def _sum_by_latent(
-    out, out_products, values, tokens, order, starts, dense, rows, latents,
+    out, out_products, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows, latents,
     n_filled, n_entries, n_latents, n_columns, longest, of_part,
     ENTRIES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
@@ -209,19 +245,18 @@ def _sum_by_latent(
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
     if rows is not None:
-        near_row = _once(rows + row + near, near < right)
-        far_row = _once(rows + row + far, far < right)
+        near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
     for begin in range(first, last, ENTRIES):
         entries = begin + tl.arange(0, ENTRIES)
         counts = entries < last
         value = tl.load(values + entries, mask=counts, other=0).to(tl.float32)[:, None]
         token = tl.load(tokens + entries, mask=counts, other=0).to(tl.int64)[:, None] * n_columns
-        numbers = _again(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
+        numbers = _gathered(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
         near_total += tl.sum(value * numbers, axis=0)
         if rows is not None:
             products = tl.sum(numbers * near_row[None, :], axis=1)
         if FAR > 1:
-            numbers = _again(dense + token + far[None, :], counts[:, None] & (far < right)[None, :])
+            numbers = _gathered(dense + token + far[None, :], counts[:, None] & (far < right)[None, :])
             far_total += tl.sum(value * numbers, axis=0)
             if rows is not None:
                 products += tl.sum(numbers * far_row[None, :], axis=1)
@@ -231,17 +266,29 @@ def _sum_by_latent(
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
         _put(out + row + far, far_total, far < right, latents is not None)
+    if out_squares is not None:
+        if unit_rows is not None:
+            # Not before the loop, which would hold twice the registers.
+            near_row = _once(unit_rows + row + near, near < right)
+            far_row = _once(unit_rows + row + far, far < right)
+            dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
+            tl.store(out_dots + latent, dot)
+            # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
+            near_total -= dot * near_row
+            far_total -= dot * far_row
+        square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
+        tl.store(out_squares + latent, square)
 
 
 @triton.jit
 def _once(places, mask):
-    """Return what nobody else reads, as fp32; the cache need not keep it."""
+    """Return what nobody else reads, as fp32."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit
-def _again(places, mask):
-    """Return what others read too, as fp32."""
+def _gathered(places, mask):
+    """Return, as fp32, what the cache is to keep for others: all else is read or written once."""
     return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
 
 

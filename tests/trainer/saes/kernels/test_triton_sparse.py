@@ -39,12 +39,13 @@ def test_every_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys({"out", "out_products", "values"} & types.keys(), "*fp32")
+    outputs = {"out", "out_products", "out_squares", "out_dots"}
+    types |= dict.fromkeys((outputs | {"values", "unit_rows"}) & types.keys(), "*fp32")
     types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
     types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
     options: dict[str, Any] = kernels._tile(32, 768)
     if name == "_sum_by_latent":
-        _, options = kernels._parts(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"))
+        options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"), multiplies=True)
     constants = {key: options.pop(key) for key in [key for key in options if key.isupper()]}
     types |= dict.fromkeys(constants, "constexpr")
     options.pop("of_part", None)
