@@ -195,13 +195,21 @@ def _latent_kernel(op: Op) -> Cost:
     from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH / REACHED
     from_cache = (gathered + other) / L2
     rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
-    # Registers of its threads as compiled for sm_90. A product is added up by all threads of a program, and so are
-    # measures; for those with a row, that is read once more.
-    registers, of_round = (128, 1.2e-6) if multiplies else (80, 0.9e-6)
+    # A product is added up by all threads of a program, and so are measures; for those with a row, that is read once
+    # more.
+    of_round = 1.2e-6 if multiplies else 0.9e-6
     measuring = 0.7e-6 if op.argument("unit_rows") is not None else 0.3e-6 * (op.argument("out_squares") is not None)
-    resident = 65536 // (32 * op.argument("num_warps") * registers)
+    resident = 65536 // (32 * op.argument("num_warps") * _latent_registers(op))
     latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds + measuring) / (PROCESSORS * resident)
     return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
+
+
+def _latent_registers(op: Op) -> int:
+    """Return the registers of a thread of such a kernel, roughly as compiled for sm_90."""
+    if op.argument("rows") is None:
+        return 80
+    of_thread = (op.argument("NEAR") + op.argument("FAR")) / (32 * op.argument("num_warps"))
+    return min(8 * math.ceil(7 / 8 * of_thread), dict(op.arguments).get("maxnreg", 255))
 
 
 def _row_kernel(op: Op) -> Cost:

@@ -251,16 +251,17 @@ def _sum_by_latent(
         counts = entries < last
         value = tl.load(values + entries, mask=counts, other=0).to(tl.float32)[:, None]
         token = tl.load(tokens + entries, mask=counts, other=0).to(tl.int64)[:, None] * n_columns
-        numbers = _gathered(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
-        near_total += tl.sum(value * numbers, axis=0)
-        if rows is not None:
-            products = tl.sum(numbers * near_row[None, :], axis=1)
+        products = tl.zeros([ENTRIES], dtype=tl.float32)
+        # The small piece first: in the other order sm_120 spills.
         if FAR > 1:
             numbers = _gathered(dense + token + far[None, :], counts[:, None] & (far < right)[None, :])
             far_total += tl.sum(value * numbers, axis=0)
             if rows is not None:
                 products += tl.sum(numbers * far_row[None, :], axis=1)
+        numbers = _gathered(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
+        near_total += tl.sum(value * numbers, axis=0)
         if rows is not None:
+            products += tl.sum(numbers * near_row[None, :], axis=1)
             place = tl.load(order + entries, mask=counts, other=0)
             tl.store(out_products + part.to(tl.int64) * n_entries + place, products, mask=counts)
     _put(out + row + near, near_total, near < right, latents is not None)
