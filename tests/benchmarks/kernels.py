@@ -172,9 +172,12 @@ def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Ker
     def learn(x_hat: Tensor) -> None:
         torch.autograd.grad((x_hat - x).square().sum(), list(weights.values()))
 
+    def choose(pre_acts: PreActs) -> tuple[Places, Tensor]:
+        return fresh(places), pre_acts.matrix[places.tokens, places.latents]
+
     def run() -> None:
         with arithmetic():
-            acts = encode(x, W_enc, b_enc, b_dec, lambda _: fresh(places))
+            acts = encode(x, W_enc, b_enc, b_dec, choose)
             x_hat = sparse.decode(acts, W_dec) + b_dec
         learn(x_hat)
 
