@@ -130,6 +130,13 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         entries + rows + width * tokens,
         lambda: x @ W_dec.T,
     )
+    yield Kernel(
+        "both gradients of decoding",
+        lambda: sparse.both_products(acts, x, W_dec),
+        2 * flops,
+        entries + rows + width * tokens + 4 * d_sae * d_in,
+        lambda: (x @ W_dec.T, acts_matrix.T @ x),
+    )
     yield Kernel("sort by latent", lambda: fresh(places).by_latent(d_sae), bytes=16 * n + 8 * d_sae, has_triton=False)
     for deterministic in (False, True) if places.latents.is_cuda else (False,):
         yield Kernel(
@@ -165,9 +172,12 @@ def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Ker
     def learn(x_hat: Tensor) -> None:
         torch.autograd.grad((x_hat - x).square().sum(), list(weights.values()))
 
+    def choose(pre_acts: PreActs) -> tuple[Places, Tensor]:
+        return fresh(places), pre_acts.matrix[places.tokens, places.latents]
+
     def run() -> None:
         with arithmetic():
-            acts = encode(x, W_enc, b_enc, b_dec, lambda _: fresh(places))
+            acts = encode(x, W_enc, b_enc, b_dec, choose)
             x_hat = sparse.decode(acts, W_dec) + b_dec
         learn(x_hat)
 

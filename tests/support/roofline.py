@@ -2,7 +2,8 @@
 
 Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
 its kernels. Element-wise passes and products should be right within a tenth, selections within a factor of 2 and
-gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel` and `_gather`.
+gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel`, `_gather_kernel` and
+`_latent_kernel`.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def _gather_kernel(op: Op) -> Cost:
     n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not rows)
-    from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH
+    from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH / REACHED
     from_cache = (gathered + other) / L2
     entries = op.argument("ENTRIES")
     rounds = max(1, math.ceil(n_entries / op.grid[0] / entries))
@@ -182,8 +183,33 @@ def _gather_kernel(op: Op) -> Cost:
     return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
 
 
-def _rest_kernel(op: Op) -> Cost:
-    return Cost(1, 8e-6, "gathering kernel")
+def _latent_kernel(op: Op) -> Cost:
+    """Count a kernel that gathers each latent's rows, likewise; the latent's own rows pass once."""
+    if op.argument("latents") is not None:
+        # What is beyond the first entries of a few latents.
+        return Cost(1, 8e-6, "gathering kernel")
+    dense, multiplies = op.argument("dense"), op.argument("rows") is not None
+    n_entries, width = op.argument("n_entries"), dense.shape[1]
+    gathered = n_entries * width * dense.dtype.itemsize
+    other = _bytes(one for one in (*op.reads, *op.writes) if one is not dense)
+    from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH / REACHED
+    from_cache = (gathered + other) / L2
+    rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
+    # A product is added up by all threads of a program, and so are measures; for those with a row, that is read once
+    # more.
+    of_round = 1.2e-6 if multiplies else 0.9e-6
+    measuring = 0.7e-6 if op.argument("unit_rows") is not None else 0.3e-6 * (op.argument("out_squares") is not None)
+    resident = 65536 // (32 * op.argument("num_warps") * _latent_registers(op))
+    latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds + measuring) / (PROCESSORS * resident)
+    return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
+
+
+def _latent_registers(op: Op) -> int:
+    """Return the registers of a thread of such a kernel, roughly as compiled for sm_90."""
+    if op.argument("rows") is None:
+        return 80
+    of_thread = (op.argument("NEAR") + op.argument("FAR")) / (32 * op.argument("num_warps"))
+    return int(min(8 * math.ceil(7 / 8 * of_thread), dict(op.arguments).get("maxnreg", 255)))
 
 
 def _row_kernel(op: Op) -> Cost:
@@ -213,7 +239,7 @@ def _selecting_kernel(op: Op) -> Cost:
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,
-    "_add_rest": _rest_kernel,
+    "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,
     "_mark_rows": _selecting_kernel,
 }

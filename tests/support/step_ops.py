@@ -84,8 +84,11 @@ class Op:
 
     @property
     def bytes(self) -> int:
-        """Bytes that are read and written if each operand passes once."""
-        return sum(one.bytes for one in (*self.reads, *self.writes))
+        """Bytes that are read and written if each operand passes once; where only `some_rows` are looked at, these."""
+        some = dict(self.arguments).get("some_rows")
+        if some is None:
+            return sum(one.bytes for one in (*self.reads, *self.writes))
+        return sum(one.bytes * some.numel // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
 
     def argument(self, name: str) -> Any:
         """Return what a kernel is called with."""

@@ -18,7 +18,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k, triton_top_k
+from trainer.saes.kernels import sparse, top_k, triton_sparse, triton_top_k
+from trainer.saes.sparse_acts import SparseActs
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -29,9 +30,23 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 class Kernels:
     """A stand-in for Triton's kernels that allocates what they do: their results."""
 
+    Measured = triton_sparse.Measured
+
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any, *, splits: bool) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
+
+    @staticmethod
+    def sum_by_latent(
+        acts: SparseActs, dense: Tensor, rows: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None, None]:
+        acts.places.by_latent(acts.d_sae)
+        products = None if rows is None else acts.values.new_empty(len(acts.values))
+        return dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32), products, None
+
+    @staticmethod
+    def holds_rows(dense: Tensor) -> bool:
+        return True
 
     @staticmethod
     def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
@@ -58,8 +73,8 @@ class UpdateKernels:
     Matrix, Constants, fits = triton_update.Matrix, triton_update.Constants, staticmethod(triton_update.fits)
 
     @staticmethod
-    def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:
-        return None if unit_rows is None else torch.empty_like(squares)
+    def measure(*arguments: object) -> None:
+        """Write to what there is."""
 
     @staticmethod
     def step(*arguments: object) -> None:

@@ -54,6 +54,10 @@ class RowStep(ABC):
     """
 
     @abstractmethod
+    def let_sums_be_measured(self) -> None:
+        """Let whoever sums up a gradient measure it; nobody may add to it where torch does not see it."""
+
+    @abstractmethod
     def measure(self) -> Tensor:
         """Return Σ‖g‖² of the matrices' gradients, fp64, 0-dim; of rows of length 1 only what lies across them."""
 

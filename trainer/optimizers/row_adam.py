@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from trainer.optimizers.base import Optimizer, RowStep, rate_of
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
-from trainer.runtime import narrow_copy
+from trainer.runtime import narrow_copy, row_measures
 from trainer.runtime.narrow_copy import NarrowCopy
+from trainer.runtime.row_measures import RowMeasures
 from trainer.runtime.triton_kernels import working_kernels
 
 
@@ -23,7 +24,10 @@ class RowAdam(RowStep):
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
         groups = {one: group for group, one in optimizer.with_group()}
         self._groups = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
-        self._dots: dict[nn.Parameter, Tensor | None] = {}
+        self._stepped: list[nn.Parameter] = []
+        self._measures: dict[nn.Parameter, RowMeasures] = {}
+        # Those of all matrices, one after the other.
+        self._squares = torch.empty(0)
         self._copies: dict[nn.Parameter, NarrowCopy] = {}
 
     @classmethod
@@ -34,6 +38,7 @@ class RowAdam(RowStep):
         if step is None or not step._may_have_all():
             return None
         step._copies = {one: narrow_copy.keep(one) for one in step._groups}
+        step._make_room_for_measures()
         return step
 
     def _may_have_all(self) -> bool:
@@ -42,26 +47,39 @@ class RowAdam(RowStep):
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
+    def _make_room_for_measures(self) -> None:
+        sizes = [one.shape[self._dim(one)] for one in self._groups]
+        self._squares = next(iter(self._groups)).new_zeros(sum(sizes))
+        for one, squares in zip(self._groups, self._squares.split(sizes), strict=True):
+            is_unit = self._unit_rows(one) is not None
+            self._measures[one] = RowMeasures(squares, torch.zeros_like(squares) if is_unit else None)
+
     def steps(self, parameter: nn.Parameter) -> bool:
         return parameter in self._groups
 
+    def let_sums_be_measured(self) -> None:
+        for parameter, measures in self._measures.items():
+            row_measures.keep(parameter, measures)
+
     @torch.no_grad()
     def measure(self) -> Tensor:
-        stepped = [one for one in self._groups if one.grad is not None]
-        sizes = [one.shape[self._dim(one)] for one in stepped]
-        squares = next(iter(self._groups)).new_empty(sum(sizes))
-        self._dots = {
-            one: self._kernels.measure(self._gradient(one), self._unit_rows(one), of_rows)
-            for one, of_rows in zip(stepped, squares.split(sizes), strict=True)
-        }
-        return squares.sum(dtype=torch.float64)
+        self._stepped = [one for one in self._groups if one.grad is not None]
+        for one, measures in self._measures.items():
+            if one.grad is None:
+                measures.squares.zero_()
+                continue
+            gradient, unit_rows = self._gradient(one), self._unit_rows(one)
+            unsure = measures.take(gradient)
+            for rows in [None] if unsure is None else unsure:
+                self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, rows)
+        return self._squares.sum(dtype=torch.float64)
 
     @torch.no_grad()
     def step(self) -> None:
         found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
         assert found_inf is not None, "set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
-        matrices = {one: self._matrix(one) for one in self._dots}
+        matrices = {one: self._matrix(one) for one in self._stepped}
         torch._foreach_add_([matrix.n_steps for matrix in matrices.values()], [1 - found_inf] * len(matrices))
         following = {one: by for one, by in self._optimizer.followers.items() if {one, by.parameter} <= matrices.keys()}
         led = {by.parameter for by in following.values()}
@@ -87,7 +105,7 @@ class RowAdam(RowStep):
             state["step"],
             rate_of(self._groups[parameter], parameter),
             dim,
-            self._dots[parameter],
+            self._measures[parameter].dots,
             None if narrow is None else self._by_latent(parameter, narrow),
         )
 

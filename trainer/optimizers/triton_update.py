@@ -58,18 +58,19 @@ def fits(width: int) -> bool:
     return width <= _WIDEST and width % _VECTOR.value == 0
 
 
-def measure(grad: Tensor, unit_rows: Tensor | None, squares: Tensor) -> Tensor | None:
-    """Write the squared length of each row of a gradient to `squares` [n], of `unit_rows` that of the part across them.
+def measure(
+    grad: Tensor, unit_rows: Tensor | None, squares: Tensor, dots: Tensor | None, some_rows: Tensor | None = None
+) -> None:
+    """Write the squared length of each row of a gradient to `squares` [n], or of `some_rows` [m], given by number.
 
-    Return the product of each gradient with its row of `unit_rows`, fp32 [n], or None without them.
+    With `unit_rows` write the product of each gradient with its row of these to `dots` [n], and to `squares` that of
+    the part across it.
     """
-    n_rows, width = grad.shape
-    dots = None if unit_rows is None else torch.empty_like(squares)
+    n_rows = len(grad) if some_rows is None else len(some_rows)
     if n_rows:
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(grad):
-            _measure_rows[n_rows,](grad, unit_rows, dots, squares, **_tile(width))
-    return dots
+            _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, **_tile(grad.shape[1]))
 
 
 def step(matrix: Matrix, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
@@ -102,8 +103,8 @@ def step(matrix: Matrix, constants: Constants, follower: Matrix | None = None, s
 def try_out(device: torch.device) -> None:
     """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
-    squares, one = torch.empty(2, device=device), torch.ones((), device=device)
-    dots = measure(grad, weight, squares)
+    squares, dots, one = torch.empty(2, device=device), torch.empty(2, device=device), torch.ones((), device=device)
+    measure(grad, weight, squares, dots)
     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
     matrix = Matrix(weight, grad, moments, one, one, latent_dim=0, dots=dots)
     constants = Constants(Betas(0.9, 0.999, 1e-9), torch.arange(2, device=device), one, torch.zeros_like(one))
@@ -151,9 +152,11 @@ def _bits(moment: Tensor) -> Tensor:
 
 
 @triton.jit
-def _measure_rows(grad, unit_rows, out_dots, out_squares, vectors, BLOCKS: tl.constexpr):
+def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, vectors, BLOCKS: tl.constexpr):
     """Measure one row of a gradient."""
     row, width = tl.program_id(0), vectors * _VECTOR
+    if some_rows is not None:
+        row = tl.load(some_rows + row)
     columns = tl.arange(0, BLOCKS * _BLOCK)
     start, inside = row.to(tl.int64) * width, columns < width
     g = tl.load(grad + start + columns, mask=inside, other=0)

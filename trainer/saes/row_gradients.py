@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime import row_measures
+
 
 class RowGradient(NamedTuple):
     """The gradient `rows` [n, ...] of the weights of some latents, given by number [n], each once.
@@ -52,6 +54,8 @@ class RowGradients:
             if one.parameter.grad is None:
                 one.parameter.grad = torch.zeros_like(one.parameter)
             one.add_to(one.parameter.grad)
+            if measures := row_measures.of(one.parameter):
+                measures.note_rows(one.parameter.grad, one.latents)
 
 
 class _Rows(torch.autograd.Function):

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
 
 
 def check_products(device: torch.device) -> Iterator[Check]:
-    """Compare the three sparse products in every type the device computes with, repeatable or not."""
+    """Compare the sparse products in every type the device computes with, repeatable or not."""
     types = (torch.float32, torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32,)
     if device.type == "cuda":
         yield Check(PART, "Triton compiles here", sparse.triton_for(torch.zeros(2, 2, device=device)) is not None, {})
@@ -57,14 +57,14 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
     exact = torch.zeros(len(counts), d_sae, dtype=torch.float64)
     exact.index_put_((tokens, latents), values.double(), accumulate=True)
     on_device = rows.to(device), dense.to(device)
+    of_weights, of_acts = exact.T @ dense.double(), (dense.double()[tokens] * rows.double()[latents]).sum(dim=1)
     with torch.no_grad():
+        both = sparse.both_products(acts, on_device[1], on_device[0])
         return {
             "decoding": _off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
-            "gradient of weights": _off(sparse.transposed_product(acts, on_device[1]), exact.T @ dense.double()),
-            "gradient of activations": _off(
-                sparse.row_products(on_device[1], on_device[0], places),
-                (dense.double()[tokens] * rows.double()[latents]).sum(dim=1),
-            ),
+            "gradient of weights": _off(sparse.transposed_product(acts, on_device[1]), of_weights),
+            "gradient of activations": _off(sparse.row_products(on_device[1], on_device[0], places), of_acts),
+            "both gradients": max(map(_off, both, (of_weights, of_acts))),
         }
 
 

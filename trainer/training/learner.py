@@ -129,6 +129,9 @@ class Learner:
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
+        # What is summed in one pass and stays on this rank is the gradient of the step.
+        if by_rows and self._train.accumulate == 1 and self.sae.data.size == 1:
+            by_rows.let_sums_be_measured()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:

@@ -19,7 +19,9 @@ from trainer.optimizers.adam import Adam
 from trainer.optimizers.base import Follower, LatentAxis
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
+from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import NarrowCopy, kept_or_own
+from trainer.saes.kernels import sparse, triton_sparse
 from trainer.training.following import Following
 from trainer.training.learner import Learner
 from trainer.training.update import RowUpdate, Update
@@ -53,14 +55,23 @@ def test_what_is_measured_is_what_float64_measures(width: int, size: float) -> N
     grad[2] = 0
     # Almost all of this one lies along its row.
     grad[3] = weight[3] + size * grad[3]
-    squares = torch.empty(5, device=DEVICE)
-    dots = triton_update.measure(grad, weight, squares)
+    squares, dots = torch.empty(5, device=DEVICE), torch.empty(5, device=DEVICE)
+    triton_update.measure(grad, weight, squares, dots)
     exact = (grad.double() * weight.double()).sum(dim=1)
     torch.testing.assert_close(dots.double(), exact, rtol=1e-6, atol=1e-6)
     across = grad.double() - dots.double()[:, None] * weight.double()
     torch.testing.assert_close(squares.double(), across.square().sum(dim=1), rtol=1e-3, atol=1e-13)
-    assert triton_update.measure(grad, None, squares) is None
+    triton_update.measure(grad, None, squares, None)
     torch.testing.assert_close(squares.double(), grad.double().square().sum(dim=1), rtol=1e-6, atol=0)
+
+
+def test_some_rows_are_measured_as_all_are() -> None:
+    grad, weight = rows(5, 36, 1), nn.functional.normalize(rows(5, 36, 2))
+    whole, some = (torch.zeros(2, 5, device=DEVICE) for _ in range(2))
+    triton_update.measure(grad, weight, *whole)
+    triton_update.measure(grad, weight, *some, torch.tensor([4, 1, 4], device=DEVICE))
+    assert torch.equal(some[:, [4, 1]], whole[:, [4, 1]])
+    assert not some[:, [0, 2, 3]].any()
 
 
 class Twin(Group):
@@ -163,6 +174,109 @@ def test_a_step_that_is_skipped_changes_no_bit(moments: str, bad: float) -> None
     assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
 
 
+class Measuring:
+    """The kernels, and which rows of which gradients they measured: None for all."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int] | None] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(triton_update, name)
+
+    def measure(self, *arguments: Any) -> None:
+        triton_update.measure(*arguments)
+        some_rows = arguments[4]
+        self.asked.append(None if some_rows is None else some_rows.tolist())
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
+    """Sum gradients by kernels too, and note what is measured once more."""
+    kernels = Measuring()
+    monkeypatch.setattr(row_adam, "kernels_for", lambda weights: kernels)
+    monkeypatch.setattr(sparse, "triton_for", lambda rows: triton_sparse)
+    return kernels
+
+
+def assert_measured(one: Learner) -> None:
+    """Assert that a step's gradients are measured as float64 does it."""
+    square, dims = one._update.measure().of_latents, one.sae.latent_dims()
+    vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
+    expected = sum(vector.grad.double().square().sum() for vector in vectors)
+    for weights in (one.sae.W_enc, one.sae.W_dec):
+        grad, rows, measures = weights.grad.double(), weights.detach().double(), one._update._by_rows._measures[weights]
+        if weights is one.sae.W_enc:
+            grad = grad.T
+            assert measures.dots is None
+        elif measures.dots is not None:
+            torch.testing.assert_close(measures.dots.double(), (grad * rows).sum(dim=1), rtol=1e-5, atol=1e-8)
+            grad -= measures.dots.double()[:, None] * rows
+        torch.testing.assert_close(measures.squares.double(), grad.square().sum(dim=1), rtol=1e-5, atol=1e-14)
+        expected += grad.square().sum()
+    torch.testing.assert_close(square, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk"])
+def test_gradients_are_measured_while_they_are_summed(
+    architecture: str, precision: str, measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "LONGEST", 20)
+    one, _ = learners({"architecture": architecture, "d_sae": 12}, precision=precision)
+    x = rows(16, 72, 0)
+    one.accumulate(x, x)
+    assert_measured(one)
+    # What is measured once more is of windows of 20 entries.
+    assert len(measuring.asked) == 2
+    assert all(some is not None and len(set(some)) <= 3 for some in measuring.asked)
+
+
+def test_rows_that_auxk_adds_are_measured_once_more(measuring: Measuring) -> None:
+    by_rows, by_passes = learners({"architecture": "topk", "d_sae": 12})
+    for one in (by_rows, by_passes):
+        one.sae.n_tokens_since_fired[[2, 7]] = one.sae._longest_silence = 10**6
+        step(one, 0)
+    assert measuring.asked == [[2, 7], [2, 7]]
+    assert_alike(by_rows, by_passes)
+    by_rows.sae.n_tokens_since_fired[5] = 10**6
+    by_rows.accumulate(rows(16, 72, 1), rows(16, 72, 1))
+    assert_measured(by_rows)
+
+
+def test_a_gradient_is_measured_as_a_whole_where_anything_else_was_added(measuring: Measuring) -> None:
+    one, _ = learners({"architecture": "topk"})
+    x = rows(16, 72, 0)
+    one.accumulate(x, x)
+    one.accumulate(x, x)
+    assert_measured(one)
+    assert measuring.asked == [None, None]
+    one.drop_gradients()
+    one.accumulate(x, x)
+    one.sae.W_dec.grad[3] *= 2
+    measuring.asked.clear()
+    assert_measured(one)
+    assert measuring.asked == [None]
+
+
+def test_so_it_is_where_a_program_has_only_a_part_of_a_row(
+    measuring: Measuring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "WIDEST", 32)
+    one, _ = learners({"architecture": "topk"})
+    x = rows(16, 72, 0)
+    one.accumulate(x, x)
+    assert_measured(one)
+    assert measuring.asked == [None, None]
+
+
+def test_nothing_is_measured_before_the_last_micro_batch_or_the_exchange_with_replicas(measuring: Measuring) -> None:
+    lone, several, shared = (
+        learners({"architecture": "topk"}, **kwargs)[0] for kwargs in ({}, {"accumulate": 2}, {"data": Twin()})
+    )
+    are_kept = [row_measures.of(one.sae.W_dec) is not None for one in (lone, several, shared)]
+    assert are_kept == [True, False, False]
+
+
 def copies(one: Learner) -> dict[Tensor, NarrowCopy]:
     return {weights: weights.copy_in_16_bits for weights in (one.sae.W_enc, one.sae.W_dec)}
 
@@ -181,11 +295,11 @@ def test_a_step_also_writes_the_weights_in_16_bits(sae: dict[str, Any], moments:
             assert torch.equal(renewed, weights.to(dtype))
 
 
-def test_a_step_in_16_bits_is_the_same_with_and_without_copies() -> None:
+def test_a_step_in_16_bits_is_the_same_whether_copies_are_written_by_the_last_or_made_anew() -> None:
     one, other = (learners({"architecture": "topk"}, precision="bf16")[0] for _ in range(2))
-    for weights in copies(other):
-        del weights.copy_in_16_bits
     for number in range(3):
+        for copy in copies(other).values():
+            copy.forget()
         step(one, number)
         step(other, number)
     found, expected = state(one), state(other)

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k
+from trainer.saes.kernels import sparse, top_k, triton_sparse
 from trainer.training import recorded_step
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
@@ -120,6 +120,19 @@ def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train:
     run.assert_alike()
     assert steps.n_replayed == 3 + 3
     assert steps._n_recorded == 2
+
+
+def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_working_triton", lambda device: triton_sparse)
+    monkeypatch.setattr(triton_sparse, "LONGEST", 8)
+    run = Run({}, {})
+    steps = run.record()
+    for one in (run.plain, run.recorded):
+        one.sae.b_enc.data[0], one.sae.n_tokens_since_fired[0] = -100.0, 10**7
+        one.sae.note_silence(one.sae.n_tokens_since_fired)
+    run.take(3)
+    run.assert_alike()
+    assert steps.n_replayed == 2
 
 
 def test_a_step_that_is_skipped_is_so_where_it_is_recorded() -> None:

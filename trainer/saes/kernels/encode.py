@@ -17,7 +17,7 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.phases import ENCODER, phase
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.kernels.sparse import product_dtype, transposed_product
+from trainer.saes.kernels.sparse import product_dtype, transposed_product, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 # Returns the places and values of the pre-activations that go on, or None for all of them as a dense matrix. It must
@@ -60,8 +60,10 @@ class _Encode(torch.autograd.Function):
             grad_b_enc = grad.sum(dim=0)
         else:
             acts = SparseActs(grad, ctx.places, W_enc.shape[1])
-            grad_W_enc = transposed_product(acts, centred).T
+            grad_W_enc = transposed_product(acts, centred, W_enc).T
             grad_b_enc = grad.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, grad)
-        # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
-        grad_input_bias = -(W_enc @ grad_b_enc) if ctx.needs_input_grad[3] else None
+        grad_input_bias = None
+        if ctx.needs_input_grad[3]:
+            # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
+            grad_input_bias = -weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None

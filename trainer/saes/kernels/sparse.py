@@ -2,7 +2,8 @@
 
 All three are sums over bags of rows. Decoding adds rows of W_dec for each token; the gradient of an activation is the
 product of one row with its token's gradient; and a weight gradient adds, for each latent, rows of its tokens. On one
-core at 4,096 tokens, d_in 384, d_sae 3,072 and k 32 these take 5, 7 and 8 ms where a dense product takes 80.
+core at 4,096 tokens, d_in 384, d_sae 3,072 and k 32 these take 5, 7 and 8 ms where a dense product takes 80. A GPU
+finds both gradients of decoding in one pass.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
+
+# Rows of a weighted sum that a GPU adds up on their own: of 65,536 rows all processors have several such parts.
+WEIGHTED_AT_ONCE = 256
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
@@ -37,46 +42,76 @@ class _Decode(torch.autograd.Function):
         dtype = product_dtype(W_dec)
         rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec) else W_dec
         ctx.save_for_backward(values, rows)
-        ctx.places, ctx.dtype = places, W_dec.dtype
+        ctx.places, ctx.W_dec = places, W_dec
         return bag_sums(values, places.latents, places.starts, rows, places.filled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, rows = ctx.saved_tensors
+        W_dec = ctx.W_dec
         needs_values, needs_W_dec, _ = ctx.needs_input_grad
-        grad_values = row_products(grad, rows, ctx.places).to(values.dtype) if needs_values else None
-        if not needs_W_dec:
-            return grad_values, None, None
         acts = SparseActs(values, ctx.places, len(rows))
-        return grad_values, transposed_product(acts, grad.to(rows.dtype)).to(ctx.dtype), None
+        grad_values = grad_W_dec = None
+        if needs_values and needs_W_dec:
+            grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec)
+        elif needs_values:
+            grad_values = row_products(grad, rows, ctx.places)
+        elif needs_W_dec:
+            grad_W_dec = transposed_product(acts, grad.to(rows.dtype))
+        return _to(grad_values, values.dtype), _to(grad_W_dec, W_dec.dtype), None
 
 
-def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
-    """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens."""
+def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(dtype)
+
+
+def transposed_product(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
+
+    The sums are fp32 or wider. Their order is fixed, unless a latent has many tokens: a GPU shares those among several
+    programs, which torch's deterministic mode forbids. Of `weights`, which have this gradient, a GPU may measure it.
+    """
+    if triton := triton_for(dense):
+        return _summed(triton, acts, dense, None, weights)[0]
     order, starts = acts.places.by_latent(acts.d_sae)
     # index_select, since indexing with one tensor takes three times as long on a CPU.
     tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
-    return bag_sums(values, tokens, starts, dense, acts.places.filled, is_uneven=True)
+    return bag_sums(values, tokens, starts, dense)
 
 
-def bag_sums(
-    values: Tensor,
-    indices: Tensor,
-    starts: Tensor,
-    rows: Tensor,
-    filled: Filled | None = None,
-    *,
-    is_uneven: bool = False,
-) -> Tensor:
+def both_products(
+    acts: SparseActs, dense: Tensor, rows: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
+
+    A GPU gathers rows of `dense` once for both.
+    """
+    if triton := triton_for(dense):
+        return _summed(triton, acts, dense, rows, weights)
+    return transposed_product(acts, dense), row_products(dense, rows, acts.places)
+
+
+def _summed(
+    triton: ModuleType, acts: SparseActs, dense: Tensor, rows: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Any]:
+    splits, measures, measured = not torch.are_deterministic_algorithms_enabled(), None, None
+    if weights is not None and triton.holds_rows(dense) and (measures := row_measures.of(weights)):
+        unit_rows = None if measures.dots is None else weights.detach()
+        measured = triton.Measured(measures.squares, measures.dots, unit_rows)
+    sums, products, shared = triton.sum_by_latent(acts, dense, rows, splits=splits, measured=measured)
+    if measures:
+        measures.note(sums, shared)
+    return sums, products
+
+
+def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The sum is fp32 or wider and has a fixed order, unless bags `is_uneven`: then a GPU may split a long bag, which
-    torch's deterministic mode forbids. Entries that are not `filled`, where that is given, have the value 0.
+    The sum is fp32 or wider and has a fixed order. Entries that are not `filled`, where that is told, have the value 0.
     """
     if triton := triton_for(rows):
-        splits = is_uneven and not torch.are_deterministic_algorithms_enabled()
-        sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled, splits=splits)
+        sums: Tensor = triton.bag_sums(values, indices, starts, rows, filled)
         return sums
     # Entries that do not count add nothing to the last bag.
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
@@ -96,6 +131,18 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
     products: Tensor = backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
     return products
+
+
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Return Σ weights[i] · rows[i] of rows [n, d], which may be in 16 bits: [d], in the weights' type.
+
+    What a GPU reads in 16 bits it adds in fp32, unlike torch's own product, which would also round the weights.
+    """
+    if rows.dtype == weights.dtype or not (triton := triton_for(rows)):
+        return rows.T.to(weights.dtype) @ weights
+    every, starts = (torch.arange(0, len(rows), step, device=rows.device) for step in (1, WEIGHTED_AT_ONCE))
+    sums: Tensor = triton.bag_sums(weights, every, starts, rows)
+    return sums.sum(dim=0)
 
 
 def product_dtype(like: Tensor) -> torch.dtype:

@@ -1,65 +1,150 @@
 """Sparse products on a GPU. Inputs are fp32, bf16 or fp16; every sum is fp32.
 
-No kernel waits for the host: grids follow from shapes. A program takes a block of columns, and programs of the same
+No kernel waits for the host: grids follow from shapes. A program takes some of the columns, and programs of the same
 columns run one after the other, so that the part of the rows they gather from is small enough for the L2 cache: of
-65,536 bf16 rows 128 columns are 16 MiB.
+65,536 bf16 rows 128 columns are 16 MiB, and of 4,096 all of 2,304 are.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.saes.sparse_acts import Filled
+from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
-# Entries that one program adds up; a bag of more is shared by several. A latent active for every one of 4,096 tokens
-# would else keep one program busy long after all others are done.
+# Entries of a latent that one program adds up; one of more is shared by several. A latent active for every one of 4,096
+# tokens would else keep one program busy long after all others are done.
 LONGEST = 256
 # Numbers a program holds at a time, 32 for each of its threads.
 TILE = 4096
 # Half of the L2 cache of the smallest data-centre card still in use (A100: 40 MB) holds this and what passes by.
 SLAB_BYTES = 16 * 2**20
+# Where all that passes by is read or written once, and marked so, half of it holds this.
+DENSE_BYTES = 20 * 10**6
+# The most columns of a latent whose sums a program holds, 16 for each of its threads, and entries it adds at a time.
+# With 8 for each a processor would have no more of them, and products were added up by more threads.
+WIDEST, PER_THREAD, AT_ONCE = 4096, 16, 4
 
 
-def bag_sums(
-    values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None, *, splits: bool
-) -> Tensor:
+def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    With `splits` the entries of a bag beyond its first `LONGEST` are added atomically, in any order. Entries that are
-    not `filled` are in no bag.
+    The order of the sums is fixed. Entries that are not `filled` are in no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
     out = rows.new_empty(n_bags, n_columns, dtype=torch.float32)
-    tensors = out, values.contiguous(), indices, starts, rows.contiguous()
-    longest = LONGEST if splits else n_entries
-    n_entries_at_once = _power_of_two(n_expected // max(n_bags, 1), least=4, most=32)
-    shape = _tile(n_entries_at_once, n_columns)
-    column_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
-    if not out.numel():
-        return out
-    # Triton launches on the current device, which need not be the tensors'.
-    with torch.cuda.device_of(rows):
-        _sum_bags[n_bags, column_blocks](*tensors, n_filled, n_entries, n_columns, longest, **shape)
-        if n_entries > longest:
-            _add_the_rest(*tensors, n_filled, longest)
+    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns)
+    if out.numel():
+        grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
+        tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device_of(rows):
+            _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
     return out
 
 
-def _add_the_rest(
-    out: Tensor, values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, n_filled: Tensor | None, longest: int
-) -> None:
-    n_entries, (n_bags, n_columns) = len(values), out.shape
+class Measured(NamedTuple):
+    """Where the measures of each latent's sum go, fp32 [d_sae]: its squared length, or with `unit_rows` [d_sae, d] that
+    of the part across its row, and the product with it."""
+
+    out_squares: Tensor | None
+    out_dots: Tensor | None = None
+    unit_rows: Tensor | None = None
+
+
+class Summed(NamedTuple):
+    """Sums of latents, fp32 [d_sae, d], and products of entries, fp32 [n].
+
+    `shared` [m] are latents that several programs have summed, together with some that one has.
+    """
+
+    sums: Tensor
+    products: Tensor | None
+    shared: Tensor | None
+
+
+def sum_by_latent(
+    acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool, measured: Measured | None = None
+) -> Summed:
+    """Return actsᵀ dense, for `dense` [n_tokens, d].
+
+    With `rows` [d_sae, d] also return the product of each entry's row of `dense` and its latent's row: what is gathered
+    serves both. The order of these sums is fixed. With `splits` a latent's entries beyond its first `LONGEST` are added
+    to its row atomically, in any order. Entries that are not `filled` are no latent's and get 0. Where programs have
+    whole rows (`holds_rows`), the sums may be `measured`, all but those that are shared.
+    """
+    (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
+    n_entries, (n_parts, _), shape = len(order), _parts(dense), _pieces(dense, multiplies=rows is not None)
+    sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
+    make = dense.new_empty if filled is None else dense.new_zeros
+    products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
+    tensors = {
+        "out": sums,
+        "out_products": products,
+        "values": acts.values.index_select(0, order),
+        "tokens": acts.places.tokens.index_select(0, order),
+        "order": order,
+        "starts": starts,
+        "dense": dense.contiguous(),
+        "rows": None if rows is None else rows.contiguous(),
+        "n_filled": None if filled is None else filled.n,
+    }
+    longest = LONGEST if splits else n_entries
+    sizes = {"n_entries": n_entries, "n_latents": acts.d_sae, "n_columns": dense.shape[1], "longest": longest}
+    measuring = (measured or Measured(None))._asdict()
+    shared = _latents_of_windows(starts, n_entries, longest) if n_entries > longest else None
+    if sums.numel():
+        with torch.cuda.device_of(dense):
+            _sum_by_latent[acts.d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
+            if shared is not None:
+                measuring = dict.fromkeys(measuring)
+                _sum_by_latent[len(shared), n_parts](**tensors, **measuring, latents=shared, **sizes, **shape)
+    if products is not None:
+        products = products[0] if n_parts == 1 else products.sum(dim=0)
+    return Summed(sums, products, shared)
+
+
+def holds_rows(dense: Tensor) -> bool:
+    """Tell whether one program of `sum_by_latent` has whole rows, so that it can measure them."""
+    return _parts(dense)[0] == 1
+
+
+def _latents_of_windows(starts: Tensor, n_entries: int, longest: int) -> Tensor:
+    """Return whose entries lie at the beginning of each window of `longest`: the only ones there beyond their first."""
     windows = torch.arange(0, n_entries, longest, device=starts.device)
-    # The last of several bags that begin at the same entry is the one that has it.
-    bags = torch.searchsorted(starts, windows, right=True) - 1
-    shape = _tile(32, n_columns)
-    grid = len(windows), triton.cdiv(n_columns, shape["COLUMNS"])
-    tensors = out, values, indices, starts, rows, bags
-    _add_rest[grid](*tensors, n_filled, n_entries, n_bags, n_columns, longest, **shape)
+    # The last of several latents that begin at the same entry is the one that has it.
+    return torch.searchsorted(starts, windows, right=True) - 1
+
+
+def _parts(dense: Tensor) -> tuple[int, int]:
+    """Return into how many parts the columns of `dense` are cut, and of how many columns: whole vectors."""
+    n_columns = max(dense.shape[1], 1)
+    n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
+    of_part = 16 * triton.cdiv(triton.cdiv(n_columns, n_parts), 16)
+    return triton.cdiv(n_columns, of_part), of_part
+
+
+def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
+    """Return how a program holds a part of the columns: in two pieces, since the sizes of pieces are powers of two.
+
+    Of 2,304 columns they are 2,048 and 256, where one would be of 4,096.
+    """
+    _, of_part = _parts(dense)
+    near = triton.next_power_of_2(of_part // 2 + 1)
+    far = triton.next_power_of_2(max(of_part - near, 1))
+    shape = {"of_part": of_part, "ENTRIES": AT_ONCE, "NEAR": near, "FAR": far}
+    shape |= {"num_warps": max(1, near // (32 * PER_THREAD)), "enable_fp_fusion": True}
+    is_aligned = dense.shape[1] % 16 == 0 and dense.dtype.itemsize == 2
+    if multiplies and is_aligned and 4 * far <= near and torch.version.hip is None:
+        # So many do without spilling. Of its own accord the compiler takes up to 168 for each thread, with which a
+        # processor has three programs of 2,304 columns instead of four.
+        shape["maxnreg"] = 128
+    return shape
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
@@ -89,9 +174,12 @@ def try_out(device: torch.device) -> None:
     n = LONGEST + 1
     ones, zeros = torch.ones(n, 16, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
-    sums = bag_sums(ones[:, 0], zeros, starts, ones[:1], splits=True)
-    products = row_products(ones[:1], ones[:1], zeros, starts)
-    if not (sums == n).all() or not (products == 16).all():
+    sums, products = bag_sums(ones[:, 0], zeros, starts, ones[:1]), row_products(ones[:1], ones[:1], zeros, starts)
+    acts = SparseActs(ones[:, 0], Places(zeros, zeros, starts), 1)
+    by_latent, of_entries, _ = sum_by_latent(acts, ones[:1], ones[:1], splits=True)
+    if not all((one == n).all() for one in (sums, by_latent)) or not all(
+        one is not None and (one == 16).all() for one in (products, of_entries)
+    ):
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -109,73 +197,108 @@ def _tile(entries: int, n_columns: int) -> dict[str, int]:
 
 @triton.jit
 def _sum_bags(
-    out,
-    values,
-    indices,
-    starts,
-    rows,
-    n_filled,
-    n_entries,
-    n_columns,
-    longest,
-    ENTRIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Sum one bag, or its first `longest` entries, in one block of columns."""
+    out, values, indices, starts, rows, n_filled, n_entries, n_columns, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Sum one bag in one block of columns."""
     bag = tl.program_id(0)
     end = n_entries if n_filled is None else tl.load(n_filled)
     first = tl.load(starts + bag).to(tl.int32)
     last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=end).to(tl.int32)
-    last = tl.minimum(last, first + longest)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    total = _sum_rows(values, indices, rows, first, last, columns, n_columns, ENTRIES, COLUMNS)
-    tl.store(out + bag.to(tl.int64) * n_columns + columns, total, mask=columns < n_columns)
-
-
-@triton.jit
-def _add_rest(
-    out,
-    values,
-    indices,
-    starts,
-    rows,
-    bags,
-    n_filled,
-    n_entries,
-    n_bags,
-    n_columns,
-    longest,
-    ENTRIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Add those of a window of `longest` entries that lie beyond the first `longest` of their bag.
-
-    They are of one bag at most, the one in which the window begins: any other begins later.
-    """
-    window = tl.program_id(0)
-    bag = tl.load(bags + window)
-    end = n_entries if n_filled is None else tl.load(n_filled)
-    bag_first = tl.load(starts + bag).to(tl.int32)
-    bag_last = tl.load(starts + bag + 1, mask=bag + 1 < n_bags, other=end).to(tl.int32)
-    first = tl.maximum(window * longest, bag_first + longest)
-    last = tl.minimum((window + 1) * longest, bag_last)
-    if first < last:
-        columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        total = _sum_rows(values, indices, rows, first, last, columns, n_columns, ENTRIES, COLUMNS)
-        place = out + bag.to(tl.int64) * n_columns + columns
-        tl.atomic_add(place, total, mask=columns < n_columns, sem="relaxed")
-
-
-@triton.jit
-def _sum_rows(values, indices, rows, first, last, columns, n_columns, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return Σ values[i] · rows[indices[i]] for first ≤ i < last."""
     total = tl.zeros([ENTRIES, COLUMNS], dtype=tl.float32)
     for begin in range(first, last, ENTRIES):
         entries = begin + tl.arange(0, ENTRIES)
         value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
-        numbers = _gather(rows, indices, entries, last, columns, n_columns)
-        total += value[:, None] * numbers
-    return tl.sum(total, axis=0)
+        total += value[:, None] * _gather(rows, indices, entries, last, columns, n_columns)
+    tl.store(out + bag.to(tl.int64) * n_columns + columns, tl.sum(total, axis=0), mask=columns < n_columns)
+
+
+@triton.jit
+def _sum_by_latent(
+    out, out_products, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows, latents,
+    n_filled, n_entries, n_latents, n_columns, longest, of_part,
+    ENTRIES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
+
+    With `latents`, add what a window of `longest` entries has beyond the first `longest` of a latent. It is of one
+    latent at most, the one with which the window begins: any other begins later.
+    """
+    latent, part = tl.program_id(0), tl.program_id(1)
+    if latents is not None:
+        window = latent
+        latent = tl.load(latents + window).to(tl.int32)
+    end = n_entries if n_filled is None else tl.load(n_filled)
+    first = tl.load(starts + latent).to(tl.int32)
+    last = tl.load(starts + latent + 1, mask=latent + 1 < n_latents, other=end).to(tl.int32)
+    if latents is None:
+        last = tl.minimum(last, first + longest)
+    else:
+        first = tl.maximum(window * longest, first + longest)
+        last = tl.minimum((window + 1) * longest, last)
+
+    left = part * of_part
+    near, far = left + tl.arange(0, NEAR), left + NEAR + tl.arange(0, FAR)
+    right = tl.minimum(left + of_part, n_columns)
+    # Of a window that adds nothing no column is read or written.
+    right = tl.where((first < last) | (latents is None), right, left)
+    row = latent.to(tl.int64) * n_columns
+    near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
+    if rows is not None:
+        near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
+    for begin in range(first, last, ENTRIES):
+        entries = begin + tl.arange(0, ENTRIES)
+        counts = entries < last
+        value = tl.load(values + entries, mask=counts, other=0).to(tl.float32)[:, None]
+        token = tl.load(tokens + entries, mask=counts, other=0).to(tl.int64)[:, None] * n_columns
+        products = tl.zeros([ENTRIES], dtype=tl.float32)
+        # The small piece first: in the other order sm_120 spills.
+        if FAR > 1:
+            numbers = _gathered(dense + token + far[None, :], counts[:, None] & (far < right)[None, :])
+            far_total += tl.sum(value * numbers, axis=0)
+            if rows is not None:
+                products += tl.sum(numbers * far_row[None, :], axis=1)
+        numbers = _gathered(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
+        near_total += tl.sum(value * numbers, axis=0)
+        if rows is not None:
+            products += tl.sum(numbers * near_row[None, :], axis=1)
+            place = tl.load(order + entries, mask=counts, other=0)
+            tl.store(out_products + part.to(tl.int64) * n_entries + place, products, mask=counts)
+    _put(out + row + near, near_total, near < right, latents is not None)
+    if FAR > 1:
+        _put(out + row + far, far_total, far < right, latents is not None)
+    if out_squares is not None:
+        if unit_rows is not None:
+            # Not before the loop, which would hold twice the registers.
+            near_row = _once(unit_rows + row + near, near < right)
+            far_row = _once(unit_rows + row + far, far < right)
+            dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
+            tl.store(out_dots + latent, dot)
+            # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
+            near_total -= dot * near_row
+            far_total -= dot * far_row
+        square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
+        tl.store(out_squares + latent, square)
+
+
+@triton.jit
+def _once(places, mask):
+    """Return what nobody else reads, as fp32."""
+    return tl.load(places, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
+
+
+@triton.jit
+def _gathered(places, mask):
+    """Return, as fp32, what the cache is to keep for others: all else is read or written once."""
+    return tl.load(places, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _put(places, totals, mask, ADDS: tl.constexpr):
+    if ADDS:
+        tl.atomic_add(places, totals, mask=mask, sem="relaxed")
+    else:
+        tl.store(places, totals, mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -28,7 +28,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 
 
 @pytest.mark.parametrize(("capability", "element"), [(80, "fp32"), (90, "bf16")])
-@pytest.mark.parametrize("name", ["_sum_bags", "_add_rest", "_multiply_rows"])
+@pytest.mark.parametrize("name", ["_sum_bags", "_sum_by_latent", "_multiply_rows"])
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,11 +39,16 @@ def test_every_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
-    types |= dict.fromkeys({"out", "values", "dense"} & types.keys(), "*fp32")
-    types |= dict.fromkeys({"indices", "starts", "bags", "n_filled"} & types.keys(), "*i64")
-    types |= {"rows": f"*{element}", "ENTRIES": "constexpr", "COLUMNS": "constexpr"}
+    outputs = {"out", "out_products", "out_squares", "out_dots"}
+    types |= dict.fromkeys((outputs | {"values", "unit_rows"}) & types.keys(), "*fp32")
+    types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
+    types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
     options: dict[str, Any] = kernels._tile(32, 768)
-    constants = {key: options.pop(key) for key in ("ENTRIES", "COLUMNS")}
+    if name == "_sum_by_latent":
+        options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"), multiplies=True)
+    constants = {key: options.pop(key) for key in [key for key in options if key.isupper()]}
+    types |= dict.fromkeys(constants, "constexpr")
+    options.pop("of_part", None)
     source = compiler.ASTSource(kernel, types, constants)
     compiled = compiler.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert compiled.asm["cubin"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.runtime import narrow_copy
 from trainer.saes.kernels import sparse, triton_sparse
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.select import k_per_token
@@ -80,6 +81,7 @@ def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(make([0, 0], 3, 8), id="no entry")
     yield pytest.param(make([3, 5, 1, 0, 2], 7, 300, torch.bfloat16), id="bf16")
     yield pytest.param(make([6, 7], 7, 40, torch.float16), id="fp16")
+    yield pytest.param(make([2, 9, 4], 5, 2304 // 8, torch.bfloat16), id="columns in two pieces")
 
 
 CASES = pytest.mark.parametrize("case", list(some_cases()))
@@ -124,9 +126,26 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
     assert_near(products, expected)
 
 
+def assert_both_are_right(case: Case) -> None:
+    """Assert that weights' gradients are the transposed product and those of entries the products of their rows."""
+    places = case.acts.places
+    sums, products = sparse.both_products(case.acts, case.dense, case.rows)
+    assert_near(sums, case.matrix().T @ case.dense.double())
+    expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
+    if places.filled is not None:
+        expected[places.filled.n :] = 0
+    assert_near(products, expected)
+
+
 @CASES
-def test_a_weight_gradient_is_the_transposed_product(case: Case) -> None:
+@pytest.mark.parametrize(("dense_bytes", "widest"), [(2**24, 4096), (200, 4096), (2**24, 32)], ids=str)
+def test_gradients_by_latent_are_those_of_dense_products(
+    case: Case, dense_bytes: int, widest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "DENSE_BYTES", dense_bytes)
+    monkeypatch.setattr(triton_sparse, "WIDEST", widest)
     assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
+    assert_both_are_right(case)
 
 
 @pytest.mark.parametrize("longest", [1, 4, 7, 64])
@@ -136,8 +155,8 @@ def test_latents_of_any_number_of_tokens_are_shared_by_programs(
     # One latent is active for all tokens, others for few or none, so that windows begin and end anywhere.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
-    case = followed(make([2] * 16, 7, 20, latents=latents))
-    assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
+    for width in (20, 48):
+        assert_both_are_right(followed(make([2] * 16, 7, width, latents=latents)))
 
 
 def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
@@ -149,15 +168,35 @@ def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
     class Counting:
         def __getitem__(self, grid: tuple[int, int]) -> object:
             launches.append(grid[0])
-            return triton_sparse_add_rest[grid]
+            return sum_by_latent[grid]
 
-    triton_sparse_add_rest = triton_sparse._add_rest
-    monkeypatch.setattr(triton_sparse, "_add_rest", Counting())
+    sum_by_latent = triton_sparse._sum_by_latent
+    monkeypatch.setattr(triton_sparse, "_sum_by_latent", Counting())
     case = make([3] * 10, 4, 16)
     sparse.transposed_product(case.acts, case.dense)
-    assert launches == ([] if deterministic else [4])
-    sparse.decode(case.acts, case.rows)
-    assert len(launches) <= 1
+    assert launches == ([4] if deterministic else [4, 4])
+    launches.clear()
+    few = make([2] * 4, 4, 16)
+    sparse.transposed_product(few.acts, few.dense)
+    assert launches == [4]
+
+
+def test_sums_of_a_fixed_order_do_not_depend_on_that_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("a GPU runs them in its own order")
+    from triton.runtime.interpreter import interpreter_builder as programs
+
+    case = make([3] * 20, 9, 48, torch.bfloat16)
+    monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 500)
+    expected = sparse.both_products(case.acts, case.dense, case.rows)
+    choose = programs.set_grid_idx
+
+    def choose_from_the_end(x: int, y: int, z: int) -> None:
+        choose(*(size - 1 - place for size, place in zip(programs.grid_dim, (x, y, z), strict=True)))
+
+    monkeypatch.setattr(programs, "set_grid_idx", choose_from_the_end)
+    found = sparse.both_products(case.acts, case.dense, case.rows)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
@@ -193,9 +232,31 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
     assert rows.grad is not None
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
+    # What is gathered once for both gradients is narrow.
     places = case.acts.places
-    products = case.dense.double() @ case.rows.to(dtype).double().T
+    products = case.dense.to(dtype).double() @ case.rows.to(dtype).double().T
     assert_near(values.grad, products[places.tokens, places.latents])
+
+
+@pytest.mark.parametrize("n", [1, 256, 600])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, dtype: torch.dtype) -> None:
+    case = make([n], n, 40, dtype, latents=torch.arange(n))
+    assert_near(sparse.weighted_sum(case.acts.values, case.rows), case.acts.values.double() @ case.rows.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_gradient_of_the_input_bias_reads_the_copy_of_the_weights(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, W_enc, b_enc, b_dec = (
+        torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 20), (20, 16), (16,), (20,))
+    )
+    narrow_copy.keep(W_enc)
+    with torch.autocast(DEVICE.type, dtype):
+        encode(x.detach(), W_enc, b_enc, b_dec, partial(k_per_token, k=3)).values.sum().backward()
+    assert b_enc.grad is not None
+    assert b_dec.grad is not None
+    assert_near(b_dec.grad, -W_enc.detach().to(dtype).double() @ b_enc.grad.double())
 
 
 def test_what_is_not_contiguous_is_read_as_it_is() -> None:
@@ -206,7 +267,8 @@ def test_what_is_not_contiguous_is_read_as_it_is() -> None:
     assert_near(sparse.decode(case.acts, rows), case.matrix() @ rows.double())
     assert_near(sparse.transposed_product(case.acts, ones), case.matrix().T @ ones.double())
     products = ones.double() @ rows.double().T
-    assert_near(sparse.row_products(ones, rows, places), products[places.tokens, places.latents])
+    for found in (sparse.row_products(ones, rows, places), sparse.both_products(case.acts, ones, rows)[1]):
+        assert_near(found, products[places.tokens, places.latents])
 
 
 def test_the_kernels_pass_their_own_trial() -> None:
