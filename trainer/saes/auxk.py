@@ -42,8 +42,8 @@ class AuxK(nn.Module):
         near 0, so that its mean square is its variance.
         """
         n_tokens, error = sums[0], sums[1]
-        variance = (error / n_tokens.clamp_min(1)).clamp_min(1e-12)
-        self.residual_variance.copy_(torch.where(n_tokens > 0, variance, self.residual_variance))
+        variance = (error / n_tokens).clamp_min(1e-12)
+        torch.where(n_tokens > 0, variance, self.residual_variance, out=self.residual_variance)
 
     def _explain_by_dead(self, sae: Sae, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return a reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents, and if any is dead.

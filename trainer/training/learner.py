@@ -105,10 +105,9 @@ class Learner:
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
-        # Steps skipped in this log interval, and those in a row up to now.
-        self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
-        # Those of the skipped ones whose gradient was made infinite because activations were lost.
-        self.overflowed = torch.zeros((), device=device)
+        # Steps skipped in this log interval, those in a row up to now, and those of the interval's whose gradient was
+        # made infinite because activations were lost.
+        self._skips = torch.zeros(3, device=device)
         self.grad_norm = torch.zeros((), device=device)
         # The rate of this step, of all groups that have none of their own.
         self._rate = self._lr
@@ -160,7 +159,7 @@ class Learner:
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
             # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
-            (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+            loss.backward(self.loss_scale.factor / self.tokens_per_step)
             self.sae.row_gradients.add()
         with phase(METRICS):
             self._observe(target, output, loss)
@@ -220,25 +219,26 @@ class Learner:
         """
         self.stepped.begin()
         squares = self._update.measure()
-        share = self.sae.n_tokens_in_step() / self.tokens_per_step
-        scale = self.loss_scale.factor * share
+        scale = self.loss_scale.times(self.sae.n_tokens_in_step() / self.tokens_per_step)
         norm = self._total_norm(squares)
-        norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
+        norm, self.optimizer.grad_scale, skips = prepare(norm, scale, self._train.grad_clip)
+        bad = skips.float()
         # In place, as all that outlives a step: a recorded one repeats what is done to memory, and nothing else.
         self.grad_norm.copy_(norm)
         overflowed = self.sae.has_overflowed()
         bad_gradient = bad if overflowed is None else bad * ~overflowed
         self.loss_scale.update(bad_gradient)
         self.optimizer.found_inf = bad
-        self._update.take(bad > 0)
+        self._update.take(skips)
         self.stepped.end()
         self.sae.zero_grad()
-        self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
+        self.sae.step_sums.masked_fill_(skips, 0)
         self.sae.end_step()
-        self.skipped += bad
-        self.skipped_in_a_row.add_(bad_gradient).mul_(bad)
-        if overflowed is not None:
-            self.overflowed += bad - bad_gradient
+        if overflowed is None:
+            self._skips[:2].add_(bad)
+        else:
+            self._skips += torch.stack([bad, bad_gradient, bad - bad_gradient])
+        self._skips[1].mul_(bad)
         if counts:
             self.count_step()
 
@@ -307,11 +307,10 @@ class Learner:
 
     def take_state(self) -> Tensor:
         """Return `StepState` in float64, still on the device, and count skipped steps anew."""
-        lr = self.grad_norm.new_full((), self._rate, dtype=torch.float64)
-        counts = self.skipped, self.skipped_in_a_row, self.overflowed, self.grad_norm
-        state = torch.stack([*(one.double() for one in counts), lr])
-        for one in (self.skipped, self.overflowed):
-            one.zero_()
+        lr = self._skips.new_full((1,), self._rate, dtype=torch.float64)
+        state = torch.cat([self._skips.double(), self.grad_norm.double()[None], lr])
+        # Those in a row go on.
+        self._skips[::2].zero_()
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
