@@ -198,7 +198,7 @@ def _selecting_kernel(op: Op) -> Cost:
     """
     numbers = dict(op.arguments)["bits"]
     n_rows, n = numbers.shape
-    if op.name == "_mark_rows":
+    if op.name == "_keep_strongest":
         tiles, searches, resident = 1, 1, 16
         moved = op.bytes
     else:
@@ -215,7 +215,7 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_multiply_rows": _gather_kernel,
     "_add_rest": _rest_kernel,
     "_largest_of_rows": _selecting_kernel,
-    "_mark_rows": _selecting_kernel,
+    "_keep_strongest": _selecting_kernel,
 }
 _BY_COST: dict[Callable[[Op], Cost], str] = {
     _product: "addmm mm bmm mv addmv",

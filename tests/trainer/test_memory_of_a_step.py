@@ -18,7 +18,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k, triton_top_k
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_top_k
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -41,15 +42,26 @@ class Kernels:
 class TopKKernels:
     """A stand-in for those that find the largest."""
 
-    fits, fits_marks = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_marks)
+    fits, fits_whole = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_whole)
 
     @staticmethod
     def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values.new_empty(len(values), k, dtype=torch.int64), values.new_empty(len(values), k)
 
     @staticmethod
-    def marks(values: Tensor, k: int) -> Tensor:
-        return values.new_empty(values.shape, dtype=torch.bool)
+    def strongest(values: Tensor, k: int) -> Tensor:
+        return torch.empty_like(values)
+
+
+class ErrorKernels:
+    """A stand-in for that of the errors."""
+
+    fits = staticmethod(triton_errors.fits)
+
+    @staticmethod
+    def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, triton_errors.Sums]:
+        sums = y.new_empty(4, y.shape[1])
+        return torch.empty_like(y), triton_errors.Sums(sums[0], sums[1].sum(), sums[2], sums[3].sum())
 
 
 class UpdateKernels:
@@ -70,6 +82,7 @@ class UpdateKernels:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
+    monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield

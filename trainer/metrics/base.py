@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
-from trainer.saes.losses import sum_of_squares
+from trainer.saes.losses import Errors, sum_of_squares
 from trainer.saes.sparse_acts import Acts
 
 
@@ -21,9 +21,9 @@ class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
     Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` (bool [d_sae]) of its latents,
-    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What the pass has summed
-    already is handed over: `mse`, Σ‖y − x_hat‖², and `counts`, on how many tokens each latent is active, float [d_sae].
-    What several metrics use is computed once.
+    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What the pass knows
+    already is handed over: `mse`, Σ‖y − x_hat‖²; `counts`, on how many tokens each latent is active, float [d_sae]; and
+    the `errors` of x_hat. What several metrics use is computed once.
     """
 
     y: Tensor
@@ -33,6 +33,7 @@ class Observation:
     y_mean: Tensor
     mse: Tensor
     counts: Tensor | None = None
+    errors: Errors | None = None
 
     @cached_property
     def n_tokens(self) -> Tensor:
@@ -42,13 +43,18 @@ class Observation:
     @cached_property
     def centred(self) -> Moments:
         """y − y_mean: sums are taken about 0, since a mean far larger than the spread would cost fp32 its digits."""
+        if self.errors and (sums := self.errors.sums):
+            return Moments(sums.squared_targets, sums.targets)
         values = self.y - self.y_mean
         return Moments(sum_of_squares(values), values.sum(dim=0))
 
     @cached_property
     def error(self) -> Moments:
         """y − x_hat."""
-        return Moments(self.mse, (self.y - self.x_hat).sum(dim=0))
+        if self.errors is None:
+            return Moments(self.mse, (self.y - self.x_hat).sum(dim=0))
+        sums = self.errors.sums
+        return Moments(self.mse, sums.errors if sums else -self.errors.each.sum(dim=0))
 
     @cached_property
     def fired(self) -> Tensor:

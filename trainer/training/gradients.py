@@ -42,8 +42,8 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
     by another amount where ranks have a part each. Added up by latents it is as fast, and exact to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
-        norms = torch._foreach_norm(gradients)
-        return norms[0].double().square() if len(norms) == 1 else torch.stack(norms).double().square().sum()
+        of_each = torch._foreach_norm(gradients)
+        return of_each[0].double().square() if len(of_each) == 1 else torch.stack(of_each).double().square().sum()
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]

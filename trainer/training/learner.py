@@ -198,7 +198,8 @@ class Learner:
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
         sae, terms = self.sae, output.losses | {"loss": loss}
-        seen = Observation(y, output.x_hat, output.acts, sae.dead(), sae.y_mean, terms["mse"], sae.fired)
+        known = sae.y_mean, terms["mse"], sae.fired, output.errors
+        seen = Observation(y, output.x_hat, output.acts, sae.dead(), *known)
         self.interval.observe(seen, terms)
 
     def tensors_to_exchange(self) -> StepSums:

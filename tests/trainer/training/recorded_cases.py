@@ -16,7 +16,8 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors
 from trainer.training import recorded_step
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
@@ -28,10 +29,11 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a GPU's path on a CPU, with kernels for the update and torch's operations for the rest."""
+    """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)

@@ -80,12 +80,12 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return is_chosen, smallest
 
 
-def mark_largest(values: Tensor, k: int) -> Tensor:
-    """Mark the k largest of each row: bool [n_rows, n]."""
-    if (triton := triton_for(values)) and triton.fits_marks(values, k):
-        marked: Tensor = triton.marks(values, k)
-        return marked
-    return are_largest(values, k)[0]
+def strongest(values: Tensor, k: int) -> Tensor:
+    """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
+    if (triton := triton_for(values)) and triton.fits_whole(values, k):
+        found: Tensor = triton.strongest(values, k)
+        return found
+    return values.relu() * are_largest(values, k)[0]
 
 
 def triton_for(values: Tensor) -> ModuleType | None:

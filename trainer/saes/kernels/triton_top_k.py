@@ -19,7 +19,7 @@ from torch import Tensor
 MOST_GROUPS, MOST_KEPT, TILE = 2**12, 2**12, 2**13
 # Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
 LEAST_GROUP = 8
-# The widest row that is marked as a whole.
+# The widest row that a program holds as a whole.
 WIDEST = 2**14
 # Fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
@@ -63,35 +63,33 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return columns, largest
 
 
-def fits_marks(values: Tensor, k: int) -> bool:
-    """Tell whether `marks` can mark the k largest of each row."""
+def fits_whole(values: Tensor, k: int) -> bool:
+    """Tell whether `strongest` can hold each row as a whole."""
     n_rows, n = values.shape
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n <= WIDEST
 
 
-def marks(values: Tensor, k: int) -> Tensor:
-    """Mark the k largest of each row: bool [n_rows, n]."""
+def strongest(values: Tensor, k: int) -> Tensor:
+    """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
     n_rows, n = values.shape
-    marked = torch.empty(n_rows, n, dtype=torch.bool, device=values.device)
+    kept = torch.empty_like(values, memory_format=torch.contiguous_format)
     columns = triton.next_power_of_2(n)
     warps = min(max(columns // 512, 1), 16)
     if n_rows:
         with torch.cuda.device_of(values):
-            _mark_rows[n_rows,](
-                marked.view(torch.uint8), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
+            _keep_strongest[n_rows,](
+                _bits(kept), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
             )
-    return marked
+    return kept
 
 
 def try_out(device: torch.device) -> None:
     """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
-    marked = marks(values, 3)
-    if (
-        not (largest.sum(dim=1) == 186).all()
-        or not (marked.gather(1, columns) & (marked.sum(dim=1) == 3)[:, None]).all()
-    ):
+    kept = strongest(values, 3)
+    is_right = (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
+    if not is_right.all():
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -156,15 +154,17 @@ def _largest_of_rows(
 
 
 @triton.jit
-def _mark_rows(
-    out_marked, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
+def _keep_strongest(
+    out_bits, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Mark the k largest of one row."""
+    """Copy the k largest of one row that are above 0, and 0 in place of the others."""
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
-    ordered = _ordered(tl.load(bits + start + columns, mask=inside, other=0), INFINITY, BITS)
+    numbers = tl.load(bits + start + columns, mask=inside, other=0)
+    ordered = _ordered(numbers, INFINITY, BITS)
     chosen = _are_largest(tl.where(inside, _ranks(ordered, BITS), -1), k, BITS)
-    tl.store(out_marked + start + columns, chosen.to(tl.uint8), mask=inside)
+    # What is ordered above 0 is positive, or no number.
+    tl.store(out_bits + start + columns, tl.where(chosen & (ordered > 0), numbers, 0), mask=inside)
 
 
 @triton.jit

@@ -69,10 +69,11 @@ def test_the_largest_are_those_of_a_full_sort(values: Tensor, k: int, dtype: tor
 
 @CASES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_are_those_that_are_marked(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
-    marked = triton_top_k.marks(values.to(DEVICE), k).cpu()
-    assert torch.equal(marked, torch.zeros_like(marked).scatter(1, expected(values, k), True))
+    kept = triton_top_k.strongest(values.to(DEVICE), k).cpu()
+    is_kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, expected(values, k), True) & ~(values <= 0)
+    assert torch.equal(kept.nan_to_num(nan=7e4), torch.where(is_kept, values, 0).nan_to_num(nan=7e4))
 
 
 def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +103,8 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
     assert not fits(4096, 65536, 2000)
     assert not fits(4096, 65536, 0)
     assert not fits(4096, 65536, 64, torch.float64)
-    assert triton_top_k.fits_marks(torch.empty(4096, 2304, dtype=torch.bfloat16, device="meta"), 1152)
-    assert not triton_top_k.fits_marks(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
+    assert triton_top_k.fits_whole(torch.empty(4096, 2304, dtype=torch.bfloat16, device="meta"), 1152)
+    assert not triton_top_k.fits_whole(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
 
 
 def test_no_row_asks_for_nothing() -> None:
@@ -116,6 +117,6 @@ def test_the_kernels_pass_their_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_top_k, "marks", lambda values, k: torch.zeros_like(values, dtype=torch.bool))
+    monkeypatch.setattr(triton_top_k, "strongest", lambda values, k: torch.zeros_like(values))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_top_k.try_out(DEVICE)

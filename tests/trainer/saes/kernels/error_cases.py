@@ -1,0 +1,72 @@
+"""The kernel that sums errors against float64; `test_triton_errors.py` runs this in a process of its own.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels import triton_errors
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+def numbers(n_tokens: int, d_out: int, seed: int) -> Tensor:
+    return torch.randn(n_tokens, d_out, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
+    errors, sums = triton_errors.errors_of(y, x_hat, y_mean)
+    assert torch.equal(errors, x_hat - y)
+    missed, centred = y.double() - x_hat.double(), y.double() - y_mean.double()
+    expected = (missed.sum(dim=0), missed.square().sum(), centred.sum(dim=0), centred.square().sum())
+    for found, exact in zip(sums, expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(centred.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (32, 128), (33, 129), (100, 300)], ids=str)
+def test_errors_and_all_sums_are_those_in_float64(shape: tuple[int, int]) -> None:
+    assert_right(numbers(*shape, seed=0), numbers(*shape, seed=1), numbers(*shape, seed=2)[0])
+
+
+def test_a_mean_far_larger_than_the_spread_costs_no_digits() -> None:
+    y = numbers(70, 40, seed=0) + 30_000
+    assert_right(y, y + 0.3 * numbers(70, 40, seed=1), torch.full((40,), 30_000.0, device=DEVICE))
+
+
+def test_what_does_not_lie_side_by_side_is_read_as_it_is() -> None:
+    assert_right(numbers(40, 35, seed=0).T, numbers(40, 70, seed=1)[:, ::2].T, numbers(40, 1, seed=2)[:, 0])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_the_sums(value: float) -> None:
+    y, x_hat = numbers(40, 20, seed=0), numbers(40, 20, seed=1)
+    y[37, 3] = value
+    errors, sums = triton_errors.errors_of(y, x_hat, numbers(1, 20, seed=2)[0])
+    assert not errors[37, 3].isfinite()
+    assert not any(total.isfinite().all() for total in sums)
+    assert sums.errors.isfinite().sum() == 19
+
+
+def test_other_types_and_no_tokens_are_left_to_others() -> None:
+    y = numbers(4, 3, seed=0)
+    assert triton_errors.fits(y, y)
+    assert not triton_errors.fits(y.double(), y.double())
+    assert not triton_errors.fits(y, y.bfloat16())
+    assert not triton_errors.fits(y[:0], y[:0])
+
+
+def test_the_kernel_passes_its_own_trial() -> None:
+    triton_errors.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = triton_errors.errors_of
+    monkeypatch.setattr(triton_errors, "errors_of", lambda y, x_hat, mean: right(y, x_hat + 1, mean))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_errors.try_out(DEVICE)
