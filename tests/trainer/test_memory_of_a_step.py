@@ -59,9 +59,10 @@ class ErrorKernels:
     fits = staticmethod(triton_errors.fits)
 
     @staticmethod
-    def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, triton_errors.Sums]:
+    def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, losses.Sums]:
         sums = y.new_empty(4, y.shape[1])
-        return torch.empty_like(y), triton_errors.Sums(sums[0], sums[1].sum(), sums[2], sums[3].sum())
+        error, centred = losses.Moments(sums[1].sum(), sums[0]), losses.Moments(sums[3].sum(), sums[2])
+        return torch.empty_like(y), losses.Sums(error, centred)
 
 
 class UpdateKernels:

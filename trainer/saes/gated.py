@@ -61,7 +61,7 @@ class Gated(Penalised):
             "gate_mse": squared_error(y, by_gate),
         }
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses, errors)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()

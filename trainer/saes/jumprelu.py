@@ -70,7 +70,7 @@ class JumpReLU(Penalised):
         errors = errors_of(y, x_hat, self.y_mean)
         losses = {"mse": errors.square, "sparsity": sparsity}
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses, errors)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def _squashed(self, acts: Acts, scale: float) -> Tensor:
         return torch.tanh(scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,34 +11,46 @@ from torch.autograd.function import once_differentiable
 
 from trainer.runtime.triton_kernels import working_kernels
 
-if TYPE_CHECKING:
-    from trainer.saes.kernels.triton_errors import Sums
+
+class Moments(NamedTuple):
+    """Σ‖v‖², 0-dim, and Σv [d] over tokens."""
+
+    square: Tensor
+    total: Tensor
+
+
+class Sums(NamedTuple):
+    """Moments of the errors y − x_hat, and of the targets, y − y_mean, where a GPU takes them along."""
+
+    error: Moments
+    centred: Moments | None = None
 
 
 class Errors(NamedTuple):
     """What x_hat [n_tokens, d_out] misses of its targets y.
 
-    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, of which x_hat gets a gradient; `each` is x_hat − y itself
-    [n_tokens, d_out], a number to whoever else reads it. What a GPU has summed in the same pass comes along.
+    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, of which x_hat gets a gradient. Without one are `each`, x_hat − y
+    itself [n_tokens, d_out], and what is summed of it over the tokens.
     """
 
     square: Tensor
     each: Tensor
-    sums: Sums | None = None
+    sums: Sums
 
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
     """Return the errors of x_hat [n_tokens, d_out], whose targets have about the mean `y_mean` [d_out]."""
     triton = _working_triton(y.device) if y.is_cuda else None
     if triton is None or not triton.fits(y, x_hat):
-        return _sum(x_hat, y, -1)
+        square, each = _sum(x_hat, y, -1)
+        return Errors(square, each, Sums(Moments(square.detach(), -each.sum(dim=0))))
     each, sums = triton.errors_of(y, x_hat.detach(), y_mean)
-    return Errors(_Square.apply(x_hat, each, sums.squared_errors), each, sums)  # type: ignore[no-untyped-call]
+    return Errors(_Square.apply(x_hat, each, sums.error.square), each, sums)  # type: ignore[no-untyped-call]
 
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
     """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
-    return _sum(x_hat, y, -1).square
+    return _sum(x_hat, y, -1)[0]
 
 
 def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
@@ -48,13 +60,13 @@ def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
     Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction: with a gradient the
     living latents would be pulled towards errors that are easy for dead ones.
     """
-    return _sum(explained, error, 1).square / variance
+    return _sum(explained, error, 1)[0] / variance
 
 
-def _sum(x: Tensor, y: Tensor, sign: int) -> Errors:
-    """Return x + sign · y and its square, of which x gets the gradient."""
+def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Return Σ‖x + sign · y‖², of which x gets a gradient, and x + sign · y itself."""
     each = torch.add(x.detach(), y.detach(), alpha=sign)
-    return Errors(_Square.apply(x, each, sum_of_squares(each)), each)  # type: ignore[no-untyped-call]
+    return _Square.apply(x, each, sum_of_squares(each)), each  # type: ignore[no-untyped-call]
 
 
 class _Square(torch.autograd.Function):

@@ -34,7 +34,7 @@ class Standard(Penalised):
         errors = errors_of(y, x_hat, self.y_mean)
         losses = {"mse": errors.square, "l1": l1}
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses, errors)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": self.saelens_name("standard")}

@@ -68,7 +68,7 @@ class TopK(Sae):
         errors = errors_of(y, x_hat, self.y_mean)
         losses = {"mse": errors.square, "auxk": self.auxk.loss(self, x, errors.each)}
         self.count(acts, len(y), errors.square)
-        return Output(acts, x_hat, losses, errors)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         """Return the squared error in units of the data's variance, so that any scale suits, plus AuxK's loss."""

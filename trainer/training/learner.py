@@ -198,7 +198,7 @@ class Learner:
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
         sae, terms = self.sae, output.losses | {"loss": loss}
-        known = sae.y_mean, terms["mse"], sae.fired, output.errors
+        known = sae.y_mean, terms["mse"], sae.fired, output.sums
         seen = Observation(y, output.x_hat, output.acts, sae.dead(), *known)
         self.interval.observe(seen, terms)
 

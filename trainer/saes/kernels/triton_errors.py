@@ -5,25 +5,15 @@ The order of the sums is fixed: a program adds up `ROWS_OF_PROGRAM` rows, and th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.saes.losses import Moments, Sums
+
 # Rows that a program adds up, those and the columns that it holds at a time: 8 numbers of each of four sums a thread.
 ROWS_OF_PROGRAM, ROWS, COLUMNS = 32, 16, 128
-
-
-class Sums(NamedTuple):
-    """Sums over tokens: of the errors y − x_hat and of the targets about their mean, y − y_mean, each as a vector
-    [d_out] and as Σ‖·‖², 0-dim."""
-
-    errors: Tensor
-    squared_errors: Tensor
-    targets: Tensor
-    squared_targets: Tensor
 
 
 def fits(y: Tensor, x_hat: Tensor) -> bool:
@@ -53,8 +43,8 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, Sums]:
             num_warps=8,
         )
     of_columns = parts.sum(dim=0)
-    squared_errors, squared_targets = of_columns[1::2].sum(dim=1)
-    return errors, Sums(of_columns[0], squared_errors, of_columns[2], squared_targets)
+    of_error, of_targets = of_columns[1::2].sum(dim=1)
+    return errors, Sums(Moments(of_error, of_columns[0]), Moments(of_targets, of_columns[2]))
 
 
 def try_out(device: torch.device) -> None:
@@ -62,10 +52,10 @@ def try_out(device: torch.device) -> None:
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]
-    expected = -errors.sum(dim=0), errors.square().sum(), centred.sum(dim=0), centred.square().sum()
-    if not (errors == 3 - 2 * y).all() or not all(
-        (one == other).all() for one, other in zip(sums, expected, strict=True)
-    ):
+    expected = errors.square().sum(), -errors.sum(dim=0), centred.square().sum(), centred.sum(dim=0)
+    assert sums.centred is not None, "the kernel sums both"
+    are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
+    if not (errors == 3 - 2 * y).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 
 

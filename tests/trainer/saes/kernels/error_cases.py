@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.saes.kernels import triton_errors
+from trainer.saes.losses import Sums
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
@@ -20,12 +21,17 @@ def numbers(n_tokens: int, d_out: int, seed: int) -> Tensor:
     return torch.randn(n_tokens, d_out, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
+def numbers_of(sums: Sums) -> tuple[Tensor, ...]:
+    assert sums.centred is not None
+    return *sums.error, *sums.centred
+
+
 def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
     errors, sums = triton_errors.errors_of(y, x_hat, y_mean)
     assert torch.equal(errors, x_hat - y)
     missed, centred = y.double() - x_hat.double(), y.double() - y_mean.double()
-    expected = (missed.sum(dim=0), missed.square().sum(), centred.sum(dim=0), centred.square().sum())
-    for found, exact in zip(sums, expected, strict=True):
+    expected = (missed.square().sum(), missed.sum(dim=0), centred.square().sum(), centred.sum(dim=0))
+    for found, exact in zip(numbers_of(sums), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(centred.abs().max()))
 
 
@@ -49,8 +55,8 @@ def test_what_is_not_finite_shows_in_the_sums(value: float) -> None:
     y[37, 3] = value
     errors, sums = triton_errors.errors_of(y, x_hat, numbers(1, 20, seed=2)[0])
     assert not errors[37, 3].isfinite()
-    assert not any(total.isfinite().all() for total in sums)
-    assert sums.errors.isfinite().sum() == 19
+    assert not any(one.isfinite().all() for one in numbers_of(sums))
+    assert sums.error.total.isfinite().sum() == 19
 
 
 def test_other_types_and_no_tokens_are_left_to_others() -> None:
