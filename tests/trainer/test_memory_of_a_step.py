@@ -43,10 +43,18 @@ class TopKKernels:
     """A stand-in for those that find the largest."""
 
     fits, fits_whole = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_whole)
+    fits_all = staticmethod(triton_top_k.fits_all)
 
     @staticmethod
     def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values.new_empty(len(values), k, dtype=torch.int64), values.new_empty(len(values), k)
+
+    @staticmethod
+    def largest_of_all(values: Tensor, n: int) -> Tensor:
+        grouped = values.view(-1, triton_top_k._shared_group(values.numel(), n))
+        groups = grouped.amax(dim=1).new_empty(n, dtype=torch.int64)
+        members = grouped.index_select(0, groups)
+        return members.new_empty(n, dtype=torch.int64)
 
     @staticmethod
     def strongest(values: Tensor, k: int) -> Tensor:

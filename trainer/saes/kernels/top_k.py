@@ -2,7 +2,7 @@
 
 Most of the work is saved by looking only at what can be among the largest; the result is the same. On a GPU all shapes
 are known beforehand, so that the host never waits: of n columns in groups, the groups with the k largest maxima hold
-the k largest; many rows are looked through by a kernel (`triton_top_k`). On a CPU shapes may depend on the data.
+the k largest; kernels look through many rows, or many values of 16 bits (`triton_top_k`). On a CPU shapes may depend on the data.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def of_all(values: Tensor, n: int) -> Tensor:
     """Return the n largest of all, as ascending indices into the flattened matrix."""
+    if (triton := triton_for(values)) and triton.fits_all(values, n):
+        chosen: Tensor = triton.largest_of_all(values, n)
+        return chosen
     if values.is_cuda:
         found = _by_groups(values.reshape(1, -1), n, _topk)[0]
         # Half as wide they are sorted in half the time.
