@@ -72,6 +72,15 @@ class ErrorKernels:
         error, centred = losses.Moments(sums[1].sum(), sums[0]), losses.Moments(sums[3].sum(), sums[2])
         return torch.empty_like(y), losses.Sums(error, centred)
 
+    @classmethod
+    def nested(cls, parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> triton_errors.Nested:
+        x_hat, sums = cls.errors_of(y, y, y_mean)
+        return triton_errors.Nested(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
+
+    @staticmethod
+    def nested_gradients(errors: Tensor, of_whole: Tensor, of_inner: Tensor) -> Tensor:
+        return torch.empty_like(errors)
+
 
 class UpdateKernels:
     """A stand-in for those of an update."""

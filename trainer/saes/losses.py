@@ -40,8 +40,8 @@ class Errors(NamedTuple):
 
 def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
     """Return the errors of x_hat [n_tokens, d_out], whose targets have about the mean `y_mean` [d_out]."""
-    triton = _working_triton(y.device) if y.is_cuda else None
-    if triton is None or not triton.fits(y, x_hat):
+    triton = triton_for(y, x_hat)
+    if triton is None:
         square, each = _sum(x_hat, y, -1)
         return Errors(square, each, Sums(Moments(square.detach(), -each.sum(dim=0))))
     each, sums = triton.errors_of(y, x_hat.detach(), y_mean)
@@ -87,6 +87,12 @@ class _Square(torch.autograd.Function):
         (error,) = ctx.saved_tensors
         # Where x has 16 bits it is narrowed in the same pass.
         return torch.mul(error, 2 * grad, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
+
+
+def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:
+    """Return the Triton kernels where they work, on a GPU, for targets y and what is of their kind; else None."""
+    triton = _working_triton(y.device) if y.is_cuda else None
+    return triton if triton and triton.fits(y, *others) else None
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

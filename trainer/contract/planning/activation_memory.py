@@ -147,11 +147,11 @@ class _Chosen(_Pass):
     def nest(self) -> float:
         """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part.
 
-        In the backward pass they are errors and gradients, beside x_hat and what it misses; with shared latents, less.
+        In the backward pass they are errors and gradients, beside x_hat; with shared latents, less.
         """
         n_times = 2 + (self.sharing > 1) / self.sharing
         levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
-        beside = 8 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
+        beside = 4 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
         return self.rows + levels + beside + self.narrow * self.width + self.entries
 
     def plain(self) -> float:

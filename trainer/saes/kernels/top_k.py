@@ -2,7 +2,8 @@
 
 Most of the work is saved by looking only at what can be among the largest; the result is the same. On a GPU all shapes
 are known beforehand, so that the host never waits: of n columns in groups, the groups with the k largest maxima hold
-the k largest; kernels look through many rows, or many values of 16 bits (`triton_top_k`). On a CPU shapes may depend on the data.
+the k largest; kernels look through many rows, or many values of 16 bits (`triton_top_k`). On a CPU shapes may depend
+on the data.
 """
 
 from __future__ import annotations

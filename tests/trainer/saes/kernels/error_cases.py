@@ -67,6 +67,35 @@ def test_other_types_and_no_tokens_are_left_to_others() -> None:
     assert not triton_errors.fits(y[:0], y[:0])
 
 
+def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x_hat, Σ‖y − x_hat‖² of the whole and of all other prefixes together, by autograd in float64."""
+    errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
+    return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
+
+
+@pytest.mark.parametrize("n_levels", [1, 2, 5])
+@pytest.mark.parametrize("is_vector", [True, False])
+def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int, is_vector: bool) -> None:
+    n_tokens, d_out = 35, 131
+    parts, y = numbers(n_tokens * n_levels, d_out, seed=0).view(n_tokens, n_levels, d_out), numbers(35, d_out, seed=1)
+    offset = numbers(n_tokens, d_out, seed=2)
+    offset = offset[0] if is_vector else offset
+    found = triton_errors.nested(parts, offset, y, y[0])
+    exact, of_offset = parts.double().requires_grad_(), offset.double().requires_grad_()
+    x_hat, square, inner = plainly_nested(exact, of_offset, y)
+    for one, other in ((found.x_hat, x_hat), (found.sums.error.square, square), (found.inner, inner)):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-5)
+    missed, centred = (y - x_hat).detach(), y.double() - y[0]
+    torch.testing.assert_close(found.sums.error.total.double(), missed.sum(dim=0), rtol=1e-5, atol=1e-4)
+    assert found.sums.centred is not None
+    torch.testing.assert_close(found.sums.centred.total.double(), centred.sum(dim=0), rtol=1e-5, atol=1e-4)
+    (0.3 * square + 0.7 * inner).backward()
+    weights = torch.tensor([0.3, 0.7], device=DEVICE)
+    gradients = triton_errors.nested_gradients(found.errors, *weights)
+    assert exact.grad is not None
+    torch.testing.assert_close(gradients.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
 def test_the_kernel_passes_its_own_trial() -> None:
     triton_errors.try_out(DEVICE)
 
