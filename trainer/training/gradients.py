@@ -17,10 +17,6 @@ class LossScale:
         self.factor = torch.full((), 2.0**15 if enabled else 1.0, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
-    def times(self, number: Tensor) -> Tensor:
-        """Return a number multiplied by the factor."""
-        return number * self.factor if self.enabled else number
-
     def update(self, found_inf: Tensor) -> None:
         """Adjust the factor after a step; `found_inf` (0-dim) is 1 where its gradient was infinite."""
         if self.enabled:

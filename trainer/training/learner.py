@@ -220,7 +220,7 @@ class Learner:
         """
         self.stepped.begin()
         squares = self._update.measure()
-        scale = self.loss_scale.times(self.sae.n_tokens_in_step() / self.tokens_per_step)
+        scale = self.loss_scale.factor * (self.sae.n_tokens_in_step() / self.tokens_per_step)
         norm = self._total_norm(squares)
         norm, self.optimizer.grad_scale, skips = prepare(norm, scale, self._train.grad_clip)
         bad = skips.float()

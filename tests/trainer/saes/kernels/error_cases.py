@@ -9,10 +9,15 @@ import os
 
 import pytest
 import torch
+from support.fake_gpu import job_of
 from torch import Tensor
 
-from trainer.saes.kernels import triton_errors
+from trainer.optimizers import row_adam
+from trainer.parallel.base import Parallel
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_top_k
 from trainer.saes.losses import Sums
+from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
@@ -94,6 +99,43 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
     gradients = triton_errors.nested_gradients(found.errors, *weights)
     assert exact.grad is not None
     torch.testing.assert_close(gradients.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu"])
+def test_an_sae_learns_and_reports_the_same_by_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+    # Few rows suffice in the interpreter, which is slow.
+    monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
+    with_kernels, without = learner(architecture), learner(architecture)
+    for number in range(3):
+        x = numbers(24, 20, seed=number)
+        for one, errors, choices in ((with_kernels, triton_errors, triton_top_k), (without, None, None)):
+            monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
+            monkeypatch.setattr(top_k, "_working_triton", lambda device, kernels=choices: kernels)
+            one.begin_step(number)
+            # In two parts: sums of a step are over both.
+            for rows in x.split([14, 10]):
+                one.accumulate(rows, rows)
+            one.update()
+    expected = dict(without.state.tensors())
+    for name, value in with_kernels.state.tensors():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    values, expected_values = (one.values(one.sums()) for one in (with_kernels, without))
+    assert values == pytest.approx(expected_values, rel=1e-4)
+    assert values.get("auxk", 1) > 0
+
+
+def learner(architecture: str) -> Learner:
+    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": "fp32"})
+    one = Learner(job, 20, None, Parallel(DEVICE))
+    one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
+    # AuxK takes part.
+    one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
+    one.sae.note_silence(one.sae.n_tokens_since_fired)
+    return one
 
 
 def test_the_kernel_passes_its_own_trial() -> None:
