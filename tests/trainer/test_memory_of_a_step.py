@@ -20,6 +20,7 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import sparse, top_k, triton_errors, triton_top_k
+from trainer.training import gradients
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -101,6 +102,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
+    monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield

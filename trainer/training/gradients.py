@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
+
+from trainer.runtime.triton_kernels import working_kernels
 
 
 class LossScale:
@@ -44,6 +48,27 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]
     return torch.stack([norm.square().sum() for norm in norms]).sum()
+
+
+@torch.no_grad()
+def scaled(
+    of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, expected: int, largest: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what `prepare` does, from the squares of gradients (fp64) of `n_tokens` where so many were `expected`.
+
+    `factor` is the loss scale; all are 0-dim.
+    """
+    if factor.is_cuda and (triton := _working_triton(factor.device)):
+        by_kernel: tuple[Tensor, Tensor, Tensor] = triton.prepare(
+            of_latents, of_all, factor, n_tokens, expected, largest
+        )
+        return by_kernel
+    norm = (of_latents + of_all).sqrt().float()
+    return prepare(norm, factor * (n_tokens / expected), largest)
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.training.triton_scale", "scales of gradients", device)
 
 
 @torch.no_grad()

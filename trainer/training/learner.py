@@ -32,9 +32,9 @@ from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, prepare
+from trainer.training.gradients import LossScale, scaled
 from trainer.training.sharded_state import ShardedState, under
-from trainer.training.update import RowUpdate, Squares, Update
+from trainer.training.update import RowUpdate, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
 
 
@@ -220,9 +220,9 @@ class Learner:
         """
         self.stepped.begin()
         squares = self._update.measure()
-        scale = self.loss_scale.factor * (self.sae.n_tokens_in_step() / self.tokens_per_step)
-        norm = self._total_norm(squares)
-        norm, self.optimizer.grad_scale, skips = prepare(norm, scale, self._train.grad_clip)
+        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
+        counted = self.loss_scale.factor, self.sae.n_tokens_in_step(), self.tokens_per_step
+        norm, self.optimizer.grad_scale, skips = scaled(of_latents, squares.of_all, *counted, self._train.grad_clip)
         bad = skips.float()
         # In place, as all that outlives a step: a recorded one repeats what is done to memory, and nothing else.
         self.grad_norm.copy_(norm)
@@ -246,11 +246,6 @@ class Learner:
     def count_step(self) -> None:
         """Note on the host that a step was taken."""
         self.sae.count_silence(self.tokens_per_step)
-
-    def _total_norm(self, squares: Squares) -> Tensor:
-        """Return the gradient's norm over all latents, 0-dim, from this rank's squares."""
-        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
-        return (of_latents + squares.of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
         """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""

@@ -18,7 +18,7 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import sparse, top_k, triton_errors
-from trainer.training import recorded_step
+from trainer.training import gradients, recorded_step, triton_scale
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
 from trainer.training.step import take_step
@@ -34,6 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
+    monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
