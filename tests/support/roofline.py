@@ -224,7 +224,7 @@ def _selecting_kernel(op: Op) -> Cost:
     """
     numbers = dict(op.arguments)["bits"]
     n_rows, n = numbers.shape
-    if op.name == "_mark_rows":
+    if op.name == "_keep_strongest":
         tiles, searches, resident = 1, 1, 16
         moved = op.bytes
     else:
@@ -236,12 +236,21 @@ def _selecting_kernel(op: Op) -> Cost:
     return Cost(1, max(moved / BANDWIDTH / REACHED, latency), "selecting kernel")
 
 
+def _sharing_kernel(op: Op) -> Cost:
+    """Count a kernel whose programs share the search: its bytes, or 5 µs for each round of programs."""
+    rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
+    return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * 5e-6), "selecting kernel")
+
+
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,
     "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,
-    "_mark_rows": _selecting_kernel,
+    "_keep_strongest": _selecting_kernel,
+    "_count_digits": _sharing_kernel,
+    "_count_chosen": _sharing_kernel,
+    "_write_chosen": _sharing_kernel,
 }
 _BY_COST: dict[Callable[[Op], Cost], str] = {
     _product: "addmm mm bmm mv addmv",

@@ -22,7 +22,9 @@ from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import foreseen, sparse, top_k, triton_sparse, triton_top_k
+from trainer.saes import losses
+from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.training import gradients, triton_scale
 from trainer.training.learner import Learner
 
 # They launch nothing.
@@ -141,6 +143,8 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(KernelInterface, "__getitem__", launcher),
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
             mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
+            mock.patch.object(losses, "_working_triton", return_value=triton_errors),
+            mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):
             yield
@@ -204,7 +208,10 @@ def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:
 
 
 def _op_of(func: Any, name: str, arguments: Any, result: Any) -> Op:
-    reads, writes = _operands(arguments), _operands(result)
+    args, named = arguments
+    # What it is told to write to is not read.
+    reads = _operands((args, {key: one for key, one in (named or {}).items() if key != "out"}))
+    writes = _operands(result)
     if func._schema.is_mutable:
         # What is changed in place is returned, or among the arguments where nothing is.
         writes = writes or _mutated(func, arguments)

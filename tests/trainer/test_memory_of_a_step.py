@@ -18,8 +18,10 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k, triton_sparse, triton_top_k
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.sparse_acts import SparseActs
+from trainer.training import gradients
 from trainer.training.learner import Learner
 
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -56,15 +58,44 @@ class Kernels:
 class TopKKernels:
     """A stand-in for those that find the largest."""
 
-    fits, fits_marks = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_marks)
+    fits, fits_whole = staticmethod(triton_top_k.fits), staticmethod(triton_top_k.fits_whole)
+    fits_all = staticmethod(triton_top_k.fits_all)
 
     @staticmethod
     def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return values.new_empty(len(values), k, dtype=torch.int64), values.new_empty(len(values), k)
 
     @staticmethod
-    def marks(values: Tensor, k: int) -> Tensor:
-        return values.new_empty(values.shape, dtype=torch.bool)
+    def largest_of_all(values: Tensor, n: int) -> Tensor:
+        grouped = values.view(-1, triton_top_k._shared_group(values.numel(), n))
+        groups = grouped.amax(dim=1).new_empty(n, dtype=torch.int64)
+        members = grouped.index_select(0, groups)
+        return members.new_empty(n, dtype=torch.int64)
+
+    @staticmethod
+    def strongest(values: Tensor, k: int) -> Tensor:
+        return torch.empty_like(values)
+
+
+class ErrorKernels:
+    """A stand-in for that of the errors."""
+
+    fits = staticmethod(triton_errors.fits)
+
+    @staticmethod
+    def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> tuple[Tensor, losses.Sums]:
+        sums = y.new_empty(4, y.shape[1])
+        error, centred = losses.Moments(sums[1].sum(), sums[0]), losses.Moments(sums[3].sum(), sums[2])
+        return torch.empty_like(y), losses.Sums(error, centred)
+
+    @classmethod
+    def nested(cls, parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> triton_errors.Nested:
+        x_hat, sums = cls.errors_of(y, y, y_mean)
+        return triton_errors.Nested(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
+
+    @staticmethod
+    def nested_gradients(errors: Tensor, of_whole: Tensor, of_inner: Tensor) -> Tensor:
+        return torch.empty_like(errors)
 
 
 class UpdateKernels:
@@ -85,6 +116,8 @@ class UpdateKernels:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
+    monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
+    monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield

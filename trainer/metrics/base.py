@@ -6,13 +6,12 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from torch import Tensor
 
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
-from trainer.saes.losses import sum_of_squares
+from trainer.saes.losses import Moments, Sums, sum_of_squares
 from trainer.saes.sparse_acts import Acts
 
 
@@ -21,9 +20,9 @@ class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
     Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` (bool [d_sae]) of its latents,
-    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What the pass has summed
-    already is handed over: `mse`, Σ‖y − x_hat‖², and `counts`, on how many tokens each latent is active, float [d_sae].
-    What several metrics use is computed once.
+    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What the pass knows
+    already is handed over: `mse`, Σ‖y − x_hat‖²; `counts`, on how many tokens each latent is active, float [d_sae]; and
+    `sums` of errors and targets. What several metrics use is computed once.
     """
 
     y: Tensor
@@ -33,6 +32,7 @@ class Observation:
     y_mean: Tensor
     mse: Tensor
     counts: Tensor | None = None
+    sums: Sums | None = None
 
     @cached_property
     def n_tokens(self) -> Tensor:
@@ -42,13 +42,15 @@ class Observation:
     @cached_property
     def centred(self) -> Moments:
         """y − y_mean: sums are taken about 0, since a mean far larger than the spread would cost fp32 its digits."""
+        if self.sums and self.sums.centred:
+            return self.sums.centred
         values = self.y - self.y_mean
         return Moments(sum_of_squares(values), values.sum(dim=0))
 
     @cached_property
     def error(self) -> Moments:
         """y − x_hat."""
-        return Moments(self.mse, (self.y - self.x_hat).sum(dim=0))
+        return self.sums.error if self.sums else Moments(self.mse, (self.y - self.x_hat).sum(dim=0))
 
     @cached_property
     def fired(self) -> Tensor:
@@ -59,13 +61,6 @@ class Observation:
     def total_activation(self) -> Tensor:
         """The sum of all activations, 0-dim."""
         return self.acts.values.sum()
-
-
-class Moments(NamedTuple):
-    """Σ‖v‖², 0-dim, and Σv [d] over tokens."""
-
-    square: Tensor
-    total: Tensor
 
 
 class Metric(ABC):

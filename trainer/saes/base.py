@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.losses import Sums
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
 
@@ -21,11 +22,13 @@ ALL = slice(None)
 
 class Output(NamedTuple):
     """One forward pass: `acts` of this rank's latents, the reconstruction `x_hat` [n_tokens, d_out] of its tokens, and
-    loss terms: sums over tokens and latents, to be added up over the ranks that share them."""
+    loss terms: sums over tokens and latents, to be added up over the ranks that share them. What `sums` has of the
+    errors of x_hat metrics need not add up again."""
 
     acts: Acts
     x_hat: Tensor
     losses: dict[str, Tensor]
+    sums: Sums | None = None
 
 
 class Sae(nn.Module, ABC):

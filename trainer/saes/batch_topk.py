@@ -70,14 +70,15 @@ class BatchTopK(TopK):
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         if self.training:
             smallest = self.peers.gather(_smallest_active(acts.values)).amin()
-            super().count(acts, n_tokens, error, n_tokens * smallest.where(smallest.isfinite(), 0), *own)
+            super().count(acts, n_tokens, error, n_tokens * smallest.nan_to_num(0.0, posinf=0.0), *own)
 
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)
-        n_tokens, smallest = sums[0], sums[2] / sums[0].clamp_min(1)
+        n_tokens, smallest = sums[0], sums[2] / sums[0]
+        average = self.threshold + self._threshold_rate * (smallest - self.threshold)
         # The first value is taken whole: an average with 0 would let too many through for long.
-        rate = torch.where(self.threshold > 0, self._threshold_rate, 1.0) * (n_tokens > 0)
-        self.threshold += rate * (smallest - self.threshold)
+        new = torch.where(self.threshold > 0, average, smallest)
+        torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": self.saelens_name("jumprelu")}
@@ -89,5 +90,5 @@ class BatchTopK(TopK):
 
 def _smallest_active(values: Tensor) -> Tensor:
     """Return the smallest positive value, 0-dim; infinity where there is none."""
-    positive = values.where(values > 0, torch.inf)
+    positive = values.masked_fill(values <= 0, torch.inf)
     return positive.amin() if len(values) else values.new_full((), torch.inf)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import part_summed
 from trainer.saes.base import Output
 from trainer.saes.kernels.sparse import decode
-from trainer.saes.losses import squared_error
+from trainer.saes.losses import errors_of, squared_error
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts
 
@@ -54,13 +54,14 @@ class Gated(Penalised):
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
         x_hat = self.decode_acts(acts, x)
         by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
+        errors = errors_of(y, x_hat, self.y_mean)
         losses = {
-            "mse": squared_error(y, x_hat),
+            "mse": errors.square,
             "gate_l1": opened.values.sum(),
             "gate_mse": squared_error(y, by_gate),
         }
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def _magnitudes(self, gate: Acts) -> Acts:
         scale = self.r_mag.exp()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.saes.base import ALL, Output
-from trainer.saes.losses import squared_error
+from trainer.saes.losses import errors_of
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts
 
@@ -67,9 +67,10 @@ class JumpReLU(Penalised):
         acts = pre_acts.with_values(jumped)
         x_hat = self.decode_acts(acts, x)
         sparsity = n_active if self._tanh_scale is None else self._squashed(acts, self._tanh_scale)
-        losses = {"mse": squared_error(y, x_hat), "sparsity": sparsity}
+        errors = errors_of(y, x_hat, self.y_mean)
+        losses = {"mse": errors.square, "sparsity": sparsity}
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def _squashed(self, acts: Acts, scale: float) -> Tensor:
         return torch.tanh(scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()

@@ -2,45 +2,104 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime.triton_kernels import working_kernels
+
+
+class Moments(NamedTuple):
+    """Σ‖v‖², 0-dim, and Σv [d] over tokens."""
+
+    square: Tensor
+    total: Tensor
+
+
+class Sums(NamedTuple):
+    """Moments of the errors y − x_hat, and of the targets, y − y_mean, where a GPU takes them along."""
+
+    error: Moments
+    centred: Moments | None = None
+
+
+class Errors(NamedTuple):
+    """What x_hat [n_tokens, d_out] misses of its targets y.
+
+    `square` is Σ‖x_hat − y‖² over the tokens, 0-dim, of which x_hat gets a gradient. Without one are `each`, x_hat − y
+    itself [n_tokens, d_out], and what is summed of it over the tokens.
+    """
+
+    square: Tensor
+    each: Tensor
+    sums: Sums
+
+
+def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
+    """Return the errors of x_hat [n_tokens, d_out], whose targets have about the mean `y_mean` [d_out]."""
+    triton = triton_for(y, x_hat)
+    if triton is None:
+        square, each = _sum(x_hat, y, -1)
+        return Errors(square, each, Sums(Moments(square.detach(), -each.sum(dim=0))))
+    each, sums = triton.errors_of(y, x_hat.detach(), y_mean)
+    return Errors(_Square.apply(x_hat, each, sums.error.square), each, sums)  # type: ignore[no-untyped-call]
+
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
     """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
-    error: Tensor = _SquaredError.apply(y, x_hat)  # type: ignore[no-untyped-call]
-    return error
+    return _sum(x_hat, y, -1)[0]
 
 
-def auxk_error(residual: Tensor, aux_x_hat: Tensor, residual_variance: Tensor) -> Tensor:
-    """Return the share of the residual's variance that dead latents leave unexplained, summed over tokens.
+def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
+    """Return the share of the variance of y − x_hat that dead latents leave unexplained, summed over tokens.
 
-    Gao et al. 2024, arXiv 2406.04093, appendix A.2. The residual is a target, not a prediction: with a gradient the
+    Given are what the living ones miss, `error` = x_hat − y, and what of y − x_hat is `explained`.
+    Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction: with a gradient the
     living latents would be pulled towards errors that are easy for dead ones.
     """
-    return squared_error(residual, aux_x_hat) / residual_variance
+    return _sum(explained, error, 1)[0] / variance
 
 
-class _SquaredError(torch.autograd.Function):
-    """Σ‖y − x_hat‖², with its gradient in one pass over the errors, where autograd of (y − x_hat)² makes three."""
+def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Return Σ‖x + sign · y‖², of which x gets a gradient, and x + sign · y itself."""
+    each = torch.add(x.detach(), y.detach(), alpha=sign)
+    return _Square.apply(x, each, sum_of_squares(each)), each  # type: ignore[no-untyped-call]
+
+
+class _Square(torch.autograd.Function):
+    """Σ‖error‖², which is known already, with the gradient of x whose error it is.
+
+    That takes one pass over the errors, where autograd of (x − y)² makes three.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x_hat: Tensor) -> Tensor:
-        error = x_hat - y
+    def forward(ctx: Any, x: Tensor, error: Tensor, square: Tensor) -> Tensor:
         ctx.save_for_backward(error)
-        return sum_of_squares(error)
+        ctx.dtype = x.dtype
+        return square.view_as(square)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        return None, error * (2 * grad)
+        # Where x has 16 bits it is narrowed in the same pass.
+        return torch.mul(error, 2 * grad, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
+
+
+def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:
+    """Return the Triton kernels where they work, on a GPU, for targets y and what is of their kind; else None."""
+    triton = _working_triton(y.device) if y.is_cuda else None
+    return triton if triton and triton.fits(y, *others) else None
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
     """Return Σ values², 0-dim, without a copy of them."""
     flat = values.flatten()
     return flat.dot(flat)
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.saes.kernels.triton_errors", "errors of reconstructions", device)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trainer.parallel.group import own_part, part_summed
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.losses import Errors, errors_of, triton_for
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
 
@@ -60,11 +63,23 @@ class MatryoshkaBatchTopK(BatchTopK):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encode_latents(x)
         # Nothing refers to the parts of all tokens after this statement.
-        x_hat, inner_mse = _Nested.apply(  # type: ignore[no-untyped-call]
+        x_hat, errors, inner_mse = self._nested(
             part_summed(self._parts(acts), self.latents.group), self.offset(own_part(x, self.latents.group)), y
         )
-        output = self.score(x, y, acts, x_hat)
+        output = self.score(x, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
+
+    def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
+        """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the whole."""
+        # By kernels x_hat has no gradient; in training nobody asks it for one.
+        triton = triton_for(y, parts, offset) if self.training else None
+        if triton is None:
+            x_hat, inner = _Nested.apply(parts, offset, y)  # type: ignore[no-untyped-call]
+            return x_hat, errors_of(y, x_hat, self.y_mean), inner
+        found = triton.nested(parts.detach(), offset.detach(), y, self.y_mean)
+        known = found.errors, found.sums.error.square, found.inner, triton
+        square, inner = _KnownNested.apply(parts, offset, *known)  # type: ignore[no-untyped-call]
+        return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _parts(self, acts: Acts) -> Tensor:
         return self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
@@ -115,3 +130,22 @@ class _Nested(torch.autograd.Function):
         for level in reversed(range(errors.shape[1] - 1)):
             above = torch.addcmul(above, errors[:, level], twice, out=grad[:, level])
         return grad, grad[:, 0].sum(dim=0) if ctx.is_vector else grad[:, 0], None
+
+
+class _KnownNested(torch.autograd.Function):
+    """Both sums of `_Nested`, which kernels know already, with the gradients of parts and offset."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parts: Tensor, offset: Tensor, errors: Tensor, square: Tensor, inner: Tensor, triton: ModuleType
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(errors)
+        ctx.is_vector, ctx.triton = offset.dim() == 1, triton
+        return square.view_as(square), inner.view_as(inner)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_square: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
+        (errors,) = ctx.saved_tensors
+        grad = ctx.triton.nested_gradients(errors, grad_square, grad_inner)
+        return grad, grad[:, 0].sum(dim=0) if ctx.is_vector else grad[:, 0], None, None, None, None

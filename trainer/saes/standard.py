@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.saes.base import Output
-from trainer.saes.losses import squared_error
+from trainer.saes.losses import errors_of
 from trainer.saes.penalised import Penalised, Steering
 
 
@@ -31,9 +31,10 @@ class Standard(Penalised):
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decode_acts(acts, x)
         l1 = acts.total(self.W_dec.norm(dim=1))
-        losses = {"mse": squared_error(y, x_hat), "l1": l1}
+        errors = errors_of(y, x_hat, self.y_mean)
+        losses = {"mse": errors.square, "l1": l1}
         self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": self.saelens_name("standard")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
@@ -12,7 +13,7 @@ from trainer.saes.auxk import AuxK
 from trainer.saes.base import Output, Sae
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
-from trainer.saes.losses import squared_error
+from trainer.saes.losses import Errors, errors_of
 from trainer.saes.sparse_acts import Acts
 
 
@@ -53,7 +54,8 @@ class TopK(Sae):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encode_latents(x)
-        return self.score(x, y, acts, self.decode_acts(acts, x))
+        x_hat = self.decode_acts(acts, x)
+        return self.score(x, acts, x_hat, errors_of(y, x_hat, self.y_mean))
 
     def encode_latents(self, x: Tensor) -> Acts:
         """Return the activations of the latents chosen for x [n_tokens, d_in]."""
@@ -62,15 +64,15 @@ class TopK(Sae):
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
-    def score(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:
+    def score(self, x: Tensor, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
         """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
-        losses = {"mse": squared_error(y, x_hat), "auxk": self.auxk.loss(self, x, y, x_hat)}
-        self.count(acts, len(y), losses["mse"])
-        return Output(acts, x_hat, losses)
+        losses = {"mse": errors.square, "auxk": self.auxk.loss(self, x, errors.each)}
+        self.count(acts, len(x_hat), errors.square)
+        return Output(acts, x_hat, losses, errors.sums)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         """Return the squared error in units of the data's variance, so that any scale suits, plus AuxK's loss."""
-        return losses["mse"] / self.y_variance + self.auxk.alpha * losses["auxk"]
+        return torch.add(losses["mse"] / self.y_variance, losses["auxk"], alpha=self.auxk.alpha)
 
     def learn_from(self, sums: Tensor) -> None:
         self.auxk.learn_from(sums)

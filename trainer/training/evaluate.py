@@ -53,5 +53,5 @@ def _measure(learner: Learner, batches: Iterable[Pair], measured: Interval) -> N
         for x, y in batches:
             inputs, target = learner.normalised(x, y)
             output = learner.forward(inputs, target)
-            mse = output.losses["mse"]
-            measured.observe(Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean, mse))
+            known = sae.y_mean, output.losses["mse"], None, output.sums
+            measured.observe(Observation(target, output.x_hat, output.acts, sae.dead(), *known))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from trainer.runtime.triton_kernels import working_kernels
 
 
 class LossScale:
@@ -38,7 +42,8 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
     by another amount where ranks have a part each. Added up by latents it is as fast, and exact to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
-        return nn.utils.get_total_norm(gradients).double().square()
+        of_each = torch._foreach_norm(gradients)
+        return of_each[0].double().square() if len(of_each) == 1 else torch.stack(of_each).double().square().sum()
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]
@@ -46,16 +51,38 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
 
 
 @torch.no_grad()
+def scaled(
+    of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, expected: int, largest: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what `prepare` does, from the squares of gradients (fp64) of `n_tokens` where so many were `expected`.
+
+    `factor` is the loss scale; all are 0-dim.
+    """
+    if factor.is_cuda and (triton := _working_triton(factor.device)):
+        by_kernel: tuple[Tensor, Tensor, Tensor] = triton.prepare(
+            of_latents, of_all, factor, n_tokens, expected, largest
+        )
+        return by_kernel
+    norm = (of_latents + of_all).sqrt().float()
+    return prepare(norm, factor * (n_tokens / expected), largest)
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.training.triton_scale", "scales of gradients", device)
+
+
+@torch.no_grad()
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
     """Derive from a gradient's `norm` (0-dim) what the step has to know.
 
     Return the norm without the loss scale `scale`; the number by which the optimizer has to divide gradients, which
-    takes that scale out and clips the norm to `largest` (0: never), or None for 1; and 1.0 where the norm is not
-    finite, else 0. All are 0-dim and stay on the device: only on a CPU is it known at no cost that nothing has to be
-    divided.
+    takes that scale out and clips the norm to `largest` (0: never), or None for 1; and whether the step is to be
+    skipped since the norm is not finite, bool. All are 0-dim and stay on the device: only on a CPU is it known at no
+    cost that nothing has to be divided.
     """
     norm = norm / scale
     # The small number is that of torch.nn.utils.clip_grad_norm_.
     divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
     needed = divisor.is_cuda or float(divisor) != 1
-    return norm, divisor if needed else None, (~norm.isfinite()).float()
+    # What is not finite is no number once it is multiplied by 0: two operations where `isfinite` takes a GPU four.
+    return norm, divisor if needed else None, norm * 0 != 0

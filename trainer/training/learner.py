@@ -32,9 +32,9 @@ from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, prepare
+from trainer.training.gradients import LossScale, scaled
 from trainer.training.sharded_state import ShardedState, under
-from trainer.training.update import RowUpdate, Squares, Update
+from trainer.training.update import RowUpdate, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
 
 
@@ -105,10 +105,9 @@ class Learner:
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
-        # Steps skipped in this log interval, and those in a row up to now.
-        self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
-        # Those of the skipped ones whose gradient was made infinite because activations were lost.
-        self.overflowed = torch.zeros((), device=device)
+        # Steps skipped in this log interval, those in a row up to now, and those of the interval's whose gradient was
+        # made infinite because activations were lost.
+        self._skips = torch.zeros(3, device=device)
         self.grad_norm = torch.zeros((), device=device)
         # The rate of this step, of all groups that have none of their own.
         self._rate = self._lr
@@ -163,6 +162,7 @@ class Learner:
             loss = self.sae.objective(output.losses)
         with phase(BACKWARD):
             # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
+            # As an argument of `backward` the factor would make torch import sympy: 0.6 s and 35 MB.
             (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
@@ -202,7 +202,8 @@ class Learner:
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
         sae, terms = self.sae, output.losses | {"loss": loss}
-        seen = Observation(y, output.x_hat, output.acts, sae.dead(), sae.y_mean, terms["mse"], sae.fired)
+        known = sae.y_mean, terms["mse"], sae.fired, output.sums
+        seen = Observation(y, output.x_hat, output.acts, sae.dead(), *known)
         self.interval.observe(seen, terms)
 
     def tensors_to_exchange(self) -> StepSums:
@@ -223,36 +224,32 @@ class Learner:
         """
         self.stepped.begin()
         squares = self._update.measure()
-        share = self.sae.n_tokens_in_step() / self.tokens_per_step
-        scale = self.loss_scale.factor * share
-        norm = self._total_norm(squares)
-        norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
+        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
+        counted = self.loss_scale.factor, self.sae.n_tokens_in_step(), self.tokens_per_step
+        norm, self.optimizer.grad_scale, skips = scaled(of_latents, squares.of_all, *counted, self._train.grad_clip)
+        bad = skips.float()
         # In place, as all that outlives a step: a recorded one repeats what is done to memory, and nothing else.
         self.grad_norm.copy_(norm)
         overflowed = self.sae.has_overflowed()
         bad_gradient = bad if overflowed is None else bad * ~overflowed
         self.loss_scale.update(bad_gradient)
         self.optimizer.found_inf = bad
-        self._update.take(bad > 0)
+        self._update.take(skips)
         self.stepped.end()
         self.sae.zero_grad()
-        self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
+        self.sae.step_sums.masked_fill_(skips, 0)
         self.sae.end_step()
-        self.skipped += bad
-        self.skipped_in_a_row.add_(bad_gradient).mul_(bad)
-        if overflowed is not None:
-            self.overflowed += bad - bad_gradient
+        if overflowed is None:
+            self._skips[:2].add_(bad)
+        else:
+            self._skips += torch.stack([bad, bad_gradient, bad - bad_gradient])
+        self._skips[1].mul_(bad)
         if counts:
             self.count_step()
 
     def count_step(self) -> None:
         """Note on the host that a step was taken."""
         self.sae.count_silence(self.tokens_per_step)
-
-    def _total_norm(self, squares: Squares) -> Tensor:
-        """Return the gradient's norm over all latents, 0-dim, from this rank's squares."""
-        of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
-        return (of_latents + squares.of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
         """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""
@@ -310,11 +307,10 @@ class Learner:
 
     def take_state(self) -> Tensor:
         """Return `StepState` in float64, still on the device, and count skipped steps anew."""
-        lr = self.grad_norm.new_full((), self._rate, dtype=torch.float64)
-        counts = self.skipped, self.skipped_in_a_row, self.overflowed, self.grad_norm
-        state = torch.stack([*(one.double() for one in counts), lr])
-        for one in (self.skipped, self.overflowed):
-            one.zero_()
+        lr = self._skips.new_full((1,), self._rate, dtype=torch.float64)
+        state = torch.cat([self._skips.double(), self.grad_norm.double()[None], lr])
+        # Those in a row go on.
+        self._skips[::2].zero_()
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:

@@ -17,6 +17,7 @@ from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
 from trainer.parallel.base import Parallel
 from trainer.parallel.latents import Latents
+from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 D_SAE = 10
@@ -199,8 +200,11 @@ def test_sums_start_anew_after_every_log_and_are_exact_over_a_long_interval() ->
 
 def test_what_a_pass_has_counted_is_not_counted_again() -> None:
     y, x_hat = random_batch(8)
-    seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float())
+    sums = Sums(Moments(torch.tensor(17.0), torch.full((5,), 2.0)), Moments(torch.tensor(34.0), torch.zeros(5)))
+    seen = replace(observation(y, x_hat), mse=torch.tensor(17.0), counts=torch.arange(D_SAE).float(), sums=sums)
     assert sums_of(Fvu, seen)[0] == 17
+    assert measured(Fvu, seen) == 0.5
+    assert measured(ExplainedVariance, seen) == pytest.approx(1 - (17 - 5 * 2**2 / 8) / 34)
     assert measured(L0, seen) == sum(range(D_SAE)) / 8
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes.kernels import sparse, top_k, triton_sparse
-from trainer.training import recorded_step
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse
+from trainer.training import gradients, recorded_step, triton_scale
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
 from trainer.training.step import take_step
@@ -28,10 +29,12 @@ ALONE = Parallel(torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take a GPU's path on a CPU, with kernels for the update and torch's operations for the rest."""
+    """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
+    monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
@@ -133,13 +135,24 @@ class _Chosen(_Pass):
 
     def encode(self) -> float:
         product = self.product * self.n_tokens * self.n_own
-        return self.rows + product + self.narrow * self.d_in + max(self.entries, self.candidates())
+        chosen = max(self.entries, self.candidates(), self._of_groups())
+        return self.rows + product + self.narrow * self.d_in + chosen
+
+    def _of_groups(self) -> float:
+        """Return the bytes of the groups by which a lone GPU finds the largest of a batch: their maxima and indices."""
+        if self.work.device != "cuda" or not self.entry.per_batch or self.replicas * self.sharing > 1:
+            return 0.0
+        return self.n_tokens * (self.product * math.sqrt(self.n_own * self.most_active) + 24 * self.most_active)
 
     def nest(self) -> float:
-        """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part."""
+        """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part.
+
+        In the backward pass they are errors and gradients, beside x_hat; with shared latents, less.
+        """
         n_times = 2 + (self.sharing > 1) / self.sharing
         levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
-        return self.rows + levels + self.narrow * self.width + self.entries
+        beside = 4 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
+        return self.rows + levels + beside + self.narrow * self.width + self.entries
 
     def plain(self) -> float:
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
@@ -150,14 +163,17 @@ class _Chosen(_Pass):
         # The candidates' weights as they are stay beside their 16-bit copies until their part is summed.
         weights = (self.product + 4 * (self.sharing > 1 and self.product == 2)) * self.of_candidates
         copies = self.narrow * (self.d_in + self.width)
-        return self.rows + self._wide() + self.n_tokens * of_token + self._of_dead() + weights + copies + self.entries
+        wide = self._wide() - 4 * self.own_tokens * self.width
+        # Which latents of all ranks are strongest is a mask.
+        mask = (self.product + 1) * self.n_tokens * self.n_candidates * (self.sharing > 1)
+        return self.rows + wide + self.n_tokens * of_token + mask + self._centred() + weights + copies + self.entries
 
     def explain_backward(self) -> float:
         """Return the bytes in AuxK's backward pass: gradients of the candidates beside their weights."""
-        of_token = self.product * self.n_candidates + 8 * self.width / self.sharing
+        of_token = 2 * self.product * self.n_candidates + 8 * self.width / self.sharing
         weights = self.product * self.n_candidates * self.d_in + self.narrow * self.width
         gradients = 4 * self.of_candidates
-        return self.rows + self.n_tokens * of_token + self._of_dead() + weights + gradients + self.entries
+        return self.rows + self.n_tokens * of_token + self._centred() + weights + gradients + self.entries
 
     def backward(self) -> float:
         """Return the bytes where the gradients of all weights are made, beside those of AuxK's candidates."""
@@ -174,7 +190,6 @@ class _Chosen(_Pass):
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)
 
-    def _of_dead(self) -> float:
-        """Return AuxK's bytes: a copy of the centred data, dead latents' pre-activations, and which are strongest."""
-        n_values = self.d_in + self.n_candidates * (1 + (self.sharing > 1))
-        return self.n_tokens * (self.product * n_values + self.n_candidates)
+    def _centred(self) -> float:
+        """Return the bytes of AuxK's copy of the centred data."""
+        return self.product * self.n_tokens * self.d_in

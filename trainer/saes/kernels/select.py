@@ -73,7 +73,7 @@ def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:
     """Make places of ascending indices into the flattened [n_tokens, d_sae]."""
     tokens = flat // d_sae
     starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=flat.device))
-    return Places(flat - tokens * d_sae, tokens, starts)
+    return Places(torch.sub(flat, tokens, alpha=d_sae), tokens, starts)
 
 
 def _at(matrix: Tensor, places: Places) -> Tensor:

@@ -1,12 +1,14 @@
-"""The largest of each row on a GPU, a row per program: which they are is decided by bits, so that it is always exact.
+"""The largest of each row or of all on a GPU: which they are is decided by bits, so that it is always exact.
 
-A row is read once, in groups of neighbouring columns. The k groups with the largest maxima hold its k largest, and only
-they are read again. What an exact bound is follows bit by bit from counts; of equal numbers the lowest columns are
-taken. Results are in the order of columns, and nothing depends on the order of programs.
+A matrix is read once, in groups of neighbouring columns. The k groups with the largest maxima hold the k largest, and
+only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself, bit by
+bit; of all, which many programs share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in
+the order of columns, and nothing depends on the order of programs.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,10 +21,14 @@ from torch import Tensor
 MOST_GROUPS, MOST_KEPT, TILE = 2**12, 2**12, 2**13
 # Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
 LEAST_GROUP = 8
-# The widest row that is marked as a whole.
+# The widest row that a program holds as a whole.
 WIDEST = 2**14
 # Fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
+# Numbers of a program where programs share the search, and how many programs' counts it adds up at a time.
+SHARED_TILE, COUNTS = 2**13, 2**10
+# Values of all for each that is wanted, below which groups save little.
+LEAST_SHARE = 64
 # Of the types whose bits are ordered: infinity, and how many bits there are.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
 
@@ -63,35 +69,79 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return columns, largest
 
 
-def fits_marks(values: Tensor, k: int) -> bool:
-    """Tell whether `marks` can mark the k largest of each row."""
+def fits_whole(values: Tensor, k: int) -> bool:
+    """Tell whether `strongest` can hold each row as a whole."""
     n_rows, n = values.shape
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n <= WIDEST
 
 
-def marks(values: Tensor, k: int) -> Tensor:
-    """Mark the k largest of each row: bool [n_rows, n]."""
+def strongest(values: Tensor, k: int) -> Tensor:
+    """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
     n_rows, n = values.shape
-    marked = torch.empty(n_rows, n, dtype=torch.bool, device=values.device)
+    kept = torch.empty_like(values, memory_format=torch.contiguous_format)
     columns = triton.next_power_of_2(n)
     warps = min(max(columns // 512, 1), 16)
     if n_rows:
         with torch.cuda.device_of(values):
-            _mark_rows[n_rows,](
-                marked.view(torch.uint8), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
+            _keep_strongest[n_rows,](
+                _bits(kept), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
             )
-    return marked
+    return kept
+
+
+def fits_all(values: Tensor, n: int) -> bool:
+    """Tell whether `largest_of_all` can find the n largest."""
+    is_narrow = values.dtype in _INFINITY and values.dtype.itemsize == 2
+    few = 0 < n * LEAST_SHARE <= values.numel() < 2**31
+    return is_narrow and few and values.is_contiguous() and _shared_group(values.numel(), n) >= LEAST_GROUP
+
+
+def largest_of_all(values: Tensor, n: int) -> Tensor:
+    """Return the n largest of all, as ascending indices into the flattened matrix: [n]."""
+    grouped = values.view(-1, _shared_group(values.numel(), n))
+    groups = _largest(grouped.amax(dim=1), n)
+    return _largest(grouped.index_select(0, groups), n, groups)
+
+
+def _shared_group(n_values: int, n: int) -> int:
+    """Return the power of two, a divisor of `n_values`, for which group maxima and n groups are fewest together."""
+    return math.gcd(n_values, 2 ** round(math.log2(n_values / n) / 2))
+
+
+def _largest(values: Tensor, n: int, groups: Tensor | None = None) -> Tensor:
+    """Return the n largest of all as ascending indices, of `groups` [n, size] that are given by number in the whole."""
+    bits = _bits(values.flatten())
+    n_values, n_tiles = len(bits), triton.cdiv(len(bits), SHARED_TILE)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(values):
+
+        def launch(kernel: Any, *tensors: Tensor | None, **sizes: int) -> None:
+            kernel[n_tiles,](*tensors, n_values, n, **sizes, TILE=SHARED_TILE, **_of_type(values), num_warps=8)
+
+        def count(high_digits: Tensor | None = None) -> Tensor:
+            parts = bits.new_empty(n_tiles, 256, dtype=torch.int32)
+            launch(_count_digits, parts, bits, high_digits)
+            return parts.sum(dim=0, dtype=torch.int32)
+
+        high_digits = count()
+        digits = high_digits, count(high_digits)
+        counts = bits.new_empty(2, n_tiles, dtype=torch.int32)
+        launch(_count_chosen, counts, bits, *digits)
+        indices = bits.new_empty(n, dtype=torch.int64)
+        size = 1 if groups is None else values.shape[1]
+        launch(_write_chosen, indices, bits, *digits, counts, groups, GROUP=size, COUNTS=COUNTS)
+    return indices
 
 
 def try_out(device: torch.device) -> None:
     """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
-    marked = marks(values, 3)
-    if (
-        not (largest.sum(dim=1) == 186).all()
-        or not (marked.gather(1, columns) & (marked.sum(dim=1) == 3)[:, None]).all()
-    ):
+    kept = strongest(values, 3)
+    is_right = (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
+    whole = (torch.arange(2**13, device=device) * 37 % 2**13).bfloat16().view(2, -1)
+    found = whole.flatten().index_select(0, largest_of_all(whole, 64))
+    if not is_right.all() or not (found.sort().values == whole.flatten().sort().values[-64:]).all():
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -156,15 +206,100 @@ def _largest_of_rows(
 
 
 @triton.jit
-def _mark_rows(
-    out_marked, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
+def _keep_strongest(
+    out_bits, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
-    """Mark the k largest of one row."""
+    """Copy the k largest of one row that are above 0, and 0 in place of the others."""
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
-    ordered = _ordered(tl.load(bits + start + columns, mask=inside, other=0), INFINITY, BITS)
+    numbers = tl.load(bits + start + columns, mask=inside, other=0)
+    ordered = _ordered(numbers, INFINITY, BITS)
     chosen = _are_largest(tl.where(inside, _ranks(ordered, BITS), -1), k, BITS)
-    tl.store(out_marked + start + columns, chosen.to(tl.uint8), mask=inside)
+    # What is ordered above 0 is positive, or no number.
+    tl.store(out_bits + start + columns, tl.where(chosen & (ordered > 0), numbers, 0), mask=inside)
+
+
+@triton.jit
+def _count_digits(
+    out_parts, bits, high_digits, n_values, n, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Count how often each high digit is in a tile; where those of all are given, the low ones beside the bound's."""
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
+    # What does not count has a digit of its own.
+    if high_digits is None:
+        digits = tl.where(ranks >= 0, ranks >> 8, 256)
+    else:
+        high, _ = _digit_of(high_digits, n)
+        digits = tl.where((ranks >> 8) == high, ranks & 255, 256)
+    numbers = tl.arange(0, 512)
+    tl.store(out_parts + tl.program_id(0) * 256 + numbers, tl.histogram(digits, 512), mask=numbers < 256)
+
+
+@triton.jit
+def _count_chosen(
+    out_counts, bits, high_digits, low_digits, n_values, n,
+    TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Count what of a tile is above the bound, and what is equal to it."""
+    tile = tl.program_id(0)
+    ranks = _ranks_at(bits, tile * TILE + tl.arange(0, TILE), n_values, INFINITY, BITS)
+    bound, _ = _bound(high_digits, low_digits, n)
+    tl.store(out_counts + tile, tl.sum((ranks > bound).to(tl.int32), axis=0))
+    tl.store(out_counts + tl.num_programs(0) + tile, tl.sum((ranks == bound).to(tl.int32), axis=0))
+
+
+@triton.jit
+def _write_chosen(
+    out_indices, bits, high_digits, low_digits, counts, groups, n_values, n,
+    GROUP: tl.constexpr, COUNTS: tl.constexpr, TILE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Write the indices of what is chosen of a tile behind those of the tiles before."""
+    tile, n_tiles = tl.program_id(0), tl.num_programs(0)
+    places = tile * TILE + tl.arange(0, TILE)
+    ranks = _ranks_at(bits, places, n_values, INFINITY, BITS)
+    bound, n_equal = _bound(high_digits, low_digits, n)
+    n_above_before, n_equal_before = 0, 0
+    for first in range(0, tile, COUNTS):
+        tiles = first + tl.arange(0, COUNTS)
+        n_above_before += tl.sum(tl.load(counts + tiles, mask=tiles < tile, other=0), axis=0)
+        n_equal_before += tl.sum(tl.load(counts + n_tiles + tiles, mask=tiles < tile, other=0), axis=0)
+    above, equal = (ranks > bound).to(tl.int32), (ranks == bound).to(tl.int32)
+    nth_equal = n_equal_before + tl.cumsum(equal, axis=0)
+    chosen = (above == 1) | ((equal == 1) & (nth_equal <= n_equal))
+    nth = n_above_before + tl.cumsum(above, axis=0) + tl.minimum(nth_equal, n_equal)
+    indices = places.to(tl.int64)
+    if groups is not None:
+        group = tl.load(groups + places // GROUP, mask=chosen, other=0)
+        indices = group * GROUP + places % GROUP
+    tl.store(out_indices + nth - 1, indices, mask=chosen)
+
+
+@triton.jit
+def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
+    """Return the ranks of some values; outside they are below 0."""
+    inside = places < n_values
+    ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
+    return tl.where(inside, _ranks(ordered, BITS), -1)
+
+
+@triton.jit
+def _bound(high_digits, low_digits, n):
+    """Return the rank of the n-th largest, and how many of those equal to it are among the n largest."""
+    high, n_left = _digit_of(high_digits, n)
+    low, n_equal = _digit_of(low_digits, n_left)
+    return high * 256 + low, n_equal
+
+
+@triton.jit
+def _digit_of(counts, n):
+    """Return the digit of the n-th largest of what was counted by digits, and which of its digit's it is."""
+    digits = tl.arange(0, 256)
+    of_each = tl.load(counts + digits)
+    # Of that digit or a higher one.
+    from_here = tl.sum(of_each, axis=0) - tl.cumsum(of_each, axis=0) + of_each
+    digit = tl.max(tl.where(from_here >= n, digits, 0), axis=0)
+    return digit, n - tl.sum(tl.where(digits > digit, of_each, 0), axis=0)
 
 
 @triton.jit

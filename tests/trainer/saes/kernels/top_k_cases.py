@@ -69,10 +69,41 @@ def test_the_largest_are_those_of_a_full_sort(values: Tensor, k: int, dtype: tor
 
 @CASES
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_so_are_those_that_are_marked(values: Tensor, k: int, dtype: torch.dtype) -> None:
+def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int, dtype: torch.dtype) -> None:
     values = values.to(dtype)
-    marked = triton_top_k.marks(values.to(DEVICE), k).cpu()
-    assert torch.equal(marked, torch.zeros_like(marked).scatter(1, expected(values, k), True))
+    kept = triton_top_k.strongest(values.to(DEVICE), k).cpu()
+    is_kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, expected(values, k), True) & ~(values <= 0)
+    assert torch.equal(kept.nan_to_num(nan=7e4), torch.where(is_kept, values, 0).nan_to_num(nan=7e4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "n"), [((4, 500), 31), ((3, 6000), 7), ((130, 3000), 2000), ((1, 2**12), 64), ((64, 64), 1)], ids=str
+)
+@pytest.mark.parametrize("kind", ["any numbers", "many that are equal", "all equal", "below zero", "not finite"])
+def test_the_largest_of_all_are_those_of_a_full_sort(
+    shape: tuple[int, int], n: int, kind: str, dtype: torch.dtype
+) -> None:
+    values = rows(*shape)
+    if kind == "not finite":
+        flat = values.view(-1)
+        flat[::101], flat[3::201], flat[5::301] = torch.inf, torch.nan, -torch.inf
+    made = {"many that are equal": values.round(), "all equal": 0 * values, "below zero": -values.abs() - 1}
+    values = made.get(kind, values).to(dtype)
+    assert triton_top_k.fits_all(values, n)
+    found = triton_top_k.largest_of_all(values.to(DEVICE), n).cpu()
+    assert torch.equal(found, found.unique())
+    flat = values.flatten().double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299)
+    assert torch.equal(flat[found].sort().values, flat.sort().values[-n:])
+
+
+def test_tiles_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = rows(16, 1024).round(decimals=1).bfloat16().to(DEVICE)
+    expected_ones = triton_top_k.largest_of_all(values, 200)
+    # More tiles than counts are added up at a time.
+    monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)
+    monkeypatch.setattr(triton_top_k, "COUNTS", 2)
+    assert torch.equal(triton_top_k.largest_of_all(values, 200), expected_ones)
 
 
 def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +133,18 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
     assert not fits(4096, 65536, 2000)
     assert not fits(4096, 65536, 0)
     assert not fits(4096, 65536, 64, torch.float64)
-    assert triton_top_k.fits_marks(torch.empty(4096, 2304, dtype=torch.bfloat16, device="meta"), 1152)
-    assert not triton_top_k.fits_marks(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
+
+    def fits_all(n: int, shape: tuple[int, int] = (4096, 24576), dtype: torch.dtype = torch.bfloat16) -> bool:
+        return triton_top_k.fits_all(torch.empty(shape, dtype=dtype, device="meta"), n)
+
+    assert fits_all(4096 * 32)
+    assert not fits_all(4096 * 32, dtype=torch.float32)
+    assert not fits_all(4096 * 1000)
+    assert not fits_all(0)
+    assert not fits_all(32, (4095, 24577))
+    assert not fits_all(4096 * 32, (2**16, 2**15))
+    assert triton_top_k.fits_whole(torch.empty(4096, 2304, dtype=torch.bfloat16, device="meta"), 1152)
+    assert not triton_top_k.fits_whole(torch.empty(4096, 20000, dtype=torch.bfloat16, device="meta"), 1152)
 
 
 def test_no_row_asks_for_nothing() -> None:
@@ -116,6 +157,6 @@ def test_the_kernels_pass_their_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_top_k, "marks", lambda values, k: torch.zeros_like(values, dtype=torch.bool))
+    monkeypatch.setattr(triton_top_k, "strongest", lambda values, k: torch.zeros_like(values))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_top_k.try_out(DEVICE)

@@ -1,0 +1,149 @@
+"""The kernel that sums errors against float64; `test_triton_errors.py` runs this in a process of its own.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+from torch import Tensor
+
+from trainer.optimizers import row_adam
+from trainer.parallel.base import Parallel
+from trainer.saes import losses
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_top_k
+from trainer.saes.losses import Sums
+from trainer.training.learner import Learner
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+def numbers(n_tokens: int, d_out: int, seed: int) -> Tensor:
+    return torch.randn(n_tokens, d_out, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def numbers_of(sums: Sums) -> tuple[Tensor, ...]:
+    assert sums.centred is not None
+    return *sums.error, *sums.centred
+
+
+def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
+    errors, sums = triton_errors.errors_of(y, x_hat, y_mean)
+    assert torch.equal(errors, x_hat - y)
+    missed, centred = y.double() - x_hat.double(), y.double() - y_mean.double()
+    expected = (missed.square().sum(), missed.sum(dim=0), centred.square().sum(), centred.sum(dim=0))
+    for found, exact in zip(numbers_of(sums), expected, strict=True):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(centred.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (32, 128), (33, 129), (100, 300)], ids=str)
+def test_errors_and_all_sums_are_those_in_float64(shape: tuple[int, int]) -> None:
+    assert_right(numbers(*shape, seed=0), numbers(*shape, seed=1), numbers(*shape, seed=2)[0])
+
+
+def test_a_mean_far_larger_than_the_spread_costs_no_digits() -> None:
+    y = numbers(70, 40, seed=0) + 30_000
+    assert_right(y, y + 0.3 * numbers(70, 40, seed=1), torch.full((40,), 30_000.0, device=DEVICE))
+
+
+def test_what_does_not_lie_side_by_side_is_read_as_it_is() -> None:
+    assert_right(numbers(40, 35, seed=0).T, numbers(40, 70, seed=1)[:, ::2].T, numbers(40, 1, seed=2)[:, 0])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_shows_in_the_sums(value: float) -> None:
+    y, x_hat = numbers(40, 20, seed=0), numbers(40, 20, seed=1)
+    y[37, 3] = value
+    errors, sums = triton_errors.errors_of(y, x_hat, numbers(1, 20, seed=2)[0])
+    assert not errors[37, 3].isfinite()
+    assert not any(one.isfinite().all() for one in numbers_of(sums))
+    assert sums.error.total.isfinite().sum() == 19
+
+
+def test_other_types_and_no_tokens_are_left_to_others() -> None:
+    y = numbers(4, 3, seed=0)
+    assert triton_errors.fits(y, y)
+    assert not triton_errors.fits(y.double(), y.double())
+    assert not triton_errors.fits(y, y.bfloat16())
+    assert not triton_errors.fits(y[:0], y[:0])
+
+
+def plainly_nested(parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x_hat, Σ‖y − x_hat‖² of the whole and of all other prefixes together, by autograd in float64."""
+    errors = offset[..., None, :] - y.double()[:, None] + parts.cumsum(dim=1)
+    return y + errors[:, -1], errors[:, -1].square().sum(), errors[:, :-1].square().sum()
+
+
+@pytest.mark.parametrize("n_levels", [1, 2, 5])
+@pytest.mark.parametrize("is_vector", [True, False])
+def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int, is_vector: bool) -> None:
+    n_tokens, d_out = 35, 131
+    parts, y = numbers(n_tokens * n_levels, d_out, seed=0).view(n_tokens, n_levels, d_out), numbers(35, d_out, seed=1)
+    offset = numbers(n_tokens, d_out, seed=2)
+    offset = offset[0] if is_vector else offset
+    found = triton_errors.nested(parts, offset, y, y[0])
+    exact, of_offset = parts.double().requires_grad_(), offset.double().requires_grad_()
+    x_hat, square, inner = plainly_nested(exact, of_offset, y)
+    for one, other in ((found.x_hat, x_hat), (found.sums.error.square, square), (found.inner, inner)):
+        torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-5)
+    missed, centred = (y - x_hat).detach(), y.double() - y[0]
+    torch.testing.assert_close(found.sums.error.total.double(), missed.sum(dim=0), rtol=1e-5, atol=1e-4)
+    assert found.sums.centred is not None
+    torch.testing.assert_close(found.sums.centred.total.double(), centred.sum(dim=0), rtol=1e-5, atol=1e-4)
+    (0.3 * square + 0.7 * inner).backward()
+    weights = torch.tensor([0.3, 0.7], device=DEVICE)
+    gradients = triton_errors.nested_gradients(found.errors, *weights)
+    assert exact.grad is not None
+    torch.testing.assert_close(gradients.double(), exact.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu"])
+def test_an_sae_learns_and_reports_the_same_by_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+    # Few rows suffice in the interpreter, which is slow.
+    monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
+    with_kernels, without = learner(architecture), learner(architecture)
+    for number in range(3):
+        x = numbers(24, 20, seed=number)
+        for one, errors, choices in ((with_kernels, triton_errors, triton_top_k), (without, None, None)):
+            monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
+            monkeypatch.setattr(top_k, "_working_triton", lambda device, kernels=choices: kernels)
+            one.begin_step(number)
+            # In two parts: sums of a step are over both.
+            for rows in x.split([14, 10]):
+                one.accumulate(rows, rows)
+            one.update()
+    expected = dict(without.state.tensors())
+    for name, value in with_kernels.state.tensors():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    values, expected_values = (one.values(one.sums()) for one in (with_kernels, without))
+    assert values == pytest.approx(expected_values, rel=1e-4)
+    assert values.get("auxk", 1) > 0
+
+
+def learner(architecture: str) -> Learner:
+    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": "fp32"})
+    one = Learner(job, 20, None, Parallel(DEVICE))
+    one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
+    # AuxK takes part.
+    one.sae.b_enc.data[:9], one.sae.n_tokens_since_fired[:9] = -100.0, 10**7
+    one.sae.note_silence(one.sae.n_tokens_since_fired)
+    return one
+
+
+def test_the_kernel_passes_its_own_trial() -> None:
+    triton_errors.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = triton_errors.errors_of
+    monkeypatch.setattr(triton_errors, "errors_of", lambda y, x_hat, mean: right(y, x_hat + 1, mean))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_errors.try_out(DEVICE)
