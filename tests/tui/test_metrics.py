@@ -128,4 +128,5 @@ async def test_metrics_that_come_while_their_screen_leaves_are_not_drawn(make_ap
         leaving = grid.remove()
         grid.show_metrics(metrics_of(app.session.detail, "") * 2, None, None, None)
         await leaving
-        assert app.screen is screen and not screen.query(MetricPlot)
+        assert app.screen is screen
+        assert not screen.query(MetricPlot)

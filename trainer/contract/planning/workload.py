@@ -91,9 +91,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def dead_after_tokens(self) -> int:
-        """After how many silent tokens a latent counts as dead: 10 million, or a fifth of a short run."""
+        """After how many silent tokens a latent counts as dead: 10 million, or a tenth of a short run."""
         asked = self.job.sae.dead_after_tokens
-        return min(10_000_000, self.total_tokens // 5) if asked == "auto" else asked
+        return min(10_000_000, self.total_tokens // 10) if asked == "auto" else asked
 
     @property
     def chooses_latents(self) -> bool:
