@@ -21,7 +21,7 @@ settings.register_profile("same", deadline=None, max_examples=60, derandomize=Tr
 settings.register_profile("explore", deadline=None, max_examples=2000)
 settings.load_profile(os.environ.get("EXAMPLES", "same"))
 
-# What each of three processes begins with: keys typed into an app and a real model, jobs that are killed and waited
+# What three of the processes begin with: keys typed into an app and a real model, jobs that are killed and waited
 # for, and trainings. In the order of the files the first two would follow each other, and the cores stand still during
 # the second.
 FIRST = (
