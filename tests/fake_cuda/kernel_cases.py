@@ -26,7 +26,7 @@ TYPES = {
     torch.int32: "i32", torch.int8: "i8", torch.uint8: "u8", torch.int16: "i16", torch.bool: "i1",
 }  # fmt: skip
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion", "maxnreg"}
+OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 
 @functools.cache
@@ -83,9 +83,7 @@ def _compiled(op: Op, target: int | str) -> Any:
                 attributes[place,] = [["tt.divisibility", 16]]
     source = triton.compiler.ASTSource(op.kernel, signature, constants, attributes)
     kind, width = ("cuda", 32) if isinstance(target, int) else ("hip", 64)
-    # A build of torch for AMD's cards asks for none.
-    known = OPTIONS - ({"maxnreg"} if kind == "hip" else set())
-    options = {name: value for name, value in called.items() if name in known}
+    options = {name: value for name, value in called.items() if name in OPTIONS}
     return triton.compile(source, target=GPUTarget(kind, target, width), options=options)
 
 

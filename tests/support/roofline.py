@@ -209,7 +209,7 @@ def _latent_registers(op: Op) -> int:
     if op.argument("rows") is None:
         return 80
     of_thread = (op.argument("NEAR") + op.argument("FAR")) / (32 * op.argument("num_warps"))
-    return int(min(8 * math.ceil(7 / 8 * of_thread), dict(op.arguments).get("maxnreg", 255)))
+    return int(min(8 * math.ceil(7 / 8 * of_thread), 255))
 
 
 def _row_kernel(op: Op) -> Cost:

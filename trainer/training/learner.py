@@ -97,7 +97,7 @@ class Learner:
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
-        self._update = self._update_of(following)
+        self._update = self._update_of(following, n_passes=layout.micro_batches)
         self.steps_by_rows = isinstance(self._update, RowUpdate)
         if self.steps_by_rows:
             self._keep_rates_on_device()
@@ -120,7 +120,7 @@ class Learner:
             # torch refuses to be recorded unless told that it may; a fused step does nothing else for it.
             group.update(lr=torch.full((), self._lr, device=self._device), capturable=True)
 
-    def _update_of(self, rates: FollowingRates | None) -> Update:
+    def _update_of(self, rates: FollowingRates | None, n_passes: int) -> Update:
         """Return how weights are stepped; with `rates` encoders go with their decoders."""
         of = self.sae, self.stepped, self.optimizer
         asked, parameters = self._job.sae.encoder_scale, self.stepped.parameters
@@ -128,8 +128,9 @@ class Learner:
         if rates is not None:
             self.optimizer.followers = {parameters["W_dec"]: Follower(parameters["W_enc"], share)}
         by_rows = self.optimizer.by_rows()
-        # What is summed in one pass and stays on this rank is the gradient of the step.
-        if by_rows and self._train.accumulate == 1 and self.sae.data.size == 1:
+        # What is summed in one pass and stays on this rank is the gradient of the step. Of more passes, into which a
+        # step is cut where memory runs out, measures are void.
+        if by_rows and n_passes == 1 and self.sae.data.size == 1:
             by_rows.let_sums_be_measured()
         return RowUpdate(*of, by_rows) if by_rows else Update(*of, Following(share, parameters) if rates else None)
 

@@ -25,9 +25,9 @@ TILE = 4096
 SLAB_BYTES = 16 * 2**20
 # Where all that passes by is read or written once, and marked so, half of it holds this.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent whose sums a program holds, 16 for each of its threads, and entries it adds at a time.
-# With 8 for each a processor would have no more of them, and products were added up by more threads.
-WIDEST, PER_THREAD, AT_ONCE = 4096, 16, 4
+# The most columns of a latent whose sums a program holds, those for each of its threads, of which there are fewer where
+# it also has the latent's own row, and entries it adds at a time. With more some compilers spill registers.
+WIDEST, PER_THREAD, PRODUCTS_PER_THREAD, AT_ONCE = 4096, 16, 8, 4
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
@@ -79,7 +79,8 @@ def sum_by_latent(
     whole rows (`holds_rows`), the sums may be `measured`, all but those that are shared.
     """
     (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
-    n_entries, (n_parts, _), shape = len(order), _parts(dense), _pieces(dense, multiplies=rows is not None)
+    n_entries, (n_parts, _) = len(order), _parts(dense)
+    shape = _pieces(dense, multiplies=rows is not None)
     sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
@@ -138,13 +139,8 @@ def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
     near = triton.next_power_of_2(of_part // 2 + 1)
     far = triton.next_power_of_2(max(of_part - near, 1))
     shape = {"of_part": of_part, "ENTRIES": AT_ONCE, "NEAR": near, "FAR": far}
-    shape |= {"num_warps": max(1, near // (32 * PER_THREAD)), "enable_fp_fusion": True}
-    is_aligned = dense.shape[1] % 16 == 0 and dense.dtype.itemsize == 2
-    if multiplies and is_aligned and 4 * far <= near and torch.version.hip is None:
-        # So many do without spilling. Of its own accord the compiler takes up to 168 for each thread, with which a
-        # processor has three programs of 2,304 columns instead of four.
-        shape["maxnreg"] = 128
-    return shape
+    warps = near // (32 * (PRODUCTS_PER_THREAD if multiplies else PER_THREAD))
+    return shape | {"num_warps": max(2, warps), "enable_fp_fusion": True}
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
@@ -175,12 +171,26 @@ def try_out(device: torch.device) -> None:
     ones, zeros = torch.ones(n, 16, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(ones[:, 0], zeros, starts, ones[:1]), row_products(ones[:1], ones[:1], zeros, starts)
-    acts = SparseActs(ones[:, 0], Places(zeros, zeros, starts), 1)
-    by_latent, of_entries, _ = sum_by_latent(acts, ones[:1], ones[:1], splits=True)
-    if not all((one == n).all() for one in (sums, by_latent)) or not all(
-        one is not None and (one == 16).all() for one in (products, of_entries)
-    ):
+    if not (sums == n).all() or not (products == 16).all() or not _sums_of_latents_are_right(device):
         raise RuntimeError("the kernels give wrong results")
+
+
+def _sums_of_latents_are_right(device: torch.device) -> bool:
+    """Try both pieces of a row, an entry of no latent, a latent that several programs share, and measures."""
+    n, width = LONGEST + 1, 48
+    entries = torch.arange(n + 2, device=device)
+    latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
+    acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
+    dense = torch.tensor([[1.0], [3.0]], device=device).half().expand(2, width)
+    unit_rows = torch.full((2, width), width**-0.5, device=device)
+    squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
+    measured = Measured(squares, dots, unit_rows)
+    sums, products, _ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
+    assert products is not None, "rows were given"
+    whole = torch.tensor([[n // 2 * 4 + 1.0], [3.0]], device=device)
+    are_right = (sums == whole).all() & (products[: n + 1] == width * (1 + 2 * tokens[: n + 1])).all()
+    # Those of the first latent are to be measured once more.
+    return bool(are_right & (squares[1] < 1e-3) & ((dots[1] - 3 * width**0.5).abs() < 1e-3))
 
 
 def _power_of_two(number: int, *, least: int, most: int) -> int:
