@@ -42,7 +42,7 @@ man: $(VENV)/.dev
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded. Triton's interpreter sums by NumPy.
 numerics: $(VENV)/.dev
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider -k 'not triton and not saelens and not learns' tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -p no:cacheprovider -k 'not triton' tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
 # What a GPU does in a step, with torch's build for CUDA (5 GB into build/) and tensors that say cuda:0, but no GPU; and
 # all kernels compiled for ten kinds of card.

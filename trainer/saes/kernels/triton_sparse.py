@@ -26,7 +26,7 @@ SLAB_BYTES = 16 * 2**20
 # Where all that passes by is read or written once, and marked so, half of it holds this.
 DENSE_BYTES = 20 * 10**6
 # The most columns of a latent whose sums a program holds, those for each of its threads, of which there are fewer where
-# it also has the latent's own row, and entries it adds at a time. With more some compilers spill registers.
+# it also has the latent's own row, and entries it adds at a time. With 16 there, Triton 3.6 spilled registers on sm_80.
 WIDEST, PER_THREAD, PRODUCTS_PER_THREAD, AT_ONCE = 4096, 16, 8, 4
 
 

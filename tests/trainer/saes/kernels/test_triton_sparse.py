@@ -54,12 +54,6 @@ def test_every_kernel_compiles_for_a_gpu(
     assert compiled.asm["cubin"]
 
 
-def test_a_machine_where_triton_fails_is_told_so_and_goes_without() -> None:
-    # There is nothing to run a kernel on but this CPU.
-    with pytest.warns(UserWarning, match="go without Triton"):
-        assert sparse._working_triton(torch.device("cpu")) is None
-
-
 def test_a_cpu_and_float64_go_without_triton() -> None:
     assert sparse.triton_for(torch.zeros(1)) is None
     if torch.cuda.is_available():

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 from support.interpreted import run_cases
 
-from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.kernels import top_k
 
 CASES = Path(__file__).with_name("top_k_cases.py")
@@ -16,13 +14,6 @@ CASES = Path(__file__).with_name("top_k_cases.py")
 
 def test_the_kernels_agree_with_a_full_sort_in_float64() -> None:
     run_cases(CASES)
-
-
-def test_a_machine_where_triton_fails_is_told_so_and_goes_without() -> None:
-    # There is nothing to run a kernel on but this CPU. It is told once.
-    working_kernels.cache_clear()
-    with pytest.warns(UserWarning, match="choices of latents on cpu go without Triton"):
-        assert top_k._working_triton(torch.device("cpu")) is None
 
 
 def test_a_cpu_goes_without_triton() -> None:
