@@ -1,7 +1,7 @@
 """Held-out FVU against training time: ours and other trainers with their defaults, on the same rows in the same order.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
-        [--json FOLDER]
+        [--json FOLDER] [--save FOLDER]
 
 DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. A seeded permutation holds
 out its last 16,384 rows; the others are trained on in seeded permutations, one per epoch. Measured every 25 steps,
@@ -11,7 +11,8 @@ held-out rows nor on 65,536 training rows. Seconds are those of the steps alone;
 their number, is what the wall clock would show on a machine without other work.
 
 With --tokens each is trained on so many rows, in steps of its own where it chooses them by itself, else of --batch.
-With --json every curve is kept in FOLDER, and peers found there are not run again.
+With --json every curve is kept in FOLDER, and peers found there are not run again. With --save each SAE is written to
+a folder of its recipe in FOLDER, as its library writes it; `probing.py` reads them.
 """
 
 from __future__ import annotations
@@ -132,23 +133,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep curves here and reuse those of peers")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write each SAE that is trained")
     parser.add_argument("--again", action="store_true", help="run peers even if their curves are there")
     return parser.parse_args()
 
 
 def found_or_run(name: str, setup: peers.Setup, data: Data, options: argparse.Namespace) -> Result:
-    path = options.json / f"{name.replace(' ', '_')}.json" if options.json else None
+    path = options.json / f"{file_name(name)}.json" if options.json else None
     recipe = peers.RECIPES[name]
     stored = read(path) if path and recipe.module != "trainer" and not options.again else None
     if stored and stored.setup == dataclasses.asdict(setup) and stored.final.step == setup.n_steps:
         print(f"{name}: from {path}")
         return stored
     result = Result(name, recipe.kind, recipe.is_peer, recipe.version(), dataclasses.asdict(setup), options.threads, [])
-    for point in train(peers.build(name, setup, data.sample), setup, data, options.every):
+    trainer = peers.build(name, setup, data.sample)
+    for point in train(trainer, setup, data, options.every):
         print(f"{name}: step {point.step} FVU {point.fvu_at_k:.4f} after {point.cpu_s:.1f} s", flush=True)
         result.curve.append(point)
         write(path, result)
+    if options.save:
+        folder = options.save / file_name(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        trainer.save(folder)
     return result
+
+
+def file_name(recipe: str) -> str:
+    return recipe.replace(" ", "_")
 
 
 def read(path: Path) -> Result | None:

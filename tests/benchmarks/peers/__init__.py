@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from peers.base import Recipe, Seen, Setup
-from peers.dictionary_learning import DictionaryLearningBatchTopK, DictionaryLearningTopK
+from peers.dictionary_learning import DictionaryLearningBatchTopK, DictionaryLearningMatryoshka, DictionaryLearningTopK
 from peers.ours import Ours, OursBatchTopK, OursMatryoshka
 from peers.plain import PlainDense, PlainSparse
-from peers.saelens import SaeLensBatchTopK, SaeLensTopK
+from peers.saelens import SaeLensBatchTopK, SaeLensMatryoshka, SaeLensTopK
 from peers.sparsify import Sparsify, SparsifyAdam
 
 __all__ = ["RECIPES", "Ours", "Recipe", "Seen", "Setup", "available", "build"]
@@ -28,10 +28,12 @@ _KINDS: tuple[type[Recipe], ...] = (
     OursMatryoshka,
     SaeLensTopK,
     SaeLensBatchTopK,
+    SaeLensMatryoshka,
     Sparsify,
     SparsifyAdam,
     DictionaryLearningTopK,
     DictionaryLearningBatchTopK,
+    DictionaryLearningMatryoshka,
     PlainSparse,
     PlainDense,
 )

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,11 @@ class Setup:
     def short(self, n_steps: int) -> int:
         """Return `n_steps`, a library's default, or a tenth of the run where that is less."""
         return max(1, min(n_steps, self.n_steps // 10))
+
+    @property
+    def prefix_widths(self) -> list[int]:
+        """Return the widths of Matryoshka's prefixes, which are ours and those of its paper: 1/16 of d_sae to all."""
+        return [self.d_sae // 2**level for level in (4, 3, 2, 1, 0)]
 
 
 class Seen(NamedTuple):
@@ -72,6 +78,10 @@ class Recipe(ABC):
     def reconstruct_at_k(self, x: Tensor) -> Seen:
         """Reconstruct x with k latents per token on average, also where a threshold decides at inference."""
         return self.reconstruct(x)
+
+    def save(self, folder: Path) -> None:
+        """Write the SAE to an empty folder as its library does."""
+        raise NotImplementedError(f"--save: {self.name} writes no SAE; leave it out of --peers")
 
     @classmethod
     def missing(cls) -> str | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +18,12 @@ class DictionaryLearningTopK(Recipe):
     """`TopKTrainer.update`: b_dec from the first batch's geometric median, unit decoder, AuxK, Adam, clipped to 1."""
 
     name, package, module = "dictionary_learning topk", "dictionary-learning", "dictionary_learning"
-    trainer_name = "TopKTrainer"
+    trainer_class = "top_k:TopKTrainer"
 
     def __init__(self, setup: Setup, sample: Tensor) -> None:
-        from dictionary_learning import trainers
-
-        self._trainer: Any = getattr(trainers, self.trainer_name)(
+        module, _, name = self.trainer_class.partition(":")
+        trainers = importlib.import_module(f"dictionary_learning.trainers.{module}")
+        self._trainer: Any = getattr(trainers, name)(
             steps=setup.n_steps,
             activation_dim=setup.d_in,
             dict_size=setup.d_sae,
@@ -29,8 +33,13 @@ class DictionaryLearningTopK(Recipe):
             warmup_steps=setup.short(1000),
             threshold_start_step=setup.short(1000),
             device=setup.device,
+            **self._own(setup),
         )
         self._setup, self._n_done = setup, 0
+
+    def _own(self, setup: Setup) -> dict[str, Any]:
+        """Return what this kind of SAE alone must be told."""
+        return {}
 
     def step(self, x: Tensor) -> None:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self._setup.bf16):
@@ -41,13 +50,27 @@ class DictionaryLearningTopK(Recipe):
         x_hat, acts = self._trainer.ae(x, output_features=True)
         return Seen(x_hat, acts > 0)
 
+    def save(self, folder: Path) -> None:
+        """Write what its `training.py` writes at the end."""
+        torch.save(self._trainer.ae.state_dict(), folder / "ae.pt")
+        (folder / "config.json").write_text(json.dumps({"trainer": self._trainer.config}, default=str))
+
 
 class DictionaryLearningBatchTopK(DictionaryLearningTopK):
     """BatchTopK; its threshold averages over about 1,000 steps, so that in a short run it lags behind the weights."""
 
     name, kind = "dictionary_learning batch_topk", "batchtopk"
-    trainer_name = "BatchTopKTrainer"
+    trainer_class = "batch_top_k:BatchTopKTrainer"
 
     def reconstruct_at_k(self, x: Tensor) -> Seen:
         acts = self._trainer.ae.encode(x, use_threshold=False)
         return Seen(self._trainer.ae.decode(acts), acts > 0)
+
+
+class DictionaryLearningMatryoshka(DictionaryLearningBatchTopK):
+    name = "dictionary_learning matryoshka"
+    trainer_class = "matryoshka_batch_top_k:MatryoshkaBatchTopKTrainer"
+
+    def _own(self, setup: Setup) -> dict[str, Any]:
+        bounds = itertools.pairwise([0, *setup.prefix_widths])
+        return {"group_fractions": [(wide - narrow) / setup.d_sae for narrow, wide in bounds]}

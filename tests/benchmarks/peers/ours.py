@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,12 @@ class Ours(Recipe):
             return self.reconstruct(x)
         weights, acts = self._encode(x)
         return self._decode(weights, largest(acts.view(1, -1), self._setup.k * len(x)).view_as(acts))
+
+    def save(self, folder: Path) -> None:
+        from trainer.sharing.saelens import export_sae
+
+        with self._learner.evaluating():
+            export_sae(self._learner.sae, folder, {"training_architecture": self.architecture})
 
     def _encode(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         weights = self._learner.sae.export_weights()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class SaeLensTopK(Recipe):
         module, _, name = self.sae_class.partition(":")
         saes: Any = importlib.import_module(f"sae_lens.saes.{module}")
         shape = dict(d_in=setup.d_in, d_sae=setup.d_sae, k=setup.k, device=setup.device)
-        self.sae = getattr(saes, name)(getattr(saes, f"{name}Config")(**shape))
+        self.sae = getattr(saes, name)(getattr(saes, f"{name}Config")(**shape, **self._own(setup)))
         config = SAETrainerConfig(
             total_training_samples=setup.n_steps * setup.batch_size,
             train_batch_size_samples=setup.batch_size,
@@ -33,6 +34,10 @@ class SaeLensTopK(Recipe):
         )
         self._trainer: Any = SAETrainer(config, self.sae, data_provider=iter(()))
 
+    def _own(self, setup: Setup) -> dict[str, Any]:
+        """Return what this kind of SAE alone must be told."""
+        return {}
+
     def step(self, x: Tensor) -> None:
         self._trainer.maybe_reset_sparsity()
         self._trainer.step(x)
@@ -41,6 +46,9 @@ class SaeLensTopK(Recipe):
     def reconstruct(self, x: Tensor) -> Seen:
         acts = self.sae.encode(x)
         return Seen(self.sae.decode(acts), acts > 0)
+
+    def save(self, folder: Path) -> None:
+        self.sae.save_inference_model(folder)
 
 
 class SaeLensBatchTopK(SaeLensTopK):
@@ -56,3 +64,11 @@ class SaeLensBatchTopK(SaeLensTopK):
 
     def reconstruct_at_k(self, x: Tensor) -> Seen:
         return super().reconstruct(x)
+
+
+class SaeLensMatryoshka(SaeLensBatchTopK):
+    name = "SaeLens matryoshka"
+    sae_class = "matryoshka_batchtopk_sae:MatryoshkaBatchTopKTrainingSAE"
+
+    def _own(self, setup: Setup) -> dict[str, Any]:
+        return {"matryoshka_widths": setup.prefix_widths}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class Sparsify(Recipe):
             out = self.sae(x)
         active = torch.zeros(len(x), self.sae.num_latents, dtype=torch.bool, device=x.device)
         return Seen(out.sae_out, active.scatter(1, out.latent_indices, out.latent_acts > 0))
+
+    def save(self, folder: Path) -> None:
+        with self._with_averaged_weights():
+            self.sae.save_to_disk(folder)
 
     @contextlib.contextmanager
     def _with_averaged_weights(self) -> Iterator[None]:
