@@ -16,6 +16,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -25,16 +26,15 @@ from trainer.contract.settings.job_file import load_extraction
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import KS, LabelledRows, probe, probe_rows
-from trainer.evaluation.spliced import SplicedModel
+from trainer.evaluation.text_rows import last_rows
+from trainer.extraction.language_model import LanguageModel
 
 CPU = torch.device("cpu")
 
 
 def main() -> None:
     options = parse()
-    model = SplicedModel(load_extraction(options.job), options.hook, CPU)
-    sets = read_sets(options.sets)
-    dense = probe_rows([LabelledRows(one.name, model.last_rows(one.texts), one.labels) for one in sets])
+    dense = probe_rows(labelled_rows(options))
     found: dict[str, Probing] = {}
     for folder in sorted(one for one in options.folder.iterdir() if one.is_dir()):
         sae = read_exported(folder, CPU)
@@ -53,6 +53,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sets", type=int, default=24, help="of labelled texts")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
+
+
+def labelled_rows(options: argparse.Namespace) -> list[LabelledRows]:
+    """Have the model read the texts; it needs no unembedding, so that it may be an encoder."""
+    job = load_extraction(options.job)
+    job = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[options.hook]))
+    model = LanguageModel(job, CPU)
+    sets = read_sets(options.sets)
+    return [LabelledRows(one.name, last_rows(model, one.texts, job.text.context), one.labels) for one in sets]
 
 
 def table(found: dict[str, Probing], hook: str) -> Table:

@@ -6,7 +6,8 @@ The global batch is the same, so two ranks can at best be twice as fast. The mod
 compared, so that another program's work harms all alike. What they could reach at most is shown by as many processes
 that know nothing of each other, with all tokens each ("alone") and with a share of them ("alone, shared tokens"):
 their tokens/s together. Bytes are those that a rank really leaves for others in a step, beside what the exchange
-should send: a ring's share of the summed reconstructions and gradients, and everybody's candidates.
+should send: a ring's share of the summed reconstructions and gradients, and everybody's candidates. Last comes what
+`auto` chooses, which should be the faster one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 D_IN, K = 384, 32
 ALONE = ("alone", "alone, shared tokens")
-MODES = ("single", "ddp", "tensor", *ALONE)
-SHARES_TOKENS = ("ddp", "alone, shared tokens")
+MODES = ("single", "ddp", "tensor", *ALONE, "auto")
+# Where a rank is given its part of the step's tokens.
+SHARES_TOKENS = ("ddp", "alone, shared tokens", "auto")
 
 
 def main() -> None:
@@ -45,13 +48,13 @@ def main() -> None:
 
 def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure the tokens/s of every mode, and the bytes that a rank sends in a step."""
-    runs_of: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    runs_of: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode in MODES:
             runs_of[mode].append(run(mode, d_sae, options))
     rates = {mode: statistics.median(one["tokens_per_s"] for one in runs) for mode, runs in runs_of.items()}
     return {
-        mode: {
+        name_of(mode, runs_of[mode]): {
             "tokens_per_s": rates[mode],
             "speed_up": rates[mode] / rates["single"],
             "bytes": runs_of[mode][0].get("sent_bytes", 0.0),
@@ -61,7 +64,11 @@ def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, flo
     }
 
 
-def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, float]:
+def name_of(mode: str, runs: list[dict[str, Any]]) -> str:
+    return f"auto: {', '.join(sorted({one['mode'] for one in runs}))}" if mode == "auto" else mode
+
+
+def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run one bench, or as many at once that know nothing of each other, and return what it measured."""
     is_alone = mode in ALONE
     ranks = 1 if mode == "single" or is_alone else options.ranks
@@ -84,7 +91,11 @@ def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, float]:
     ]
     printed = [bench.communicate()[0] for bench in benches]
     results = [json.loads(text.splitlines()[-1]) for text in printed]
-    return {"tokens_per_s": sum(one["tokens_per_s"] for one in results), "sent_bytes": results[0]["sent_bytes"] or 0.0}
+    return {
+        "tokens_per_s": sum(one["tokens_per_s"] for one in results),
+        "sent_bytes": results[0]["sent_bytes"] or 0.0,
+        "mode": results[0]["plan"]["mode"],
+    }
 
 
 def expected_bytes(mode: str, d_sae: int, options: argparse.Namespace) -> float:

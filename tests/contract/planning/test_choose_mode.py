@@ -11,7 +11,7 @@ from support.workloads import workload
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Place, settle
-from trainer.contract.planning.hardware import Speeds
+from trainer.contract.planning.hardware import CPU, Speeds
 from trainer.contract.planning.step_time import step_time, wire_of
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
@@ -21,6 +21,8 @@ from trainer.contract.settings.sources import DataShape
 MakeJob = Callable[..., JobConfig]
 NVLINK = Speeds(700e12, 4e12, 360e9, 25e-6, is_measured=True)
 STAGED = Speeds(60e12, 0.8e12, 10e9, 25e-6, is_measured=True)
+# A core of two, and what both sum.
+CORE = Speeds(100e9, 15e9, 2e9, 1e-4, is_measured=True)
 GPT2_XL = DataShape(2304, None, 10**9)
 
 
@@ -39,6 +41,14 @@ def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -
 def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 1024, "k": 8}, train={"batch_size": 2**17})
     assert settle(Workload(job, 2, DataShape(64, None, 10**9)), Place(STAGED)).job.parallel.mode == "ddp"
+
+
+@pytest.mark.parametrize(("d_sae", "mode"), [(3072, "ddp"), (16384, "tensor")])
+def test_two_cpu_processes_take_the_mode_that_was_faster_when_measured(
+    make_job: MakeJob, d_sae: int, mode: str
+) -> None:
+    job = make_job(sae={"d_sae": d_sae, "k": 32}, train={"batch_size": 2048, "precision": "fp32"})
+    assert settle(Workload(job, 2, DataShape(384, None, 10**9), CPU), Place(CORE)).job.parallel.mode == mode
 
 
 def test_what_does_not_fit_is_not_chosen_however_fast(make_job: MakeJob) -> None:

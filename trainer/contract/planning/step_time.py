@@ -29,8 +29,9 @@ _SKIP_PASSES = 8
 _DENSE_PRODUCTS = 5
 # Seconds of Python for a pass and for an update of an SAE, however small it is; a GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S = 1e-3, 0.5e-3
-# Bytes read and written per weight in a step beside the optimizer's state: the weight twice, its gradient four times.
-_WEIGHT_BYTES = 24
+# Bytes read and written per weight in a step beside the optimizer's state: by each rank that has it its gradient twice,
+# in the backward pass; by the one that steps it the weight twice and its gradient twice more.
+_SUMMED_BYTES, _STEPPED_BYTES = 8, 16
 
 
 class StepTime(msgspec.Struct, frozen=True):
@@ -168,5 +169,6 @@ def _skip_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
 
 def _update_bytes(work: Workload, member: JobConfig) -> float:
     replicas = work.data_ranks if work.uses_zero(member.train) else 1
-    own = memory.n_parameters(work, member.sae, work.latent_ranks * replicas)
-    return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(member.train))
+    own = memory.n_parameters(work, member.sae, work.latent_ranks)
+    stepped = memory.n_parameters(work, member.sae, work.latent_ranks * replicas)
+    return own * _SUMMED_BYTES + stepped * (_STEPPED_BYTES + 2 * memory.state_bytes(member.train))
