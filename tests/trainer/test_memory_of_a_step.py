@@ -114,7 +114,7 @@ class UpdateKernels:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
+    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)

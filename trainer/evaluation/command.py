@@ -67,8 +67,10 @@ def evaluate(
             write_card(folder, card)
         reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
         note = f"written to {folder}" if is_same else f"not written: {reason} in {folder}"
+        has_no_loss = card.probing is not None and card.spliced is None
+        notes = ["no loss: the language model predicts no next token", note] if has_no_loss else [note]
         written_to = str(folder) if is_same else None
-        told.append({"card": as_table(card), "lines": [*lines(card), note], "written_to": written_to})
+        told.append({"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to})
     return told
 
 

@@ -76,7 +76,7 @@ def evaluations_of(
     # The SAEs of a hook come one after the other.
     @functools.lru_cache(maxsize=1)
     def model_of_hook(hook: int) -> SplicedModel:
-        return _language_model(str(model), knobs[hook], source.of_hook(hook), device)
+        return _language_model(str(model), knobs[hook], source.of_hook(hook), device, only_reads=bool(sets))
 
     @functools.lru_cache(maxsize=1)
     def probes_of_hook(hook: int) -> DenseProbes:
@@ -101,7 +101,7 @@ def evaluations_of(
                 data=of_hook.describe(own.place, figures.n_tokens),
                 figures=figures,
                 recovery=recovery(own, learner.sae.W_dec),
-                spliced=_splice(language_model, learner, own, n_tokens) if language_model else None,
+                spliced=_splice(language_model, learner, own, n_tokens),
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
             )
             features = partial(_features, learner, of_hook, folder, language_model)
@@ -125,12 +125,15 @@ def _features(
     return contexts.tensors(sae.W_dec, read_tokens(path), moved)
 
 
-def _language_model(model: str, knobs: SourceKnobs, source: Source, device: torch.device) -> SplicedModel:
+def _language_model(
+    model: str, knobs: SourceKnobs, source: Source, device: torch.device, *, only_reads: bool
+) -> SplicedModel:
     """Return the model that the data is of, with its text."""
     extraction = _extraction_of(knobs) if model == "auto" else load_extraction(model)
     hook = hook_of_data(extraction, source.meta)
     target = {"hook_name": source.meta.get("hook_name_out")}
-    return SplicedModel(extraction, hook, device, None if source.d_out is None else hook_of_data(extraction, target))
+    hook_out = None if source.d_out is None else hook_of_data(extraction, target)
+    return SplicedModel(extraction, hook, device, hook_out, only_reads=only_reads)
 
 
 def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
@@ -142,7 +145,11 @@ def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
     raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
 
 
-def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:
+def _splice(
+    language_model: SplicedModel | None, learner: Learner, source: Source, n_tokens: int | None
+) -> Spliced | None:
+    if language_model is None or not language_model.has_loss:
+        return None
     sae, mean = learner.sae, source.meta.get("mean" if source.d_out is None else "mean_out")
 
     def reconstruct(x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from trainer.evaluation.figures import ratio_error
 from trainer.evaluation.logit_lens import moved_tokens
 from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
-from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.language_model import LanguageModel, NoLoss
 from trainer.extraction.packing import PADDING, Batch, batches
 from trainer.extraction.state import State
 
@@ -108,13 +108,21 @@ class SplicedModel:
     """A language model with its unembedding, whose rows at one hook can be replaced as it reads.
 
     What takes their place is made of them; with `hook_out`, what takes its rows' place is made of those at `hook`.
+    A model that predicts no next token is refused by `NoLoss`, unless it only has to read: then it `has_loss` not.
     """
 
-    def __init__(self, job: ExtractJob, hook: str, device: torch.device, hook_out: str | None = None) -> None:
+    def __init__(
+        self, job: ExtractJob, hook: str, device: torch.device, hook_out: str | None = None, *, only_reads: bool = False
+    ) -> None:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        self._model = LanguageModel(only, device, whole=True)
+        try:
+            self._model, self.has_loss = LanguageModel(only, device, whole=True), True
+        except NoLoss:
+            if not only_reads:
+                raise
+            self._model, self.has_loss = LanguageModel(only, device), False
         self._in_stream = only.hooks[-1].site in _IN_STREAM
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
@@ -169,7 +177,7 @@ class SplicedModel:
 
         It is for directions of the residual stream, of a model with at most a norm before its unembedding.
         """
-        w_u = self._model.unembedding() if self._in_stream else None
+        w_u = self._model.unembedding() if self._in_stream and self.has_loss else None
         return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[Iterator[Batch], bool]:

@@ -45,6 +45,10 @@ _ROUNDING = 0.05
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
 
+class NoLoss(UserError):
+    """A model that predicts no next token was to be read whole."""
+
+
 class _Read(Exception):
     """All hooks have their rows, and nothing else of the forward pass is asked."""
 
@@ -240,12 +244,12 @@ def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:
 
 
 def _require_unembedding(model: Any, missing: set[str]) -> None:
-    """Raise `UserError` for a model that predicts no next token: its unembedding would be random."""
+    """Raise `NoLoss` for a model that predicts no next token: its unembedding would be random."""
     unembedding = model.get_output_embeddings()
     own = {id(parameter) for parameter in unembedding.parameters()} if unembedding else set()
     lacking = [name for name, parameter in model.named_parameters() if id(parameter) in own and name in missing]
     if not own or lacking:
-        raise UserError("model.path: the model predicts no next token, so that it has no loss; choose a causal one")
+        raise NoLoss("model.path: the model predicts no next token, so that it has no loss; choose a causal one")
 
 
 def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:

@@ -11,15 +11,17 @@ import torch
 
 
 @functools.cache
-def working_kernels(name: str, purpose: str, device: torch.device) -> ModuleType | None:
-    """Import the module `name` and run its `try_out(device)`; warn and return None where either fails.
+def working_kernels(name: str, purpose: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
+    """Import the module `name` and run its `try_out(device, *dtypes)`; warn and return None where either fails.
 
-    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing.
+    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing; and its
+    older versions know no bf16 on cards that have none.
     """
     try:
         module = importlib.import_module(name)
-        module.try_out(device)
+        module.try_out(device, *dtypes)
     except Exception as error:
-        warnings.warn(f"{purpose} on {device} go without Triton, slower: {error}", stacklevel=2)
+        of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
+        warnings.warn(f"{purpose}{of_dtypes} on {device} go without Triton, slower: {error}", stacklevel=2)
         return None
     return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.command import evaluate
 from trainer.evaluation.probing import LabelledRows, auc_of_probe, by_difference, probe, probe_rows
 from trainer.training.loop import Trainer
 
@@ -94,15 +94,17 @@ def test_errors_are_those_of_means_over_seeds_and_over_sets() -> None:
     assert 0 < result.dense.seed_error < 0.1
 
 
+@pytest.mark.parametrize(("family", "has_loss"), [("gpt2", True), ("bert", False)])
 def test_the_card_of_a_run_tells_what_its_latents_tell_of_texts(
+    family: str,
+    has_loss: bool,
     make_job: Callable[..., JobConfig],
     make_trainer: Callable[..., Trainer],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(80)))
-    extraction = extraction_job(make_model(tmp_path / "gpt2", "gpt2"), text, tmp_path / "rows", hooks=["resid_post.1"])
+    extraction = extraction_job(make_model(tmp_path / family, family), text, tmp_path / "rows", hooks=["resid_post.1"])
     run(extraction)
     folder = tmp_path / "run"
     job = make_job(data={"path": str(tmp_path / "rows" / "resid_post.1")}, train={"batch_size": 64, "n_steps": 60})
@@ -110,9 +112,10 @@ def test_the_card_of_a_run_tells_what_its_latents_tell_of_texts(
     (folder / "job.toml").write_text(dump_job(job))
     write_set(tmp_path / "packages", "1_animals", two_classes(70, "the cat sat on", "a dog ran over"))
     monkeypatch.syspath_prepend(tmp_path / "packages")
-    asked = ["eval", str(folder), "--device", "cpu", "--model", "auto", "--probe", "--sets", "1", "--json"]
-    assert main(asked) == 0
-    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    (told,) = evaluate(folder, best=False, device="cpu", model="auto", is_probed=True, n_sets=1)
+    card, last = told["card"], told["lines"][-2]
+    assert (card["spliced"] is not None) == has_loss
+    assert (last == "no loss: the language model predicts no next token") != has_loss
     probing = card["probing"]
     assert {*probing["k"]} == {"1", "16"}
     assert probing["dense"]["auc"] > 0.9

@@ -194,7 +194,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
     """Sum gradients by kernels too, and note what is measured once more."""
     kernels = Measuring()
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: kernels)
-    monkeypatch.setattr(sparse, "triton_for", lambda rows: triton_sparse)
+    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: triton_sparse)
     return kernels
 
 

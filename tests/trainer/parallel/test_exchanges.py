@@ -41,7 +41,7 @@ def data() -> Tensor:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "gpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(sparse, "triton_for", lambda rows: None)
+        monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: None)
     return str(request.param)
 
 

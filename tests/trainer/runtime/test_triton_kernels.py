@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -18,7 +19,7 @@ from trainer.training import gradients
 @pytest.mark.parametrize(
     ("kernels_of", "purpose"),
     [
-        (sparse._working_triton, "sparse products"),
+        (partial(sparse._working_triton, dtype=torch.bfloat16), "sparse products in bfloat16"),
         (top_k._working_triton, "choices of latents"),
         (losses._working_triton, "errors of reconstructions"),
         (gradients._working_triton, "scales of gradients"),

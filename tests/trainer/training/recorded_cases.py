@@ -31,7 +31,7 @@ ALONE = Parallel(torch.device("cpu"))
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
@@ -126,7 +126,7 @@ def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train:
 
 
 def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse, "_working_triton", lambda device: triton_sparse)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
     run = Run({}, {})
     steps = run.record()

@@ -40,7 +40,7 @@ class _Decode(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places) -> Tensor:
         # Under autocast a GPU gathers half the bytes, sums in fp32 all the same, and finds more of them in its cache.
         dtype = product_dtype(W_dec)
-        rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec) else W_dec
+        rows = kept_or_own(W_dec, dtype).to(dtype) if triton_for(W_dec, dtype) else W_dec
         ctx.save_for_backward(values, rows)
         ctx.places, ctx.W_dec = places, W_dec
         return bag_sums(values, places.latents, places.starts, rows, places.filled)
@@ -152,10 +152,14 @@ def product_dtype(like: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if narrows else like.dtype
 
 
-def triton_for(rows: Tensor) -> ModuleType | None:
-    """Return the Triton kernels where they work, on a GPU and for anything but float64; else None."""
-    return _working_triton(rows.device) if rows.is_cuda and rows.dtype != torch.float64 else None
+def triton_for(rows: Tensor, dtype: torch.dtype | None = None) -> ModuleType | None:
+    """Return the Triton kernels where they work for rows of this type or of `dtype`, which is never float64; else None.
+
+    They work on a GPU.
+    """
+    dtype = dtype or rows.dtype
+    return _working_triton(rows.device, dtype) if rows.is_cuda and dtype != torch.float64 else None
 
 
-def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_sparse", "sparse products", device)
+def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    return working_kernels("trainer.saes.kernels.triton_sparse", "sparse products", device, dtype)

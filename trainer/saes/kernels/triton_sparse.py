@@ -165,23 +165,27 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     return out[0] if n_parts == 1 else out.sum(dim=0)
 
 
-def try_out(device: torch.device) -> None:
-    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """Run every kernel once with rows of this type.
+
+    Raise what Triton raises where it cannot, and `RuntimeError` where results are wrong.
+    """
     n = LONGEST + 1
-    ones, zeros = torch.ones(n, 16, device=device), torch.zeros(n, dtype=torch.int64, device=device)
+    values, rows = torch.ones(n, device=device), torch.ones(1, 16, device=device, dtype=dtype)
+    zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
-    sums, products = bag_sums(ones[:, 0], zeros, starts, ones[:1]), row_products(ones[:1], ones[:1], zeros, starts)
-    if not (sums == n).all() or not (products == 16).all() or not _sums_of_latents_are_right(device):
+    sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
+    if not (sums == n).all() or not (products == 16).all() or not _sums_of_latents_are_right(device, dtype):
         raise RuntimeError("the kernels give wrong results")
 
 
-def _sums_of_latents_are_right(device: torch.device) -> bool:
+def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool:
     """Try both pieces of a row, an entry of no latent, a latent that several programs share, and measures."""
     n, width = LONGEST + 1, 48
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
     acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
-    dense = torch.tensor([[1.0], [3.0]], device=device).half().expand(2, width)
+    dense = torch.tensor([[1.0], [3.0]], device=device, dtype=dtype).expand(2, width)
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
     measured = Measured(squares, dots, unit_rows)

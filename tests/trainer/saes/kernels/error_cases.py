@@ -105,7 +105,7 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu"])
 def test_an_sae_learns_and_reports_the_same_by_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(sparse, "_working_triton", lambda device: None)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
     # Few rows suffice in the interpreter, which is slow.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)

@@ -97,7 +97,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
 @pytest.fixture(autouse=True)
 def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use Triton also for tensors that are not on a GPU."""
-    monkeypatch.setattr(sparse, "triton_for", lambda rows: triton_sparse)
+    monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: triton_sparse)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -271,8 +271,9 @@ def test_what_is_not_contiguous_is_read_as_it_is() -> None:
         assert_near(found, products[places.tokens, places.latents])
 
 
-def test_the_kernels_pass_their_own_trial() -> None:
-    triton_sparse.try_out(DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
+    triton_sparse.try_out(DEVICE, dtype)
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,4 +282,4 @@ def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(triton_sparse, "row_products", wrong)
     with pytest.raises(RuntimeError, match="wrong results"):
-        triton_sparse.try_out(DEVICE)
+        triton_sparse.try_out(DEVICE, torch.float32)
