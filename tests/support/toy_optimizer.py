@@ -19,16 +19,15 @@ class HeavyBallKnobs(OptimizerKnobs, frozen=True):
 
     heaviness: Annotated[float, about("Decay of the running sum of gradients.", ge=0, lt=1)] = 0.9
 
+    def auto_lr(self, d_sae: int) -> float:
+        return 0.3
+
 
 class HeavyBall(Optimizer):
     """Gradient descent with momentum."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, heaviness: float) -> None:
         super().__init__(parameters, {"lr": lr, "heaviness": heaviness})
-
-    @staticmethod
-    def auto_lr(d_sae: int) -> float:
-        return 0.3
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

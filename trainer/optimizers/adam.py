@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -33,17 +32,6 @@ class Adam(torch.optim.Adam, Optimizer):
     ) -> None:
         super().__init__(parameters, lr=lr, betas=(beta1, beta2), eps=6.25e-10, fused=True)
         self._codec = state
-
-    @staticmethod
-    def auto_lr(d_sae: int) -> float:
-        """Return the rate by the 1/√d_sae law of Gao et al., from a measured point.
-
-        With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
-        0.109 at 9e-3, where 4 % of latents had died instead of 1 %. Short runs need no lower rate: with 1,536 latents
-        and 50 steps of 1,024 tokens FVU was 0.205 at this rule's 8.5e-3, 0.221 at 4e-3, 0.264 at 2e-3 and 0.212 at
-        1.6e-2.
-        """
-        return 6e-3 * math.sqrt(3072 / d_sae)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         if self._codec != "fp32":

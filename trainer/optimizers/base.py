@@ -96,11 +96,6 @@ class Optimizer(torch.optim.Optimizer):
     load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
-    @staticmethod
-    def auto_lr(d_sae: int) -> float:
-        """Return the full learning rate that suits a dictionary of this width."""
-        raise NotImplementedError
-
     def by_rows(self) -> RowStep | None:
         """Return what steps matrices in one pass, where there is anything that does; the attributes above are set."""
         return None

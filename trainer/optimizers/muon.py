@@ -27,15 +27,6 @@ class Muon(Optimizer):
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "betas": Betas(beta1, beta2, 6.25e-10)})
 
-    @staticmethod
-    def auto_lr(d_sae: int) -> float:
-        """Return the same rate for all widths, as EleutherAI's sparsify does, where it is 2e-3.
-
-        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
-        and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
-        """
-        return 2e-2
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""

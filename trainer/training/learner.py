@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.planning import memory
+from trainer.contract.planning.rates import full_rate
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import FollowingRates
@@ -83,8 +84,7 @@ class Learner:
         self.sae.to(device)
         kind = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer").load()
         following = following_rates(job, is_transcoder=self.sae.is_transcoder)
-        lr = _auto_lr(kind, self.sae.d_sae, following) if self._train.lr == "auto" else self._train.lr
-        self._lr = lr * layout.lr_scale
+        self._lr = full_rate(layout, self.sae.d_sae, is_transcoder=self.sae.is_transcoder)
         knobs = msgspec.structs.asdict(
             self._train.knobs.for_run(layout.total_steps if layout.chooses_latents else LONG_RUN)
         )
@@ -334,10 +334,6 @@ class Learner:
     def k(self) -> int:
         """Latents active per token that were asked for."""
         return self._job.sae.knobs.n_active
-
-
-def _auto_lr(kind: type[Optimizer], d_sae: int, following: FollowingRates | None) -> float:
-    return kind.auto_lr(d_sae) * (following.lr if following else 1.0)
 
 
 def _groups(parameters: Mapping[str, nn.Parameter], following: FollowingRates | None) -> list[dict[str, Any]]:

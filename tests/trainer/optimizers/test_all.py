@@ -163,5 +163,5 @@ def test_a_latent_that_is_replaced_starts_anew_and_no_other(
 
 @each
 def test_the_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
-    auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].load().auto_lr
+    auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].knobs().auto_lr
     assert auto_lr(512) >= auto_lr(3072) >= auto_lr(65_536) > 0

@@ -16,6 +16,7 @@ from trainer.contract.planning.gpu_vendors import refusal_of_mixture, refusal_of
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
+from trainer.contract.planning.rates import rate_problems
 from trainer.contract.planning.workload import Layout, Workload, ranks_of
 from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import MIRRORS, OPTIMIZERS
@@ -211,8 +212,17 @@ def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
 
 def _check_saes(work: Workload) -> list[Problem]:
     """Report what is wrong with each SAE of a sweep, the same problem only once."""
-    problems = [problem for member in work.members.values() for problem in _check_sae(work, member.sae)]
+    problems = [
+        problem
+        for member in work.members.values()
+        for problem in (*_check_sae(work, member.sae), *_check_rate(work, member))
+    ]
     return list(dict.fromkeys(problems))
+
+
+def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
+    width = member.sae.width(work.d_in)
+    return rate_problems(Layout(member, work.ranks), width, is_transcoder=work.shape.d_out is not None)
 
 
 def _check_sae(work: Workload, sae: Sae) -> list[Problem]:

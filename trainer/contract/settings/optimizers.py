@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -32,6 +33,10 @@ class OptimizerKnobs(msgspec.Struct, frozen=True):
         """Return the settings with nothing left open, for a run of so many steps."""
         return self
 
+    def auto_lr(self, d_sae: int) -> float:
+        """Return the full learning rate that suits a dictionary of this width."""
+        raise NotImplementedError
+
 
 class AdamKnobs(OptimizerKnobs, frozen=True):
     """Adam (Kingma & Ba 2014, arXiv 1412.6980)."""
@@ -49,6 +54,16 @@ class AdamKnobs(OptimizerKnobs, frozen=True):
     def for_run(self, n_steps: int) -> Self:
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
 
+    def auto_lr(self, d_sae: int) -> float:
+        """Return the rate by the 1/√d_sae law of Gao et al., from a measured point.
+
+        With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
+        0.109 at 9e-3, where 4 % of latents had died instead of 1 %. Short runs need no lower rate: with 1,536 latents
+        and 50 steps of 1,024 tokens FVU was 0.205 at this rule's 8.5e-3, 0.221 at 4e-3, 0.264 at 2e-3 and 0.212 at
+        1.6e-2.
+        """
+        return 6e-3 * math.sqrt(3072 / d_sae)
+
 
 class SignumKnobs(OptimizerKnobs, frozen=True):
     """Signum (Bernstein et al. 2018, arXiv 1802.04434), schedule-free (Defazio et al. 2024, arXiv 2405.15682)."""
@@ -59,6 +74,14 @@ class SignumKnobs(OptimizerKnobs, frozen=True):
             "Where gradients are taken: 0 at the stepped weights, 1 at the averaged ones.", advanced=True, gt=0, le=1
         ),
     ] = 0.95
+
+    def auto_lr(self, d_sae: int) -> float:
+        """Return the rate by the rule of EleutherAI's sparsify, at which FVU has its minimum here too.
+
+        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.145 at 4e-3, 0.121 at this
+        rule's 1.15e-2, and 0.131 at 2.5e-2, where 5 % of latents died. After 500 steps it was 0.104; Adam's was 0.092.
+        """
+        return 5e-3 * math.sqrt(2**14 / d_sae)
 
 
 class MuonKnobs(OptimizerKnobs, frozen=True):
@@ -72,6 +95,14 @@ class MuonKnobs(OptimizerKnobs, frozen=True):
 
     def for_run(self, n_steps: int) -> Self:
         return msgspec.structs.replace(self, **_decays_left_open(self, n_steps))
+
+    def auto_lr(self, d_sae: int) -> float:
+        """Return the same rate for all widths, as EleutherAI's sparsify does, where it is 2e-3.
+
+        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
+        and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
+        """
+        return 2e-2
 
 
 # Steps from which Adam remembers no more.

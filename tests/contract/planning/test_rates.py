@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from trainer.contract.planning.rates import full_rate, rate_problems
+from trainer.contract.planning.workload import Layout
+from trainer.contract.settings.job import JobConfig
+
+MakeJob = Callable[..., JobConfig]
+
+
+def test_auto_is_the_optimizers_own_rate_and_twice_that_where_encoders_follow(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 3072}, train={"batch_size": 4096})
+    assert full_rate(Layout(job, 1), 3072, is_transcoder=False) == pytest.approx(12e-3)
+    assert full_rate(Layout(job, 1), 3072, is_transcoder=True) == pytest.approx(6e-3)
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(0.3, False), (0.5, True), (200_000.0, True)])
+def test_a_rate_far_above_what_auto_stands_for_is_warned_of(make_job: MakeJob, lr: float, warned: bool) -> None:
+    layout = Layout(make_job(sae={"d_sae": 3072}, train={"lr": lr}), 1)
+    problems = rate_problems(layout, 3072, is_transcoder=False)
+    assert [(one.path, one.severity) for one in problems] == [("train.lr", "warning")] * warned
+    if lr == 200_000:
+        sentence = "200000 is 16,666,667 times what auto stands for here, 0.012; training may diverge"
+        assert problems[0].message == sentence
