@@ -8,6 +8,7 @@ from functools import partial
 from textual.app import App
 from textual.worker import get_current_worker
 
+from sae_tui.jobs.launch import kept_draft
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.job_form import extraction_preset
 from sae_tui.screens.launch import LaunchScreen
@@ -15,6 +16,8 @@ from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import plural
 
@@ -36,7 +39,7 @@ class Drafts:
         kept = self._kept
         if kept and (kept.changed or not (kept.is_extraction or self._is_outdated)):
             self._open_kept(kept)
-        else:
+        elif kept or not self._open_left(JobConfig.kind):
             self._open(LaunchScreen(self._session))
 
     def open_extraction(self) -> None:
@@ -44,8 +47,16 @@ class Drafts:
         kept = self._kept
         if kept and kept.is_extraction and (kept.changed or not self._is_outdated):
             self._open_kept(kept)
-        else:
+        elif kept or not self._open_left(ExtractJob.kind):
             self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
+
+    def _open_left(self, kind: str) -> bool:
+        """Open the draft of this kind of job that was left when the app ended, if there is one."""
+        left = kept_draft.kept(self._session.data, kind)
+        if left is not None:
+            self._open(screen := LaunchScreen(self._session, preset=left))
+            self._app.call_later(screen.form.tell_draft)
+        return left is not None
 
     @property
     def _is_outdated(self) -> bool:
@@ -90,6 +101,7 @@ class Drafts:
         except (UserError, OSError) as error:
             self._app.call_later(self._refuse, sentence(error))
         else:
+            kept_draft.drop(self._session.data, jobs[0].kind)
             self._app.call_later(self._end, job_ids)
 
     def _refuse(self, why: str) -> None:

@@ -18,7 +18,7 @@ from textual.widgets import Button, Input, Select, Static
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch import job_form, kept_draft
 from sae_tui.jobs.launch.inspecting import Finding, Inspected, Inspections
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.inspection import inspection_lines
@@ -277,6 +277,35 @@ async def test_the_form_is_kept_when_one_leaves_and_comes_back(make_app) -> None
         await type_into(pilot, screen, "name", "kept")
         await pilot.press("escape", "n")
         assert app.screen.query_one("#row-name", KnobRow).text == "kept"
+
+
+async def test_what_was_filled_in_outlasts_the_app_until_it_is_launched_or_taken_back(
+    make_app, data, monkeypatch
+) -> None:
+    monkeypatch.setattr("sae_tui.jobs.launch.launching.detach.start", lambda *_: None)
+    async with (app := make_app(4)).run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert not kept_draft.file_of(data, "train").exists()
+        await type_into(pilot, screen, "sae.k", "24")
+        await type_into(pilot, screen, "train.lr", "fast")
+        await reviewed(pilot, screen, "train.lr")
+        # It is not asked to end.
+    left = kept_draft.file_of(data, "train")
+    assert left.stat().st_mode & 0o777 == 0o600
+    async with (app := make_app(4)).run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert any("The draft that was left is back" in one.message for one in app._notifications)
+        assert [screen.query_one(f"#row-{one}", KnobRow).text for one in ("sae-k", "train-lr")] == ["24", "auto"]
+    assert left.exists()
+    async with (app := make_app(4)).run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        screen.form.fill(job_form.default_preset())
+        await wait_until(pilot, lambda: not left.exists())
+        await type_into(pilot, screen, "sae.k", "8")
+        await wait_until(pilot, left.exists)
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: not isinstance(app.screen, LaunchScreen))
+        await wait_until(pilot, lambda: not left.exists())
 
 
 async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, data) -> None:

@@ -30,9 +30,12 @@ def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> No
         stream.write(_encoded(content))
 
 
-def write_own(path: Path, content: bytes | str) -> None:
-    """Write a file in one step whose content is acted on with its writer's rights: a sharing group may only read it."""
-    with replacing(path, file_mode(path.parent) & ~0o020) as stream:
+def write_own(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write a file in one step whose content is acted on with its writer's rights: a sharing group may only read it.
+
+    One that is not `durable` may be lost with the machine's power, and is written without waiting for the disk.
+    """
+    with replacing(path, file_mode(path.parent) & ~0o020, durable=durable) as stream:
         stream.write(_encoded(content))
 
 

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs.launch import kept_draft
+from sae_tui.jobs.launch.job_form import Draft, read_job_table
+from trainer.contract.paths import DataDir
+
+VALUES = {"data.path": "data/sample", "sae.k": 7}
+
+
+def test_each_kind_of_job_has_a_draft_of_what_is_right_in_it(tmp_path: Path) -> None:
+    data = DataDir(tmp_path / "not made yet")
+    kept_draft.keep(data, Draft(VALUES, {"train.lr": "must be a number"}, [0, 2]))
+    assert kept_draft.kept(data, "extract") is None
+    left = kept_draft.kept(data, "train")
+    assert left is not None
+    table = read_job_table(left)
+    assert (table["sae"]["k"], table["launch"]["gpus"], table["train"]["lr"]) == (7, [0, 2], "auto")
+    kept_draft.drop(data, "train")
+    kept_draft.drop(data, "train")
+    assert kept_draft.kept(data, "train") is None
+
+
+@pytest.mark.parametrize("text", ["sae = 3", "not TOML", "[sae]\nk = -1\n"])
+def test_a_draft_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
+    data = DataDir(tmp_path)
+    kept_draft.file_of(data, "train").write_text(text)
+    assert kept_draft.kept(data, "train") is None
+
+
+def test_a_draft_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    kept_draft.keep(DataDir(tmp_path / "file"), Draft(VALUES, {}, "auto"))
+    kept_draft.drop(DataDir(tmp_path / "file"), "train")
