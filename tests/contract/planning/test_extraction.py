@@ -110,6 +110,23 @@ def test_a_hook_beyond_the_last_block_and_a_missing_file_are_told_before_anythin
     assert str(problem) == "model.path: there is nothing at nofile.gguf"
 
 
+def test_what_is_no_model_no_text_and_no_folder_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (other := tmp_path / "weights.zip").write_bytes(b"")
+    told = [str(problem) for problem in check(extraction_job(tmp_path, other, other), machine(tmp_path, 70))]
+    assert told == [
+        f"text.path: {other} must end in .txt, .md, .rst, .jsonl, .json, .parquet",
+        f"model.path: {tmp_path} has no config.json; give the folder of a model, or its .gguf file",
+        f"extract.output: {other} is not a folder; choose another",
+    ]
+    told = [
+        str(problem) for problem in check(extraction_job(other, tmp_path, tmp_path / "rows"), machine(tmp_path, 70))
+    ]
+    assert told == [
+        f"model.path: {other} is neither a folder nor a .gguf file; give that of a model",
+        f"extract.output: {tmp_path}/rows is in text.path, all files of which are read; choose another",
+    ]
+
+
 def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: ExtractJob, tmp_path: Path) -> None:
     whole = on(job, "auto:3")
     spread = msgspec.structs.replace(whole, model=msgspec.structs.replace(whole.model, spread=True))
