@@ -19,7 +19,7 @@ from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
-from trainer.contract.planning.stored_extraction import what_is_there
+from trainer.contract.planning.stored_extraction import check_what_is_there
 from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
 from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
@@ -136,9 +136,7 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     }
     problems += [Problem(setting, lack) for setting, lack in lacks.items() if lack]
     problems += _check_hooks(job)
-    if there := what_is_there(job):
-        problems.append(Problem("extract.output", there, "warning"))
-    return problems + _check_disk(job, outlook)
+    return problems + check_what_is_there(job) + _check_disk(job, outlook)
 
 
 def _check_hooks(job: ExtractJob) -> list[Problem]:
