@@ -129,7 +129,9 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     problems = outlook.problems()
     if not is_installed("transformers"):
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
+    size = model_size(job.model.path, job.model.revision)
     lacks = {
+        "text.context": size and size.lack_of_context(job.text.context),
         "text.path": job.text.path and lack_of_text(job.text.path),
         "model.path": lack_of_model(job.model.path),
         "extract.output": lack_of_output(job),

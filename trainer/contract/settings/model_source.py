@@ -134,7 +134,8 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
             return [Problem("data.text", lack)]
         if self.context <= self.skip_first:
             return [Problem("data.skip_first", f"must be below data.context, {self.context}, not {self.skip_first}")]
-        return []
+        lack = self._size.lack_of_context(self.context) if self._size else ""
+        return [Problem("data.context", lack)] if lack else []
 
     def _check_model(self) -> list[Problem]:
         if lack := lack_of_model(self.model):
