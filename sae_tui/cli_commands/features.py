@@ -7,7 +7,17 @@ from pathlib import Path
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, show_table
-from sae_tui.jobs.features import features_in, features_of_job, in_row, in_words, search, strongest_tokens
+from sae_tui.jobs.evaluation.outcome import NO_TOKENS
+from sae_tui.jobs.features import (
+    features_in,
+    features_of_job,
+    has_features,
+    in_row,
+    in_words,
+    search,
+    strongest_tokens,
+)
+from sae_tui.jobs.output import may_tell_tokens
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
@@ -42,7 +52,9 @@ def _file(context: Context, flags: argparse.Namespace) -> Path:
     if flags.run.isdecimal():
         job_id = int(flags.run)
         with existing(context.data, job_id) as control:
-            control.job(job_id)
+            job = control.job(job_id)
+        if not has_features(context.data, job_id) and not may_tell_tokens(job.config):
+            raise UserError(f"job {job_id}: {NO_TOKENS}")
         files = features_of_job(context.data, job_id)
     else:
         files = features_in(Path(flags.run).expanduser())

@@ -25,10 +25,10 @@ def job_id(shell: Shell) -> int:
     return job_id
 
 
-def record(shell: Shell) -> int:
+def record(shell: Shell, config: str = "") -> int:
     with closing(Control(shell.data.control_db)) as control:
         return control.create_job(
-            Job(name="a", config="", user="ada", host="here", device="cpu", gpu_source="none", created=0.0)
+            Job(name="a", config=config, user="ada", host="here", device="cpu", gpu_source="none", created=0.0)
         )
 
 
@@ -90,10 +90,11 @@ def test_of_a_sweep_one_says_which_sae(shell: Shell, job_id: int, tmp_path: Path
 
 
 def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tmp_path: Path) -> None:
-    other = record(shell)
+    other, made_up = record(shell), record(shell, '[data]\nsource = "synthetic"\n')
     refusals = {
         ("features", 9): "there is no job 9",
         ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
+        ("features", made_up): f"job {made_up}: what its latents fire on is not known, since its data does not tell",
         ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",
         ("features", job_id, 2): "there is no latent 2",
         ("features", job_id, "--search", "cow"): 'no stored context has a token with "cow"',

@@ -74,6 +74,8 @@ def test_a_file_in_the_way_is_told_with_the_way_out(tmp_path: Path) -> None:
         data_dir(tmp_path / "file" / "data").create()
     assert str(caught.value).startswith(f"cannot create the folder {tmp_path / 'file' / 'data'}: ")
     assert str(caught.value).endswith("; choose another with --data-dir")
+    with pytest.raises(UserError, match=r"^extract.output: cannot create the folder .*; choose another$"):
+        private_folder(tmp_path / "file" / "rows", "extract.output")
 
 
 @pytest.mark.parametrize(("made", "found"), [([], False), (["cfg.json"], True), (["k=4/cfg.json", "k=8/x"], True)])

@@ -243,13 +243,14 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
         os.chdir("/")
 
 
-def private_folder(path: Path) -> Path:
+def private_folder(path: Path, setting: str = "") -> Path:
     """Make the folder and every missing parent with mode 0700, or 2770 in a data folder that a group shares.
 
     `mkdir(parents=True)` would leave the parents open. Outside data folders no sharing is inherited: a lab's folders
-    are often its group's, and whoever makes a folder there has not asked to share it.
+    are often its group's, and whoever makes a folder there has not asked to share it. `setting` is what chooses it, if
+    that is not --data-dir.
     """
-    with _explain_failure(path):
+    with _explain_failure(path, setting):
         for folder in (*reversed(path.parents), path):
             if not folder.exists():
                 _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))
@@ -264,13 +265,14 @@ def _make(folder: Path, *, shared: bool) -> None:
 
 
 @contextlib.contextmanager
-def _explain_failure(path: Path) -> Iterator[None]:
+def _explain_failure(path: Path, setting: str = "") -> Iterator[None]:
     """Turn an `OSError` of making this folder into a `UserError` that says what to do."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None
+        place, cure = (f"{setting}: ", "another") if setting else ("", "another with --data-dir")
+        raise UserError(f"{place}cannot create the folder {path}: {reason}; choose {cure}") from None
 
 
 def _is_in_data_folder(folder: Path) -> bool:

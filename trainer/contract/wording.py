@@ -43,9 +43,9 @@ def join_words(words: list[str]) -> str:
 
 
 def plural(count: int, word: str) -> str:
-    """Write a count with its noun: `1 GPU`, `2 GPUs`, `2 CPU processes`."""
+    """Write a count with its noun: `1 GPU`, `2 CPU processes`, `4,000 rows`."""
     ending = "es" if word.endswith("s") else "s"
-    return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
+    return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
 def number(value: float) -> str:

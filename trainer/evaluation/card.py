@@ -53,6 +53,10 @@ def with_latents(card: Card, folder: Path) -> Card:
 def model_card(card: Card) -> str:
     """Write the card as the Markdown of a model card."""
     origin = {name: public_name(value) for name, value in card.origin.items() if value is not None}
+    if card.spliced:
+        card = msgspec.structs.replace(
+            card, spliced=msgspec.structs.replace(card.spliced, text=public_name(card.spliced.text))
+        )
     rows = "\n".join(f"| {title} | {value} |" for title, value in facts(card))
     where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in origin.items())
     return f"""{CARD_TITLE}: {card.title}

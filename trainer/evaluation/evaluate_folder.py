@@ -10,8 +10,11 @@ import torch
 from trainer.activations.base import Source
 from trainer.activations.open_source import open_source
 from trainer.contract.errors import JobFileError, UsageError, UserError
+from trainer.contract.output import complain
 from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.printable import printable_lines
 from trainer.contract.runs.report_card import Card
+from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation.evaluated_job import evaluated_job
@@ -41,6 +44,8 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
         own = source.of_hook(hook)
         sae = read_exported(folder, device)
+        if strange := other_place(sae.metadata, own.meta):
+            complain(f"warning: {printable_lines(strange)}\n")
         yield folder, card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
 
 

@@ -142,7 +142,7 @@ class Extraction:
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
         """Make the output folder this extraction's, before any process writes to it."""
-        locks.enter_context(RunLock(private_folder(self._output)))
+        locks.enter_context(RunLock(private_folder(self._output, "extract.output")))
         state = stored_state(self._job, self._peers.size)
         if not state.n_stored:
             forget_parts(self._job)

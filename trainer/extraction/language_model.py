@@ -20,7 +20,7 @@ from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.language import Model
+from trainer.contract.settings.language import Model, lack_of_model
 from trainer.extraction.hook_points import (
     Blocks,
     drop_blocks_above,
@@ -257,6 +257,8 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
 
     Raise `UserError` saying what to do.
     """
+    if lack := lack_of_model(settings.path):
+        raise UserError(f"model.path: {lack}")
     try:
         import transformers
     except ImportError:

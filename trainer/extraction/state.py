@@ -12,7 +12,7 @@ import msgspec
 from trainer.checkpoints.atomic_folder import not_written
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json, write_json
-from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
+from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity, lack_of_output
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import plural
 from trainer.extraction.shard_writer import ShardFile, Sums, add_sums
@@ -51,10 +51,8 @@ def stored_state(job: ExtractJob, n_ranks: int = 1) -> State:
     That of several processes is the sum of theirs.
     """
     output, asked = Path(job.extract.output), identity(job)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"extract.output: {output} is not a folder; choose another")
-    if job.text.path and output.is_relative_to(job.text.path):
-        raise UsageError(f"extract.output: {output} is in text.path, all files of which are read; choose another")
+    if lack := lack_of_output(job):
+        raise UsageError(f"extract.output: {lack}")
     state = _read(output)
     if state is None:
         _refuse_strangers(job)

@@ -11,11 +11,10 @@ from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
 from trainer.contract.files import open_plain
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.language import Text
+from trainer.contract.settings.language import TEXT_SUFFIXES, Text, lack_of_text
 
 # A text, the messages of a chat, or the ids of tokens.
 Document = str | list[dict[str, Any]] | list[int]
-SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 # What "auto" takes, the first that is there.
 COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
 # Beside ids of tokens: 0 where one only fills a row up.
@@ -45,15 +44,13 @@ def is_data_set(path: str) -> bool:
 
 
 def _files(root: Path) -> list[Path]:
-    if not root.exists():
-        raise UserError(f"text.path: there is nothing at {root}")
+    if lack := lack_of_text(str(root)):
+        raise UserError(f"text.path: {lack}")
     if root.is_file():
-        if root.suffix not in SUFFIXES:
-            raise UserError(f"text.path: {root} must end in {', '.join(SUFFIXES)}")
         return [root]
-    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    files = sorted(file for file in root.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
     if not files:
-        raise UserError(f"text.path: {root} holds no file that ends in {', '.join(SUFFIXES)}")
+        raise UserError(f"text.path: {root} holds no file that ends in {', '.join(TEXT_SUFFIXES)}")
     return files
 
 

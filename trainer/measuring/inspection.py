@@ -129,7 +129,8 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     if facts.constant_dimensions == facts.d_in:
         yield Finding("error", "all rows are the same", "extract them again")
     elif facts.constant_dimensions:
-        sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} are the same in every row"
+        are = "is" if facts.constant_dimensions == 1 else "are"
+        sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} {are} the same in every row"
         yield Finding("warning", sentence, "see that the hook is the one you mean")
     if facts.heavy_dimensions:
         sentence = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share).sentence()

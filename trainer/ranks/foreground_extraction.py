@@ -72,7 +72,7 @@ def _run_ranks(job: ExtractJob, gpus: list[Device], size: int) -> Result:
     if state.is_finished:
         return result_of(job, state, "finished")
     refuse_link(output)
-    paths = RunPaths(private_folder(output / RUN))
+    paths = RunPaths(private_folder(output / RUN, "extract.output"))
     with RunLock(paths.root) as lock:
         # What one that was killed has left.
         for left in paths.root.glob("attempt*"):

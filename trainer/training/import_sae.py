@@ -20,6 +20,7 @@ from trainer.contract.paths import RunPaths, working_folder
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings import catalog
+from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
 from trainer.parallel.base import Parallel
@@ -47,7 +48,7 @@ _ORIGIN = (
 
 
 class Imported(NamedTuple):
-    """What came of an import: the run, its format, the SAE as we call it, and what changes in a further training."""
+    """What came of an import: the run, its format, the SAE as we call it, and what is to be known of it."""
 
     run_dir: Path
     form: str
@@ -71,7 +72,8 @@ def import_sae(folder: Path, run_dir: Path, data: str, overrides: Sequence[str],
     _set_weights(learner, shared)
     facts = origin(source.meta) | {one: shared.metadata[one] for one in _ORIGIN if shared.metadata.get(one) is not None}
     _write(job, run_dir, learner, facts | {"imported_from": name})
-    return Imported(run_dir, name, learner.architecture, _notes(learner))
+    strange = other_place(shared.metadata, source.meta)
+    return Imported(run_dir, name, learner.architecture, [*([strange] if strange else []), *_notes(learner)])
 
 
 def _recognised(folder: Path) -> str:

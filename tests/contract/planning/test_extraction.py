@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.extractions import extraction_job
-from support.tiny_models import D_IN, make_model
+from support.tiny_models import CONTEXT, D_IN, make_model
 
 from trainer.contract.planning.check_job import Machine, MachineGpu, check, outlook_of
 from trainer.contract.planning.extraction import disk_words, outlook_of_extraction
@@ -99,15 +99,34 @@ def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, 
     assert "free; choose fewer" in problems["extract.n_tokens"]
 
 
-def test_a_hook_beyond_the_last_block_and_a_missing_file_are_told_before_anything_runs(
-    job: ExtractJob, tmp_path: Path
-) -> None:
+def test_what_the_files_of_a_model_tell_against_is_told_before_anything_runs(job: ExtractJob, tmp_path: Path) -> None:
     beyond = msgspec.structs.replace(job.model, hooks=[*job.model.hooks, "blocks.66.hook_resid_post"])
     (problem,) = check(msgspec.structs.replace(job, model=beyond), machine(tmp_path, 70))
     assert re.fullmatch(r"model.hooks: resid_post.66: the model has blocks 0 to \d; name one of them", str(problem))
+    longer = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=CONTEXT + 1))
+    (problem,) = check(longer, machine(tmp_path, 70))
+    wanted = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
+    assert str(problem) == wanted
     missing = msgspec.structs.replace(job.model, path="nofile.gguf")
     (problem,) = check(msgspec.structs.replace(job, model=missing), machine(tmp_path, 70))
     assert str(problem) == "model.path: there is nothing at nofile.gguf"
+
+
+def test_what_is_no_model_no_text_and_no_folder_is_told_before_anything_runs(tmp_path: Path) -> None:
+    (other := tmp_path / "weights.zip").write_bytes(b"")
+    told = [str(problem) for problem in check(extraction_job(tmp_path, other, other), machine(tmp_path, 70))]
+    assert told == [
+        f"text.path: {other} must end in .txt, .md, .rst, .jsonl, .json, .parquet",
+        f"model.path: {tmp_path} has no config.json; give the folder of a model, or its .gguf file",
+        f"extract.output: {other} is not a folder; choose another",
+    ]
+    told = [
+        str(problem) for problem in check(extraction_job(other, tmp_path, tmp_path / "rows"), machine(tmp_path, 70))
+    ]
+    assert told == [
+        f"model.path: {other} is neither a folder nor a .gguf file; give that of a model",
+        f"extract.output: {tmp_path}/rows is in text.path, all files of which are read; choose another",
+    ]
 
 
 def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: ExtractJob, tmp_path: Path) -> None:

@@ -50,10 +50,12 @@ def test_a_finished_extraction_is_told_before_another_is_launched_there(make: Ma
     assert [(problem.message, problem.severity) for problem in warnings] == [(told, "warning")]
 
 
-def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: Make) -> None:
+def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: Make, tmp_path: Path) -> None:
     run(make())
     other = make(n_tokens=200)
     assert "of another extract.n_tokens, 300: this one would be refused" in what_is_there(other)
+    refused = [problem for problem in check(other, Machine((), 2, tmp_path)) if problem.path == "extract.output"]
+    assert [(problem.message, problem.severity) for problem in refused] == [(what_is_there(other), "error")]
     with pytest.raises(UsageError, match=r"of another extract\.n_tokens, 300"):
         run(other)
 

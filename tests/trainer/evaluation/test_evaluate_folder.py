@@ -58,6 +58,27 @@ def test_an_sae_alone_is_measured_on_the_rows_that_are_given(alone: str, activat
     assert "3,000 rows" in (Path(alone) / "README.md").read_text()
 
 
+def test_rows_of_another_hook_than_the_saes_are_warned_of(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    def is_of(hook: str) -> None:
+        (activations / "meta.json").write_text(json.dumps({"hook_name": hook}))
+
+    is_of("blocks.3.hook_resid_post")
+    assert make_trainer(make_job()).run()
+    sae = str(shutil.copytree(tmp_path / "sae", tmp_path / "mine"))
+    for hook in ("blocks.3.hook_resid_post", "resid_post.3"):
+        is_of(hook)
+        cards(capsys, sae, "--data", str(activations))
+        assert capsys.readouterr().err == ""
+    is_of("resid_post.4")
+    assert main(["eval", sae, "--data", str(activations), "--device", "cpu"]) == 0
+    wanted = "warning: the SAE says that it is of blocks.3.hook_resid_post, and the rows are of resid_post.4\n"
+    assert capsys.readouterr().err == wanted
+    assert main(["import", sae, "--data", str(activations), "--out", str(tmp_path / "run")]) == 0
+    assert "note: the SAE says that it is of blocks.3.hook_resid_post, and " in capsys.readouterr().out
+
+
 def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
     assert main(["eval", alone]) == 2
     assert "--data: no run beside" in capsys.readouterr().err

@@ -327,7 +327,9 @@ def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(
     assert spliced["ce_with_mean"] is not None
     assert spliced["kl_with_sae"] < spliced["kl_with_zeros"]
     assert not math.isnan(spliced["ce_score"])
-    assert "| CE score |" in (folder / "sae" / "README.md").read_text()
+    model_card = (folder / "sae" / "README.md").read_text()
+    assert "| CE score |" in model_card
+    assert "/" not in next(line for line in model_card.splitlines() if line.startswith("| measured on |"))
     features = Features(folder / "sae" / FEATURES)
     feature = features.feature(features.order()[0])
     assert len(feature.promoted) == len(feature.suppressed) == N_TOKENS

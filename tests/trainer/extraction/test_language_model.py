@@ -95,7 +95,8 @@ def require_refused(sentence: str, folder: Path, *hooks: str, **settings: object
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    require_refused(f'model.path: there is no file "{str(tmp_path / "none")[:30]}', tmp_path / "none")
+    require_refused(f"model.path: there is nothing at {tmp_path / 'none'}", tmp_path / "none")
+    require_refused(f"model.path: {tmp_path} has no config.json; give the folder of a model", tmp_path)
 
 
 def test_a_damaged_file_of_weights_is_refused(copy) -> None:

@@ -55,7 +55,7 @@ def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
     assert facts.scale == pytest.approx(np.sqrt(clean.var(axis=0).sum()), rel=1e-9)
     (told,) = facts.findings
     assert told.severity == "warning"
-    assert told.sentence.startswith("10 of 2000 rows have more than 10 × the median norm")
+    assert told.sentence.startswith("10 of 2,000 rows have more than 10 × the median norm")
     assert "data.max_norm" in told.remedy
     assert inspect_data(tmp_path / "a", max_norm=0).outliers == 0
 
@@ -116,7 +116,7 @@ def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Pat
     assert (facts.constant_dimensions, facts.duplicates) == (2, 100)
     assert facts.gamma > 10
     told = "\n".join(sentences(facts))
-    for part in ("2 dimensions of 32 are the same", "100 of 2000 rows are there more than once", "the mean is"):
+    for part in ("2 dimensions of 32 are the same", "100 of 2,000 rows are there more than once", "the mean is"):
         assert part in told
 
 

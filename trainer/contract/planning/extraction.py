@@ -19,8 +19,9 @@ from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
-from trainer.contract.planning.stored_extraction import what_is_there
-from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.planning.stored_extraction import check_what_is_there
+from trainer.contract.settings.extract import STATE, ExtractJob, lack_of_output
+from trainer.contract.settings.language import lack_of_model, lack_of_text
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.promised import Promise
 from trainer.contract.wording import distinct_sizes, gibibytes
@@ -128,15 +129,16 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     problems = outlook.problems()
     if not is_installed("transformers"):
         problems.append(Problem("model.path", f"reading a language model needs `{install('hf')}`"))
-    if job.text.path and not os.path.exists(job.text.path):
-        problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
-    is_file = os.path.isabs(job.model.path) or job.model.path.endswith(".gguf")
-    if is_file and not os.path.exists(job.model.path):
-        problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
+    size = model_size(job.model.path, job.model.revision)
+    lacks = {
+        "text.context": size and size.lack_of_context(job.text.context),
+        "text.path": job.text.path and lack_of_text(job.text.path),
+        "model.path": lack_of_model(job.model.path),
+        "extract.output": lack_of_output(job),
+    }
+    problems += [Problem(setting, lack) for setting, lack in lacks.items() if lack]
     problems += _check_hooks(job)
-    if there := what_is_there(job):
-        problems.append(Problem("extract.output", there, "warning"))
-    return problems + _check_disk(job, outlook)
+    return problems + check_what_is_there(job) + _check_disk(job, outlook)
 
 
 def _check_hooks(job: ExtractJob) -> list[Problem]:

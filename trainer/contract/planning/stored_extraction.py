@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.errors import Problem
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob, identity
 from trainer.contract.settings.knobs import show
@@ -31,17 +32,29 @@ class _State(msgspec.Struct):
 
 def what_is_there(job: ExtractJob) -> str:
     """Say in a sentence that rows lie in extract.output, and whether this job goes on with them; "" without any."""
+    return _whats_there(job)[0]
+
+
+def check_what_is_there(job: ExtractJob) -> list[Problem]:
+    """Return what is to be known of rows in extract.output: an error where this job would be refused for them."""
+    sentence, is_refused = _whats_there(job)
+    return [Problem("extract.output", sentence, "error" if is_refused else "warning")] if sentence else []
+
+
+def _whats_there(job: ExtractJob) -> tuple[str, bool]:
+    """Return the sentence on what lies in extract.output, and whether this job would be refused for it."""
     output = Path(job.extract.output)
     state = read_json(output / STATE, _State)
     n_rows = _n_rows(output, state) if state else 0
     if state is None or not n_rows:
-        return "" if state else _strangers(job)
+        strangers = "" if state else _strangers(job)
+        return strangers, bool(strangers)
     if changed := [path for path, value in identity(job).items() if state.job.get(path) != value]:
         other = f"{output} holds an extraction of another {changed[0]}, {show(state.job.get(changed[0]))}"
-        return f"{other}: this one would be refused; choose another folder"
+        return f"{other}: this one would be refused; choose another folder", True
     if state.is_finished:
-        return f"{output} holds this extraction, finished with {n_rows:,} rows: nothing is left to do"
-    return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them"
+        return f"{output} holds this extraction, finished with {n_rows:,} rows: nothing is left to do", False
+    return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them", False
 
 
 def _n_rows(output: Path, state: _State) -> int:

@@ -115,6 +115,16 @@ def check_extract(job: ExtractJob) -> list[Problem]:
     return problems
 
 
+def lack_of_output(job: ExtractJob) -> str:
+    """Say why no rows can be written to extract.output; "" where they can, as far as it shows beforehand."""
+    output = Path(job.extract.output)
+    if output.exists() and not output.is_dir():
+        return f"{output} is not a folder; choose another"
+    if job.text.path and output.is_relative_to(job.text.path):
+        return f"{output} is in text.path, all files of which are read; choose another"
+    return ""
+
+
 def _existing(path: str, bases: Sequence[Path]) -> str | None:
     return next((candidate for base in bases if os.path.exists(candidate := _absolute(path, base))), None)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
 from trainer.contract.settings.knobs import about
 
+# How the files of a text end.
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
@@ -63,3 +67,22 @@ class Text(msgspec.Struct, frozen=True):
     split: Split = "train"
     column: Column = "auto"
     context: Context = 256
+
+
+def lack_of_model(path: str) -> str:
+    """Say why no model can be at a place of this disk; "" where there may be one, or `path` is a name on the hub."""
+    if not os.path.exists(path):
+        return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
+    if not os.path.isdir(path):
+        return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
+    has_config = os.path.exists(os.path.join(path, "config.json"))
+    return "" if has_config else f"{path} has no config.json; give the folder of a model, or its .gguf file"
+
+
+def lack_of_text(path: str) -> str:
+    """Say why a path leads to no text; "" where it may. What a folder holds shows when it is read."""
+    if not os.path.exists(path):
+        return f"there is nothing at {path}"
+    if os.path.isfile(path) and Path(path).suffix not in TEXT_SUFFIXES:
+        return f"{path} must end in {', '.join(TEXT_SUFFIXES)}"
+    return ""

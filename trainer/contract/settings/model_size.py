@@ -31,16 +31,27 @@ _BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
 _WIDTHS_PER_TOKEN = 20
 # The share of the speed of large products that a forward pass reaches.
 READING_SPEED = 0.5
+_CONTEXTS = ("max_position_embeddings", "n_positions")
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
 
 
 class ModelSize(msgspec.Struct, frozen=True):
-    """How large a language model is: `width` is that of its residual stream, `stored` the type of its weights."""
+    """How large a language model is: `width` is that of its residual stream, `stored` the type of its weights.
+
+    `longest` is how many tokens it sees at once; 0 where its files do not tell.
+    """
 
     n_parameters: int
     width: int
     n_layers: int
     stored: str = ""
+    longest: int = 0
+
+    def lack_of_context(self, context: int) -> str:
+        """Say what a context of so many tokens must be for the model to see it; "" where it does."""
+        if not 0 < self.longest < context:
+            return ""
+        return f"must be at most {self.longest}, which is what the model sees at once, not {context}"
 
     def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
         """Return the bytes of a number of its weights and activations, where its type is to be `dtype` or "auto"."""
@@ -95,7 +106,8 @@ def _of_folder(folder: Path) -> ModelSize:
         n = sum(math.prod(one["shape"]) for header in headers for name, one in header.items() if name != "__metadata__")
     else:
         n = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) // _BYTES.get(stored, 4)
-    return _checked(ModelSize(n, _first(own, _WIDTHS), _first(own, _LAYERS), stored))
+    longest = next((own[name] for name in _CONTEXTS if isinstance(own.get(name), int)), 0)
+    return _checked(ModelSize(n, _first(own, _WIDTHS), _first(own, _LAYERS), stored, longest))
 
 
 def _of_gguf(file: Path) -> ModelSize:
@@ -104,7 +116,8 @@ def _of_gguf(file: Path) -> ModelSize:
         facts, n_parameters = reader.facts, reader.n_parameters
     architecture = facts["general.architecture"]
     width, n_layers = (facts[f"{architecture}.{name}"] for name in ("embedding_length", "block_count"))
-    return _checked(ModelSize(n_parameters, width, n_layers))
+    longest = facts.get(f"{architecture}.context_length")
+    return _checked(ModelSize(n_parameters, width, n_layers, longest=longest if isinstance(longest, int) else 0))
 
 
 def _checked(size: ModelSize) -> ModelSize:

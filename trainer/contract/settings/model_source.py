@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, ClassVar, Literal
 
 from trainer.contract.errors import JobFileError, Problem
@@ -23,6 +22,8 @@ from trainer.contract.settings.language import (
     Split,
     Subset,
     TextPath,
+    lack_of_model,
+    lack_of_text,
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.settings.sources import DataShape, Held, StreamKnobs
@@ -129,15 +130,16 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
         if (self.text is None) == (self.dataset is None):
             which = "is missing; give this or data.dataset" if self.text is None else "is given, and so is data.dataset"
             return [Problem("data.text", which)]
-        if self.text and not os.path.exists(self.text):
-            return [Problem("data.text", f"there is nothing at {self.text}")]
+        if self.text and (lack := lack_of_text(self.text)):
+            return [Problem("data.text", lack)]
         if self.context <= self.skip_first:
             return [Problem("data.skip_first", f"must be below data.context, {self.context}, not {self.skip_first}")]
-        return []
+        lack = self._size.lack_of_context(self.context) if self._size else ""
+        return [Problem("data.context", lack)] if lack else []
 
     def _check_model(self) -> list[Problem]:
-        if os.path.isabs(self.model) and not os.path.exists(self.model):
-            return [Problem("data.model", f"there is nothing at {self.model}")]
+        if lack := lack_of_model(self.model):
+            return [Problem("data.model", lack)]
         if not is_installed("transformers"):
             return [Problem("data.model", f"reading a language model needs `{install('hf')}`")]
         return []
