@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after, describe_unfinished, refuse_circle
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, describe_state, stands
@@ -21,6 +22,8 @@ from trainer.contract.store.states import JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
+# What is said of a job that is asked for something.
+Words = Callable[[Job], str]
 
 
 def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
@@ -111,7 +114,7 @@ def stop(data: DataDir, job_id: int) -> str:
         job_id,
         "stop",
         queued=_stop_message,
-        running="saves a checkpoint and stops at its next step",
+        running=_of_kind("saves a checkpoint and stops at its next step", "stops; its whole shards stay"),
     )
 
 
@@ -122,7 +125,7 @@ def kill(data: DataDir, job_id: int) -> str:
         job_id,
         "kill",
         queued=_stop_message,
-        running="is ended within 5 s, saved or not",
+        running=_of_kind("is ended within 5 s, saved or not", "is ended within 5 s; its whole shards stay"),
     )
 
 
@@ -133,7 +136,10 @@ def pause(data: DataDir, job_id: int) -> str:
         job_id,
         "pause",
         queued=_pause_message,
-        running="saves a checkpoint at its next step and is paused, its GPUs free for others",
+        running=_of_kind(
+            "saves a checkpoint at its next step and is paused, its GPUs free for others",
+            "is paused, its GPUs free for others; its whole shards stay",
+        ),
     )
 
 
@@ -180,7 +186,11 @@ def _pause_message(job: Job) -> str:
     return f"is {word} already" if job.held else f"is {word} until it is released"
 
 
-def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job], str], running: str) -> str:
+def _of_kind(training: str, extraction: str) -> Words:
+    return lambda job: extraction if extracts(job.config) else training
+
+
+def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, running: Words) -> str:
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if job.state.is_final:
@@ -188,4 +198,4 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job
         if kind == "pause" and control.open_requests(job_id) & {"stop", "kill"}:
             return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
         control.request(job_id, kind)
-        return f"job {job_id} {queued(job) if job.state == JobState.QUEUED else running}"
+        return f"job {job_id} {(queued if job.state == JobState.QUEUED else running)(job)}"

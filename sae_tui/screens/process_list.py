@@ -163,7 +163,7 @@ class ProcessList(Filtered):
             return
         offered = [(number.name.removeprefix("SIG"), words) for number, words in SIGNALS.items()]
         if entry.job:
-            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves a checkpoint first"))
+            offered.insert(0, (_JOB, f"stop job {entry.job.id}, which saves what it has first"))
         if entry.n_below:
             offered = offered[:1]
         self.app.push_screen(Find(f"What is to be done to {_name(entry)}?", offered), partial(self._confirm, entry))

@@ -119,3 +119,17 @@ def test_a_job_may_come_after_one_whose_own_predecessor_was_deleted(box):
     box.control.forget(first)
     edit(box, edits.come_after, third, [second])
     assert box.job(third).after == (second,)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        (edits.stop, "job 1 stops; its whole shards stay"),
+        (edits.pause, "job 1 is paused, its GPUs free for others; its whole shards stay"),
+        (edits.kill, "job 1 is ended within 5 s; its whole shards stay"),
+    ],
+)
+def test_an_extraction_is_promised_no_checkpoint(box, what, said):
+    job_id = box.record(state=JobState.RUNNING, config='kind = "extract"')
+    box.data.run(job_id).create()
+    assert what(box.data, job_id) == said
