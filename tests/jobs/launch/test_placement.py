@@ -299,6 +299,7 @@ def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
         ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
+        ([0, 1], [choice(0), SLICE], "GPU 1 is a slice of a card, and NCCL cannot connect slices"),
         ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
     ],
 )
