@@ -12,10 +12,12 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.environment import look
 from trainer.contract.errors import UserError
-from trainer.contract.extras import missing_of_trainer
+from trainer.contract.extras import judged_by, missing_of_trainer
 from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.planning.torch_build import vendor_of_build
 from trainer.contract.wording import plural
 
 SUBJECT = "self-test"
@@ -45,9 +47,12 @@ def check_training(box: Box) -> Iterator[Finding]:
         yield _finding(box, {}, "cpu")
         return
     usable = choices(box.gpus.samples, Occupancy(box.data).holders())
-    idle = [choice for choice in usable if choice.uuid and choice.state == "available"]
+    vendors = list(dict.fromkeys(choice.vendor for choice in usable))
+    suited = _vendor_of_torch(box, vendors) if len(vendors) > 1 else next(iter(vendors), "")
+    idle = [one for one in usable if one.uuid and one.state == "available" and one.vendor == suited]
     if not idle:
-        yield Finding("note", SUBJECT, "not run, for no GPU is idle", "repeat it when one is")
+        of_vendor = f" of {VENDORS[suited].words}" if suited else ""
+        yield Finding("note", SUBJECT, f"not run, for no GPU{of_vendor} is idle", "repeat it when one is")
         return
     with _kept(box, idle[0]) as why:
         if why:
@@ -55,6 +60,12 @@ def check_training(box: Box) -> Iterator[Finding]:
             return
         vendor = VENDORS[idle[0].vendor or box.gpus.source_name]
         yield _finding(box, vendor.pin([idle[0].uuid]), "auto:1")
+
+
+def _vendor_of_torch(box: Box, vendors: list[str]) -> str:
+    """Return which of several vendors' cards the PyTorch of the Python that trains can use."""
+    with judged_by(look(box.python).packages if box.python else None):
+        return vendor_of_build(vendors)
 
 
 @contextlib.contextmanager

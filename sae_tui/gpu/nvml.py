@@ -213,13 +213,13 @@ class _Card:
         energy = self._energy() if processes and is_quick else None
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            # Memory counts once, for its slices.
+            # Memory and processes, which the driver also lists of the card, count once, for its slices.
             **_sizes(None if is_split and self._has_slices else memory),
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "energy_j": None if energy is None else energy / 1000,
-            "processes": self._processes() if processes else None,
+            "processes": (() if is_split and self._has_slices else self._processes()) if processes else None,
             "condition": self._details.condition(self._handle) if processes and is_quick else None,
             "unusable": "" if not is_split else faults.SPLIT if self._has_slices else faults.UNCUT,
         }

@@ -15,7 +15,8 @@ NO_LIBRARY = 12
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
-UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
+# Slices are looked for once.
+UNCUT = "MIG is on, but it had no slices; `nvidia-smi mig -cgi` makes some, which are seen once sae-tui starts again"
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",

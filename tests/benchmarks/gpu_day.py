@@ -27,13 +27,18 @@ from support.fake_gpu import job_of
 from support.roofline import modelled
 from support.step_ops import recorded_step
 
+from trainer.contract.planning.gpu_vendors import is_slice
+
 HERE = Path(__file__).parent
 TRAINER, APP = [sys.executable, "-m", "trainer"], [sys.executable, "-m", "sae_tui"]
 # As in gpu_step.py, and something for a CPU.
 SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096)}
 TINY = {"C": (64, 512, 8, 256)}
 ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
-MODES = ("ddp", "tensor")
+# With what beside its name each parallel mode is asked for, and how many cards it takes at least.
+MODES = {"ddp": ([], 2), "tensor": ([], 2), "hybrid": (["--set", "parallel.latent_ranks=2"], 4)}
+# Of all parts of one card, and of those that only several cards have: what is not done by then is wrong.
+LIMIT_S = {False: 480.0, True: 300.0}
 
 
 class Part(NamedTuple):
@@ -43,6 +48,7 @@ class Part(NamedTuple):
     argv: list[str]
     limit_s: float
     file: Path | None = None
+    of_several: bool = False
 
 
 class Ran(NamedTuple):
@@ -61,11 +67,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts whose names begin so")
     options = parser.parse_args()
     report: dict[str, Any] = {}
+    left_s = dict(LIMIT_S)
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as folder:
         for part in parts(options.gpus, Path(folder)):
             if options.only and not part.name.startswith(tuple(options.only)):
                 continue
-            ran = run(part)
+            ran = run(part._replace(limit_s=min(part.limit_s, max(0.0, left_s[part.of_several]))))
+            left_s[part.of_several] -= ran.seconds
             report[part.name] = ran._asdict()
             print(
                 f"{'ok   ' if ran.ok else 'WRONG'} {part.name:28} {ran.seconds:6.1f} s  {summary(part, ran)}",
@@ -86,10 +94,11 @@ def parts(gpus: str, folder: Path) -> Iterator[Part]:
             yield Part(f"step {shape} {architecture}", [*TRAINER, *bench(architecture, sizes, gpus)], 60)
     n_cards = 0 if on_cpu else count_cards()
     if n_cards > 1:
-        yield Part("bus", [*TRAINER, "probe", "--json"], 60)
-        for mode in MODES:
-            argv = bench("topk", SHAPES["B"], f"auto:{n_cards}")
-            yield Part(f"step B topk {mode}", [*TRAINER, *argv, "--set", f"parallel.mode={mode}"], 90)
+        yield Part("bus", [*TRAINER, "probe", "--json"], 60, of_several=True)
+        for mode, (settings, least) in MODES.items():
+            if n_cards >= least and (not settings or n_cards % 2 == 0):
+                argv = [*bench("topk", SHAPES["B"], f"auto:{n_cards}"), "--set", f"parallel.mode={mode}", *settings]
+                yield Part(f"step B topk {mode}", [*TRAINER, *argv], 90, of_several=True)
     yield Part("driver", [*APP, "gpus", "--json"], 30)
     data = ["--data-dir", str(folder / "data")]
     name = "cpu" if on_cpu else gpus
@@ -112,8 +121,10 @@ def bench(architecture: str, sizes: tuple[int, int, int, int], gpus: str) -> lis
 
 
 def count_cards() -> int:
+    """Count the whole cards that can be used; slices of a card are never connected."""
     listed = subprocess.run([*APP, "gpus", "--json"], capture_output=True, text=True, timeout=30)
-    return len(json.loads(listed.stdout)) if listed.returncode == 0 else 0
+    cards = json.loads(listed.stdout) if listed.returncode == 0 else []
+    return sum(card["healthy"] and not is_slice(card["uuid"]) for card in cards)
 
 
 def sample_job(folder: Path, n_steps: int) -> Path:
@@ -142,7 +153,7 @@ def run(part: Part) -> Ran:
     try:
         done = subprocess.run(part.argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=part.limit_s)
     except subprocess.TimeoutExpired:
-        return Ran(False, time.monotonic() - began, None, f"no end within {part.limit_s:g} s")
+        return Ran(False, time.monotonic() - began, None, f"no end within {part.limit_s:.0f} s")
     text = part.file.read_text() if part.file and part.file.exists() else done.stdout
     return Ran(done.returncode == 0, time.monotonic() - began, answer_in(text), done.stderr[-2000:])
 

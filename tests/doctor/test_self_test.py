@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from support.cards import Cards
 
 from sae_tui.doctor.self_test import check_training
+from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
+from trainer.contract.planning import torch_build
 
 FOUND = {"device": "NVIDIA H100", "ok": True, "checks": 214, "failed": [], "seconds": 118.4}
 
@@ -22,7 +25,8 @@ def tested(sandbox, tmp_path, monkeypatch):
 
     def box(source, **found):
         code = f"""import os, sys
-open({str(tmp_path / "asked")!r}, 'w').write(' '.join([*sys.argv[1:], os.environ.get('CUDA_VISIBLE_DEVICES', '-')]))
+visible = [os.environ.get(name, '-') for name in ('CUDA_VISIBLE_DEVICES', 'ROCR_VISIBLE_DEVICES')]
+open({str(tmp_path / "asked")!r}, 'w').write(' '.join([*sys.argv[1:], *visible]))
 print({json.dumps(FOUND | found)!r})
 """
         (package / "__main__.py").write_text(code)
@@ -34,7 +38,7 @@ print({json.dumps(FOUND | found)!r})
 def test_an_idle_gpu_is_tested_and_found_right(tested, tmp_path) -> None:
     (finding,) = check_training(tested(Cards(3)))
     assert (finding.level, finding.sentence) == ("ok", "this box trains right: 214 checks in 118 s on NVIDIA H100")
-    assert (tmp_path / "asked").read_text() == "self-test --gpus auto:1 --json GPU-0"
+    assert (tmp_path / "asked").read_text() == "self-test --gpus auto:1 --json GPU-0 -"
 
 
 def test_what_is_wrong_is_named(tested) -> None:
@@ -58,7 +62,43 @@ def test_a_gpu_that_a_job_takes_is_left_alone(tested, tmp_path) -> None:
     assert not (tmp_path / "asked").exists()
 
 
+class Mixed(Cards):
+    """A card of NVIDIA and one of AMD, as a source of several vendors tells of them."""
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        return replace(super().sample(index, processes=processes), vendor=("nvml", "amdsmi")[index])
+
+
+@pytest.mark.parametrize(
+    ("runtime", "pinned"), [("cuda", ["GPU-0", "-"]), ("hip", ["-", "GPU-1"]), ("", ["GPU-0", "-"])]
+)
+def test_of_cards_of_two_vendors_one_is_tested_that_torch_can_use(
+    runtime, pinned, tested, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch_build, "installed_build", lambda: torch_build.Build("2.11", runtime))
+    (finding,) = check_training(tested(Mixed(2)))
+    assert finding.level == "ok"
+    assert (tmp_path / "asked").read_text().split()[-2:] == pinned
+
+
+def test_no_card_of_another_vendor_is_tested_where_torchs_are_in_use(tested, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch_build, "installed_build", lambda: torch_build.Build("2.11", "hip"))
+    box = tested(Mixed(2))
+    box.data.create()
+    locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), ["GPU-1"])
+    assert locks.take()
+    (finding,) = check_training(box)
+    locks.release()
+    assert finding.level == "note"
+    assert not (tmp_path / "asked").exists()
+
+
+def test_where_every_card_is_hidden_none_is_tested(tested) -> None:
+    (finding,) = check_training(tested(Cards(0)))
+    assert (finding.level, finding.sentence) == ("note", "not run, for no GPU is idle")
+
+
 def test_without_real_gpus_it_is_the_cpu_that_is_tested(tested, tmp_path) -> None:
     (finding,) = check_training(tested(Simulated(), device="CPU"))
     assert finding.level == "ok"
-    assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json -"
+    assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"

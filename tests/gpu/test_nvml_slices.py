@@ -44,8 +44,10 @@ def test_what_is_measured_of_a_whole_card_is_not_told_of_its_slices(read_all: Re
 
 def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
-    _, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
+    split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))
     assert [[one["pid"] for one in each["processes"]] for each in slices] == [[pids[0]], [pids[1]]]
+    # Not once more with the card, of which the driver lists all of them.
+    assert split["processes"] == []
 
 
 def test_a_card_that_hangs_keeps_neither_others_nor_their_slices_from_being_read(on_nvml: Run) -> None:
@@ -104,5 +106,5 @@ sample = nvml.sample(0, processes=True)
 print(json.dumps([n, sample.unusable, sample.memory_total_bytes]))
 """
     n, unusable, total = on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="")
-    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it has no slices")
+    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it had no slices")
     assert total is not None

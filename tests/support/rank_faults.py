@@ -10,11 +10,14 @@ import re
 import resource
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints import checkpoint
-from trainer.parallel import calibrate, rebalancer
+from trainer.contract.errors import UserError
+from trainer.parallel import calibrate, process_group, rebalancer
+from trainer.ranks import rank as rank_module
 from trainer.training import loop
 
 
@@ -86,3 +89,15 @@ def die_in_save(step: int, rank: int) -> None:
 def share_anew_soon(rank: int) -> None:
     """Have the rank judge shares by three log intervals, however short they are."""
     rebalancer.PATIENCE_S = 0.0
+
+
+def end_with_patience(rank: int) -> None:
+    """Let a rank, whose patience is 5,000 s for each of all ranks, end where it would be connected, and tell of it."""
+
+    def join(*_: object, patience: timedelta, **__: object) -> None:
+        raise UserError(f"the others wait {patience.total_seconds():.0f} s")
+
+    of_rank: Any = rank_module
+    connecting: Any = process_group
+    of_rank.patience_s = lambda job, world_size: 5000.0 * world_size
+    connecting.join = join

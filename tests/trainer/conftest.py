@@ -117,18 +117,18 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """Return a function that makes a trainer of one rank in this process."""
+    """Return a function that makes a trainer in this process, of one rank unless it is told others."""
 
     def make(job: JobConfig, progress: Progress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
             "stop": threading.Event(),
             "checkpoints": tmp_path / "checkpoints",
             "output": tmp_path / "sae",
+            "parallel": Parallel(torch.device("cpu")),
         }
         return Trainer(
             job,
             source=open_source(job),
-            parallel=Parallel(torch.device("cpu")),
             progress=progress or Progress(),
             **(arguments | options),
         )

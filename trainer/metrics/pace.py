@@ -15,6 +15,7 @@ from trainer.runtime.device_queue import Stopwatch, stopwatch
 
 if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
+    from trainer.parallel.waiting import Waits
 
 # Long against one step, short against the time in which a user expects to see that a run has become slower.
 WINDOW_S = 5.0
@@ -50,7 +51,7 @@ class Span(NamedTuple):
     n_tokens: int
     n_steps: int
     data_s: float
-    ranks_s: float
+    of_ranks: Waits
     on_core_s: float
 
 
@@ -64,7 +65,7 @@ class Pace:
 
     def begin(self, waited_for_data_s: float) -> None:
         """Start the clocks; called as the first step of an interval starts."""
-        self._parallel.waited_s()
+        self._parallel.take_waits()
         self._watch, self._waited_before = stopwatch(self._parallel.device), waited_for_data_s
         self._on_core_before = time.thread_time()
 
@@ -73,19 +74,19 @@ class Pace:
         self._watch.stop()
         on_core_s = time.thread_time() - self._on_core_before
         data_s = waited_for_data_s - self._waited_before
-        return Span(self._watch, n_tokens, n_steps, data_s, self._parallel.waited_s(), on_core_s)
+        return Span(self._watch, n_tokens, n_steps, data_s, self._parallel.take_waits(), on_core_s)
 
     def sums(self, span: Span) -> dict[str, Tensor]:
-        """Return this rank's part of all ranks' pace in a span, to be added over them; wait until it is over."""
+        """Return this rank's part of all ranks' pace in a span, on the CPU, to be added over them; wait for its end."""
         n_tokens, n_steps, data_s, seconds = span.n_tokens, span.n_steps, span.data_s, span.watch.seconds()
-        own_s = max(seconds - span.ranks_s, LEAST_BUSY * seconds)
+        own_s = max(seconds - span.of_ranks.seconds(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
         # Ranks that share latents, or have other SAEs, have the same tokens.
         with_same = self._parallel.world_size / self._parallel.data.size
         total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
         return {
-            "pace": torch.tensor(total, dtype=torch.float64, device=self._parallel.meeting_place),
+            "pace": torch.tensor(total, dtype=torch.float64),
             "rank_tokens_per_s": slot(self._own.add(n_tokens, own_s)),
             "step_ms": slot(1000 * seconds / n_steps),
             "busy_ms": slot(1000 * busy_s / n_steps),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from trainer.parallel.group import Group, split_by
 from trainer.parallel.shares import Shares, even
 from trainer.parallel.stop_flags import Wishes, wishes_reader
 from trainer.parallel.totals import Totals
-from trainer.parallel.waiting import Waiting
+from trainer.parallel.waiting import HostWaits, Waiting, Waits
 
 
 class StepSums(NamedTuple):
@@ -76,11 +76,6 @@ class Parallel:
         return self.world_size == 1
 
     @property
-    def meeting_place(self) -> torch.device:
-        """Where the host's own figures are added over ranks: alone it need not send them to a GPU and wait for them."""
-        return torch.device("cpu") if self.world_size == 1 else self.device
-
-    @property
     def peers(self) -> Group:
         """The ranks that learn the same SAEs."""
         return Group() if self.learns_alone else self.world
@@ -137,7 +132,11 @@ class Parallel:
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Add vectors over a group in a single exchange and return them on the CPU."""
-        return Totals(parts, group).read()
+        return self.totals(parts, group).read()
+
+    def totals(self, parts: Mapping[str, Tensor], group: Group) -> Totals:
+        """Begin to add vectors, all on the device or all on the CPU, over a group in a single exchange."""
+        return Totals(parts, group, self.device)
 
     def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values that all ranks have, by the label of an SAE, where each rank knows only its own SAEs.
@@ -151,14 +150,14 @@ class Parallel:
         return tensors
 
     def slot(self, value: float) -> Tensor:
-        """Return a vector [world_size] that is `value` at this rank and 0 elsewhere.
+        """Return a vector [world_size] on the CPU that is `value` at this rank and 0 elsewhere.
 
         Its sum over the ranks holds the value of every rank.
         """
-        values = torch.zeros(self.world_size, dtype=torch.float64, device=self.meeting_place)
+        values = torch.zeros(self.world_size, dtype=torch.float64)
         values[self.rank] = value
         return values
 
-    def waited_s(self) -> float:
-        """Return the seconds this process spent waiting for other ranks since the last call."""
-        return self._waiting.take_s() if self._waiting else 0.0
+    def take_waits(self) -> Waits:
+        """Return how long this process has waited for other ranks since the last call, to be read later."""
+        return self._waiting.take() if self._waiting else HostWaits()

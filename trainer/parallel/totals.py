@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.group import Group
-from trainer.runtime.device_queue import HostCopy
+from trainer.runtime.device_queue import HostCopy, queued_copy
 
 
 class Totals:
-    """Vectors added over a group in a single exchange, float64, on their way to the host."""
+    """Vectors added over a group in a single exchange, float64, on their way to the host.
 
-    def __init__(self, parts: Mapping[str, Tensor], group: Group) -> None:
+    They are all on one device; where that is not the one by which the group exchanges, this is `by`.
+    """
+
+    def __init__(self, parts: Mapping[str, Tensor], group: Group, by: torch.device | None = None) -> None:
         self._sizes = {name: len(part) for name, part in parts.items()}
         packed = torch.cat([part.double() for part in parts.values()]) if parts else torch.zeros(0)
+        if by is not None and group.size > 1:
+            packed = queued_copy(packed, by)
         group.sum_(packed)
         self._copy = HostCopy(packed)
 

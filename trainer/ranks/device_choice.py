@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from trainer.contract.output import complain
 from trainer.contract.paths import data_dir
 from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_devices
 from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.gpu_vendors import is_slice, refusal_of_slices
 from trainer.contract.planning.hardware import CPU, read_box, slowest
 from trainer.contract.printable import printable
 from trainer.contract.runs.model_gpus import with_model_placed
@@ -48,8 +49,10 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
     """Return the GPUs to run on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
-    by_index = {gpu.index: gpu for gpu in gpus}
-    indices = chosen_indices(job) or list(by_index)[: wanted_devices(job)]
+    by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
+    # Of several, none is a slice of a card.
+    any_will_do = [gpu.index for gpu in gpus if count == 1 or not is_slice(gpu.uuid)]
+    indices = chosen_indices(job) or any_will_do[:count]
     return [by_index[index] for index in indices] if gpus else []
 
 
@@ -95,7 +98,15 @@ def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
             raise UsageError(f'--gpus: there is no GPU here for "{asked}"; use cpu or cpu:2')
         return int(count or 1), ()
     uuids = {str(gpu.index): gpu.uuid for gpu in gpus}
-    wanted = list(uuids)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
+    wanted = _any_of(uuids, int(count) if count.isdecimal() else None) if word == "auto" else asked.split(",")
     if unknown := [index for index in wanted if index not in uuids]:
         raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(uuids)}")
+    if refusal := refusal_of_slices([(int(index), is_slice(uuids[index])) for index in wanted]):
+        raise UsageError(f"--gpus: {refusal}")
     return len(wanted), tuple(uuids[index] for index in wanted)
+
+
+def _any_of(uuids: Mapping[str, str], count: int | None) -> list[str]:
+    """Return the indices of so many GPUs, or all: whole ones, or where there is none, or one is wanted, a slice."""
+    whole = [index for index, uuid in uuids.items() if not is_slice(uuid)]
+    return (whole or list(uuids)[:1])[:count] if count != 1 else list(uuids)[:1]

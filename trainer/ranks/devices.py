@@ -17,7 +17,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import MachineGpu
-from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, is_slice, vendors_here
 from trainer.contract.planning.torch_build import vendor_of_build
 
 MOST_CARDS = 64
@@ -34,7 +34,7 @@ class Device(msgspec.Struct, frozen=True):
     @property
     def as_machine_gpu(self) -> MachineGpu:
         """The GPU for the checks of a job; how much of its memory others use is not known here."""
-        return MachineGpu(self.index, self.name, self.memory_bytes)
+        return MachineGpu(self.index, self.name, self.memory_bytes, is_slice=is_slice(self.uuid))
 
 
 def torch_vendor() -> str:

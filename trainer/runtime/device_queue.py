@@ -28,6 +28,14 @@ class HostCopy:
         return self._values.cpu()
 
 
+def queued_copy(values: Tensor, device: torch.device) -> Tensor:
+    """Return values of the host on a device; a GPU gets them once it is there, and nobody waits for that."""
+    if device.type == "cuda" and values.device.type == "cpu":
+        # From other memory a copy begins only when all that was queued before is done, and the host waits for it.
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
 class Stopwatch(Protocol):
     """Measures a stretch of a device's work from where it was made on."""
 

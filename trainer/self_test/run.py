@@ -20,7 +20,7 @@ from trainer.self_test.products import check_products, check_selections
 
 Part = Callable[[torch.device], Iterator[Check]]
 _QUICK: tuple[Part, ...] = (check_products, check_selections, check_waits, check_feeding)
-# Meant to take two minutes of a GPU; the full one six.
+# Meant to take two minutes of a GPU; the full one not five, after which the benchmark of a GPU's day ends it.
 SHORT: tuple[Part, ...] = (
     *_QUICK,
     partial(check_recording, n_steps=24),

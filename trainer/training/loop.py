@@ -48,11 +48,13 @@ _OUTLIERS = "outliers"
 
 
 class EndedInterval(NamedTuple):
-    """A log interval whose last step is queued: where it began and ended, its pace, sums and states of all learners."""
+    """A log interval whose last step is queued: where it began and ended, its pace, how the work was shared, sums and
+    states of all learners."""
 
     since: Position
     at: Position
     span: Span
+    shares: Shares
     totals: Totals
     states: Totals
 
@@ -120,9 +122,11 @@ class Trainer:
         self._tell_of_data()
         self._logged = self._evaluated = self.position
         self._ended: EndedInterval | None = None
-        # The GPU of a lone rank has its next step queued while the host reads of the last; ranks exchange what they
-        # read, for which all of them wait anyway.
-        self._reads_late = parallel.world_size == 1 and self._device.type == "cuda"
+        # Another one, with the ranks' paces on their way to the host.
+        self._timed: tuple[EndedInterval, Totals] | None = None
+        # A GPU has its next step queued while the host reads of the last. Ranks with SAEs of their own tell each other
+        # what they have read, for which all of them wait anyway.
+        self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
         self._first_step = self.position.step
         self._stopping = False
         for label, learner in self.learners.items():
@@ -134,12 +138,12 @@ class Trainer:
         try:
             while not self._is_over():
                 self._train_step()
-                self._record_interval()
+                self._follow_intervals()
                 self._resample()
                 if self._is_due(self._train.log_every) or self._is_save_due():
                     self._end_interval()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
-                    self._record_interval()
+                    self._record_intervals()
                     self._evaluate()
                 if self._is_save_due():
                     self._beat("saving")
@@ -150,10 +154,10 @@ class Trainer:
                     self._beat("training")
         except BaseException:
             self._batches.abandon()
-            if self._reads_late:
-                # The last steps before a failure tell the most of it.
+            if self._reads_late and self._parallel.world_size == 1:
+                # The last steps before a failure tell the most of it. Other ranks may be gone, or not know of it.
                 with contextlib.suppress(Exception):
-                    self._record_interval()
+                    self._record_intervals()
             raise
         self._batches.close()
         try:
@@ -235,6 +239,11 @@ class Trainer:
     def _open_batches(self) -> Batches:
         return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self.outliers)
 
+    def _reopen_batches(self) -> None:
+        """Go on with the batches that are this rank's now."""
+        self._batches.close()
+        self._batches = self._open_batches()
+
     # a step
 
     def _train_step(self) -> None:
@@ -272,7 +281,7 @@ class Trainer:
         return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _end_interval(self) -> None:
-        """End the log interval at this step; record it, or where the host reads late leave that to the next step."""
+        """End the log interval at this step; record it, or where the host reads late leave that to the next steps."""
         if not self._reads_late:
             # The clock is read when the steps are done, not when they are queued.
             synchronise(self._device)
@@ -287,20 +296,50 @@ class Trainer:
             self._logged,
             self.position,
             span,
-            totals=Totals(parts, self._parallel.data),
+            self._parallel.shares,
+            totals=self._parallel.totals(parts, self._parallel.data),
             states=Totals(states, Group()),
         )
         self._logged = self.position
         if not self._reads_late:
-            self._record_interval()
+            self._record_intervals()
+        # Between intervals, so that none is of two ways to share the work.
+        if self._wanted_shares and len(self._wanted_shares.latents) == 1:
+            self._adopt(self._wanted_shares)
+            self._reopen_batches()
 
-    def _record_interval(self) -> None:
-        """Add up the log interval that has ended, if one has, over ranks and record it."""
-        if self._ended is None:
-            return
-        ended, self._ended = self._ended, None
+    def _follow_intervals(self) -> None:
+        """Read what is there of the log intervals that have ended, while the device is at a step that was queued since.
+
+        What the host measures is there a step after an interval, and its sum over ranks one more.
+        """
+        self._record_timed()
+        self._add_up_paces()
+        if self._parallel.world_size == 1:
+            self._record_timed()
+
+    def _record_intervals(self) -> None:
+        """Record the log intervals that have ended and are not recorded yet; wait for what they need."""
+        self._record_timed()
+        self._add_up_paces()
+        self._record_timed()
+
+    def _add_up_paces(self) -> None:
+        """Begin to add the paces of the log interval that has ended, if one has, over ranks."""
+        if self._ended:
+            ended, self._ended = self._ended, None
+            paces = self._parallel.totals(self._pace.sums(ended.span), self._parallel.world)
+            self._timed = ended, paces
+
+    def _record_timed(self) -> None:
+        """Record the log interval whose paces are being added up, if there is one."""
+        if self._timed:
+            (ended, paces), self._timed = self._timed, None
+            self._record(ended, paces.read())
+
+    def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
+        """Record a log interval with the `paces` of all ranks."""
         totals, states = ended.totals.read(), ended.states.read()
-        paces = self._parallel.sum_parts(self._pace.sums(ended.span), self._parallel.world)
         values: dict[str, dict[str, float]] = {}
         for label, learner in self.learners.items():
             state = StepState.of(states[label])
@@ -314,7 +353,8 @@ class Trainer:
         # In the first interval things are still warming up.
         if ended.since.step > self._first_step:
             self.report.compare(ended.at.step, float(paces["step_ms"].mean()))
-        self._balance(paces)
+        if ended.shares == self._parallel.shares:
+            self._balance(paces)
 
     def _report_outliers(self, step: int, totals: Tensor) -> None:
         """Report the share of outliers at each hook, by `totals`: of one after the other how many, of how many rows."""
@@ -336,12 +376,7 @@ class Trainer:
         for kind, message, level in verdict.events:
             self.report.event(kind, message, level=level)
             rank_log.say(message)
-        if verdict.shares and len(verdict.shares.latents) == 1:
-            self._adopt(verdict.shares)
-            self._batches.close()
-            self._batches = self._open_batches()
-        elif verdict.shares:
-            self._wanted_shares = verdict.shares
+        self._wanted_shares = verdict.shares or self._wanted_shares
 
     def _adopt(self, shares: Shares) -> None:
         self._parallel.shares, self._wanted_shares = shares, None
@@ -361,8 +396,7 @@ class Trainer:
         tensors, _ = load(self._checkpoints.folder(self.position))
         for label, learner in self.learners.items():
             learner.state.load(under(tensors, f"{label}/"))
-        self._batches.close()
-        self._batches = self._open_batches()
+        self._reopen_batches()
 
     def _evaluate(self) -> None:
         """Measure every SAE on the held-out rows, only once where a stop, a save and an interval fall together."""

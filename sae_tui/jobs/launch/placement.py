@@ -265,7 +265,9 @@ def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
     usable = [choice for choice in choices if choice.state != "unhealthy" and (count == 1 or not is_slice(choice.uuid))]
     if len(usable) < count:
-        raise _refusal(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
+        alone = "; slices of cards run a job alone" if count > 1 and any(is_slice(one.uuid) for one in choices) else ""
+        here = f"only {len(usable)} of {len(choices)} can be used here"
+        raise _refusal(f"asks for {plural(count, 'GPU')}, but {here}{alone}")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
     if len(usable) - len(unknown) < count:
         named = join_words([f"GPU {index}" for index in unknown])

@@ -193,7 +193,7 @@ def test_a_number_of_gpus_is_not_had_from_a_machine_without(
         ([2], ""),
         ([2, 3], "GPU 2 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
         ([0, 3], "GPU 3 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"),
-        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used"),
+        ("auto:2", "asks for 2 GPUs, but this machine has 1 that can be used; slices of cards run a job alone"),
     ],
 )
 def test_a_training_has_one_slice_or_whole_gpus(

@@ -43,6 +43,9 @@ def choice(index: int, free: int | None = 10 * GIB, state: str = "available", re
     return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GIB, free, state, None, reason)
 
 
+SLICE = GpuChoice(1, "MIG-1", "H200 MIG 3g.71gb", 24 * GIB, 10 * GIB, "available", None)
+
+
 def job(job_id: int, **fields) -> Job:
     defaults = {"name": "run", "config": "", "user": "ann", "host": socket.gethostname(), "gpu_source": "nvml"}
     return Job(id=job_id, device="cuda", **(defaults | {"state": JobState.RUNNING} | fields))
@@ -296,6 +299,8 @@ def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
         ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
         ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
+        ([0, 1], [choice(0), SLICE], "GPU 1 is a slice of a card, and NCCL cannot connect slices"),
+        ("auto:2", [choice(0), SLICE], "asks for 2 GPUs, but only 1 of 2 can be used here; slices of cards run a job"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, cards, said):

@@ -17,6 +17,7 @@ from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
 from trainer.parallel.base import Parallel
 from trainer.parallel.latents import Latents
+from trainer.parallel.waiting import HostWaits
 from trainer.saes.losses import Moments, Sums
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
@@ -248,9 +249,9 @@ class Waiting(Parallel):
 
     waited = 0.0
 
-    def waited_s(self) -> float:
+    def take_waits(self) -> HostWaits:
         waited, self.waited = self.waited, 0.0
-        return waited
+        return HostWaits(waited)
 
 
 @pytest.fixture

@@ -8,8 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from trainer.contract.errors import JobFileError, UsageError
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.ranks import devices
+from trainer.ranks import device_choice, devices
+from trainer.ranks.device_choice import chosen, parse_target, refuse_bad
 from trainer.ranks.devices import Device, numbered, torch_vendor, uuid_of, uuids_on_the_bus, visible_gpus
 
 BUS = ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
@@ -83,3 +85,36 @@ def test_of_two_vendors_it_is_the_one_that_pytorch_is_built_for(tmp_path: Path, 
         monkeypatch.delitem(sys.modules, "torch", raising=False)
         (tmp_path / "torch" / "version.py").write_text(f"__version__ = '2.9'\n{line}\n")
         assert torch_vendor() == vendor
+
+
+WHOLE, OTHER, SLICE = Device(0, "GPU-a", "H200", 1), Device(1, "GPU-b", "H200", 1), Device(2, "MIG-c", "H200 MIG", 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "uuids"),
+    [
+        ("auto", [WHOLE, OTHER, SLICE], ("GPU-a", "GPU-b")),
+        ("auto:2", [WHOLE, SLICE, OTHER], ("GPU-a", "GPU-b")),
+        ("auto:1", [SLICE, WHOLE], ("MIG-c",)),
+        ("auto", [SLICE], ("MIG-c",)),
+        ("2", [WHOLE, OTHER, SLICE], ("MIG-c",)),
+    ],
+)
+def test_of_several_gpus_none_is_a_slice(asked, there, uuids, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_choice, "visible_gpus", lambda: there)
+    assert parse_target(asked) == (len(uuids), uuids)
+
+
+def test_a_slice_beside_another_gpu_is_refused_by_what_measures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(device_choice, "visible_gpus", lambda: [WHOLE, OTHER, SLICE])
+    with pytest.raises(UsageError, match="--gpus: GPU 2 is a slice of a card, and NCCL cannot connect slices"):
+        parse_target("0,2")
+
+
+def test_a_job_in_the_foreground_takes_whole_gpus_where_it_takes_several(make_job, tmp_path: Path):
+    there = [WHOLE, SLICE, OTHER]
+    assert chosen(make_job(launch={"gpus": "auto:2"}), there) == [WHOLE, OTHER]
+    assert chosen(make_job(launch={"gpus": "auto:1"}), [SLICE, WHOLE]) == [SLICE]
+    for gpus in ("auto:2", [0, 2]):
+        with pytest.raises(JobFileError, match="slice"):
+            refuse_bad(make_job(launch={"gpus": gpus}), [WHOLE, SLICE], tmp_path, only="launch.")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from support.rank_faults import end_with_patience
+
+from trainer.contract.runs.rank_spec import EXIT_FAILED
 from trainer.contract.settings.job import JobConfig
 from trainer.ranks.patience import LEAST_S, patience_s
 
@@ -22,3 +27,9 @@ def test_ranks_wait_as_long_as_a_slow_disk_takes_for_a_checkpoint(make_job: Make
 
 def test_ranks_of_a_job_whose_data_is_gone_have_the_usual_patience(make_job: MakeJob, tmp_path: Path) -> None:
     assert patience_s(make_job(data={"path": str(tmp_path / "gone")}), 2) == LEAST_S
+
+
+def test_ranks_are_connected_for_as_long(make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    assert start_ranks(make_job(), 2, prepare=end_with_patience).wait() == [EXIT_FAILED] * 2
+    told = [json.loads(file.read_text())["error"] for file in sorted(tmp_path.rglob("*exit.json"))]
+    assert told == ["the others wait 10000 s"] * 2

@@ -19,6 +19,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec,
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import SeriesReader
+from trainer.ranks import torchrun
 
 MakeJob = Callable[..., JobConfig]
 
@@ -106,3 +107,21 @@ def test_torchrun_leaves_no_gpu_to_a_model_alone(tmp_path: Path, monkeypatch: py
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("data.model_gpus: torchrun starts a rank for each GPU, so that none is")
     assert not (tmp_path / "run").exists()
+
+
+def test_variables_that_pytorch_reads_once_are_set_before_it_is_loaded(
+    make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Loaded(Exception):
+        """Torch would be loaded now."""
+
+    def load() -> None:
+        raise Loaded
+
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE"
+    monkeypatch.setattr(os, "environ", dict.fromkeys(names.split(), "1"))
+    monkeypatch.setattr(torchrun, "load_trainer", load)
+    with pytest.raises(Loaded):
+        torchrun.join(make_job(), tmp_path / "run")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"

@@ -30,3 +30,17 @@ def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
     assert {values.dtype for values in read.values()} == {torch.float64}
     assert Totals({}, Group()).read() == {}
     assert HostCopy(torch.ones(2)).read().tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])
+def test_figures_of_the_host_are_added_over_ranks_where_these_exchange(size: int, where: torch.device) -> None:
+    summed: list[torch.device] = []
+
+    class Noting(Group):
+        def sum_(self, *tensors: torch.Tensor) -> None:
+            summed.extend(tensor.device for tensor in tensors)
+
+    group = Noting()
+    group.size = size
+    Totals({"seconds": torch.ones(3)}, group, torch.device("meta"))
+    assert summed == [where]

@@ -200,3 +200,7 @@ def test_the_norm_of_a_large_gradient_is_that_of_float64(shape: tuple[int, ...])
 
 def test_no_gradient_has_no_norm() -> None:
     assert float(total_square([])) == 0
+
+
+def test_the_square_of_no_gradients_is_where_ranks_exchange_it() -> None:
+    assert total_square([], torch.device("meta")).device.type == "meta"

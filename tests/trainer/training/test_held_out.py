@@ -50,6 +50,11 @@ def test_rows_that_are_kept_are_read_once_and_are_those_that_are_read_anew(times
     assert source.n_read == 500
 
 
+def test_a_gpu_keeps_them_and_a_cpu_does_not(activations: Path) -> None:
+    data = IndexedData(Shards(path=str(activations)), 500, 0, Group())
+    assert [HeldOut(data, [], torch.device(one)).keeps for one in ("cuda", "cpu")] == [True, False]
+
+
 def test_rows_that_a_device_has_no_memory_for_are_read_anew(activations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, _ = held_out(activations)
     kept.keeps = True

@@ -16,15 +16,36 @@ from trainer.contract.planning import latent_room
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import Row
+from trainer.parallel import totals
+from trainer.parallel.base import Parallel
+from trainer.parallel.threads import Threads, on_all
+from trainer.runtime.device_queue import HostCopy
 from trainer.saes import penalised
 from trainer.training import evaluate
 from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
 
 SAMPLE = Path(__file__).parents[3] / "data" / "sample"
+CPU = torch.device("cpu")
 MakeTrainer = Callable[..., Trainer]
 MakeJob = Callable[..., JobConfig]
 PACE = "_s$|_ms$|memory|data_wait"
+
+
+HERE = threading.local()
+
+
+class Noted(HostCopy):
+    """A copy for the host that tells the trainer of its thread when it is read in the step in which it was made."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        self._made_at = HERE.trainer.position.step
+
+    def read(self) -> torch.Tensor:
+        if HERE.trainer.position.step == self._made_at:
+            HERE.waited_at.add(self._made_at)
+        return super().read()
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -175,6 +196,33 @@ def test_a_late_row_comes_after_the_next_step_and_the_last_with_the_run(
     kept.rows = note
     trainer.run()
     assert at == [(4, 5), (8, 9), (11, 11)]
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_ranks_that_read_late_never_ask_for_what_was_queued_last(
+    log_every: int, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(totals, "HostCopy", Noted)
+    # What an evaluation and the end of the run need is waited for.
+    job = make_job(train={"n_steps": 21, "log_every": log_every, "eval_every": 10}, parallel={"mode": "ddp"})
+
+    def rows_of(late: bool) -> list[tuple[str, int, int, float]]:
+        def of_rank(group: Threads) -> None:
+            parallel = Parallel(CPU, data=group, world=group)
+            folders = {name: tmp_path / f"{name}-{late}-{group.index}" for name in ("checkpoints", "output")}
+            trainer = make_trainer(job, kept if group.index == 0 else None, parallel=parallel, **folders)
+            trainer._reads_late = late
+            HERE.trainer, HERE.waited_at = trainer, set()
+            trainer.run()
+            assert not late or HERE.waited_at <= {10, 20, 21}
+
+        kept.reported.clear()
+        on_all(2, of_rank, timeout_s=60)
+        return [(row.name, row.rank, row.step, row.value) for row in kept.reported if not re.search(PACE, row.name)]
+
+    at_once = rows_of(late=False)
+    assert len(at_once) > 50
+    assert rows_of(late=True) == at_once
 
 
 def test_a_late_row_is_written_though_the_next_step_fails(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:

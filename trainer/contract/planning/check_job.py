@@ -200,9 +200,11 @@ def _check_mode(layout: Layout) -> list[Problem]:
 def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
     devices = wanted_devices(job)
-    usable = sum(not gpu.unhealthy and not (gpu.is_slice and devices > 1) for gpu in machine.gpus)
+    whole = [gpu for gpu in machine.gpus if devices == 1 or not gpu.is_slice]
+    usable = sum(not gpu.unhealthy for gpu in whole)
     if str(job.launch.gpus).startswith("auto:") and devices > usable:
-        here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{devices}"'
+        slices = "" if len(whole) == len(machine.gpus) else "; slices of cards run a job alone"
+        here = f"{usable} that can be used{slices}" if machine.gpus else f'none; use "cpu:{devices}"'
         return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
         message = f"starts {devices} processes on {machine.cpu_count} cores, which is slower than one for each core"
