@@ -495,10 +495,10 @@ async def test_an_output_in_which_rows_lie_already_is_told_at_its_field(make_app
         await type_into(pilot, screen, "model.hooks", "resid_post.6")
         await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
         row = screen.query_one("#row-extract-output")
-        await wait_until(pilot, lambda: row.has_class("-warned"))
-        assert "holds shards of something else" in str(row.query_one(".hint", Static).content)
+        await wait_until(pilot, lambda: row.has_class("-wrong"))
+        assert "holds shards" in str(row.query_one(".hint", Static).content)
         await type_into(pilot, screen, "extract.output", str(tmp_path / "new"))
-        await wait_until(pilot, lambda: not row.has_class("-warned"))
+        await wait_until(pilot, lambda: not row.has_class("-wrong"))
 
 
 async def test_a_training_on_rows_that_a_job_still_writes_is_launched_after_it(
