@@ -12,14 +12,16 @@ _EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
 OVERVIEW = f"""\
 examples:
+  python -m trainer extract job.toml                        store what a language model has at some hooks
   python -m trainer run job.toml                            train on what the job file asks for
   python -m trainer run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
   python -m trainer resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
+  python -m trainer eval runs/sae-20250101-120000           its report card
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best
   python -m trainer estimate job.toml                       memory per GPU, before anything runs
   python -m trainer bench job.toml                          tokens/s here, and where the time goes
 
-a job file needs no more than:
+the job file of a training needs no more than:
   [data]
   path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
 

@@ -28,7 +28,7 @@ def make_parser() -> Parser:
     """Return the parser of the command line; it leaves the name of the command in `command`."""
     parser = Parser(
         prog="python -m trainer",
-        description="Trains sparse autoencoders on stored activations.",
+        description="Trains sparse autoencoders on what language models have at their hooks, stored or as they read.",
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
