@@ -14,6 +14,7 @@ from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.panels.gpu_row import short_name
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.table import Column, KeyedTable, Row
+from trainer.contract.wording import plural
 
 COLUMNS = (
     Column("", 3),
@@ -186,7 +187,7 @@ class GpuPicker(KeyedTable):
         count = self.cpu_processes
         words = f"{count} process{'es' * (count > 1)}; space for one more" if count else "space for CPU processes"
         mark = "[x]" if count else "[ ]"
-        cells = (mark, "CPU", f"{_cores()} cores", "", "", words)
+        cells = (mark, "CPU", plural(_cores(), "core"), "", "", words)
         return Row("cpu", tuple((text, "title" if count and text == "CPU" else "dim") for text in cells))
 
 

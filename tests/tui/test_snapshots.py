@@ -6,6 +6,7 @@ import pytest
 from support.scenes import FINDINGS, lively_monitor, record_box, record_sweep, show_dashboard
 from support.tui import wait_until
 
+from sae_tui.panels import gpu_picker
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
 
@@ -15,6 +16,11 @@ SMALL, LARGE = (80, 24), (120, 40)
 @pytest.fixture
 def box(data) -> int:
     return record_box(data)
+
+
+@pytest.fixture(autouse=True)
+def _as_many_cores_on_every_machine(monkeypatch) -> None:
+    monkeypatch.setattr(gpu_picker, "_cores", lambda: 2)
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])

@@ -207,7 +207,9 @@ def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
         here = f"{usable} that can be used{slices}" if machine.gpus else f'none; use "cpu:{devices}"'
         return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:
-        message = f"starts {devices} processes on {machine.cpu_count} cores, which is slower than one for each core"
+        message = (
+            f"starts {devices} processes on {plural(machine.cpu_count, 'core')}, which is slower than one for each core"
+        )
         return [Problem("launch.gpus", message, "warning")]
     return []
 
