@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Groups of a row whose maxima a program holds, numbers of the chosen groups, and those that it reads at a time. With
-# 8,192 groups a thread has 128 registers instead of 80, and a processor two programs instead of three.
-MOST_GROUPS, MOST_KEPT, TILE = 2**12, 2**12, 2**13
+# Groups of a row whose maxima a program holds, numbers of the chosen groups, and bytes that it reads at a time. With
+# 8,192 groups a thread has 128 registers instead of 80, and a processor two programs instead of three. With twice the
+# bytes sm_86 and sm_89 spill.
+MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
 # Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
 LEAST_GROUP = 8
 # The widest row that a program holds as a whole.
@@ -61,7 +62,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
                 k,
                 GROUP=group,
                 GROUPS=triton.next_power_of_2(n_groups),
-                AT_ONCE=min(TILE // group, triton.next_power_of_2(n_groups)),
+                AT_ONCE=min(TILE_BYTES // (group * values.dtype.itemsize), triton.next_power_of_2(n_groups)),
                 KEPT=triton.next_power_of_2(k),
                 **_of_type(values),
                 num_warps=8,

@@ -108,7 +108,7 @@ def test_tiles_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_groups_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(2, 700).bfloat16()
-    monkeypatch.setattr(triton_top_k, "TILE", 1024)
+    monkeypatch.setattr(triton_top_k, "TILE_BYTES", 2048)
     for most in (4, 16, 64):
         monkeypatch.setattr(triton_top_k, "MOST_GROUPS", most)
         columns, _ = triton_top_k.largest_of_each(values.to(DEVICE), 11)
