@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.runs.rank_exit import ChildRank, first_failed, kernels_kills, signal_name, wait_for_ends
+from trainer.contract.runs.rank_exit import ChildRank, first_failed, signal_name, wait_for_ends
 
 SLEEPS = "import time; time.sleep(600)"
 
@@ -87,43 +87,3 @@ def test_nobody_waits_for_ranks_that_have_ended(start):
 
 def test_a_signal_without_a_name_is_told_by_its_number():
     assert [signal_name(9), signal_name(63)] == ["SIGKILL", "signal 63"]
-
-
-V2 = "sys/fs/cgroup/user.slice/app.scope/memory.events"
-V1 = "sys/fs/cgroup/memory/slurm/job_7/memory.oom_control"
-ALL = "proc/vmstat"
-
-
-@pytest.mark.parametrize(
-    ("groups", "files", "count"),
-    [
-        ("0::/user.slice/app.scope", {V2: "oom 3\noom_kill 2\n", ALL: "oom_kill 9\n"}, 2),
-        (
-            "0::/user.slice/app.scope",
-            {"sys/fs/cgroup/user.slice/memory.events": "oom_kill 4\n", ALL: "oom_kill 9\n"},
-            4,
-        ),
-        ("4:memory:/slurm/job_7\n0::/", {V1: "under_oom 0\noom_kill 1\n", ALL: "oom_kill 9\n"}, 1),
-        ("0::/", {ALL: "nr_free 1\noom_kill 9\n"}, 9),
-        ("0::/", {ALL: "nr_free 1\n"}, 0),
-        ("nonsense", {}, 0),
-    ],
-)
-def test_only_kills_of_the_jobs_own_control_group_count(groups, files, count, tmp_path):
-    for name, text in (files | {"proc/self/cgroup": groups}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert kernels_kills(tmp_path) == count
-
-
-def test_a_rank_that_the_kernel_killed_is_told_from_one_that_somebody_did(start, monkeypatch):
-    kills = [3]
-    monkeypatch.setattr("trainer.contract.runs.rank_exit.kernels_kills", lambda: kills[0])
-    ranks = [start(SLEEPS), start(SLEEPS)]
-    ranks[0].process.kill()
-    ended(ranks[0])
-    assert ranks[0].error(2) == "rank 0 was killed (SIGKILL)"
-    kills[0] += 1
-    ranks[1].process.kill()
-    ended(ranks[1])
-    assert ranks[1].error(2) == "rank 1 was killed by the kernel because the machine ran out of memory"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import signal
 import subprocess
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable
+from pathlib import Path
 from typing import TypeVar
 
 from trainer.contract.json_file import read_json
@@ -76,7 +75,7 @@ class ChildRank(RankEnd):
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
         self._log = log
-        self._kills_before = kernels_kills()
+        self._oom_kills = host_oom_kills()
 
     @property
     def code(self) -> int | None:
@@ -104,7 +103,7 @@ class ChildRank(RankEnd):
         return last_line(self._log)
 
     def how(self) -> str:
-        if self.was_killed and kernels_kills() > self._kills_before:
+        if self.was_killed and host_oom_kills() > self._oom_kills:
             return "was killed by the kernel because the machine ran out of memory"
         return super().how()
 
@@ -141,28 +140,10 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def kernels_kills(root: Path = Path("/")) -> int:
-    """Count processes that the kernel has killed for lack of memory, of the control group that this process is in.
-
-    Ranks are in the same one, unless somebody moves them. Where groups do not tell, it is of the whole machine since
-    boot; and 0 where nothing does.
-    """
-    for file in (*_memory_groups(root), root / "proc/vmstat"):
-        with contextlib.suppress(OSError, ValueError):
-            counters = dict(line.split() for line in file.read_text().splitlines())
-            if "oom_kill" in counters:
-                return int(counters["oom_kill"])
-    return 0
-
-
-def _memory_groups(root: Path) -> Iterator[Path]:
-    """Yield the files in which the groups of this process may count, its own first, then those around it."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, group = line.split(":", 2)
-            if kinds not in ("", "memory"):
-                continue
-            # Of version 2 and 1. A group without a count of its own is counted with the one around it.
-            mount, name = ("", "memory.events") if not kinds else ("memory", "memory.oom_control")
-            place = PurePosixPath(group.lstrip("/"))
-            yield from (root / "sys/fs/cgroup" / mount / one / name for one in (place, *place.parents))
+def host_oom_kills() -> int:
+    """Count the processes that the kernel has killed for lack of memory since boot; 0 where it does not tell."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(counters.get("oom_kill", 0))
