@@ -87,7 +87,8 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
 def test_what_keeps_an_extraction_from_running_is_told_before_it_is_launched(shell: Shell, job: ExtractJob) -> None:
     write(job, shell, text={"path": str(shell.folder / "nothing.txt")})
     assert shell.errors("launch", shell.job_file, code=1) == [
-        f"sae-tui: error: text.path: there is nothing at {shell.folder}/nothing.txt"
+        "sae-tui: error: text.context: must be at most 64, which is what the model sees at once, not 256",
+        f"sae-tui: error: text.path: there is nothing at {shell.folder}/nothing.txt",
     ]
     write(job, shell, extract={"n_tokens": 10**12, "output": str(shell.folder / "rows")})
     assert "extract.n_tokens: 1,000,000,000,000 rows take" in shell.errors("launch", shell.job_file, code=1)[0]
