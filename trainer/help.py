@@ -142,8 +142,8 @@ sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn 
 standard error of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE
 is probed all the same, without loss. All is written beside the weights as card.json and as a model card, README.md,
 where those are of this checkpoint; so are the texts in which each latent fires most, where the data tells the tokens of
-its rows, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the weight of the final norm
-folded into W_U. `sae-tui features` shows them.
+its rows or a language model streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U,
+with the weight of the final norm folded into W_U. `sae-tui features` shows them.
 {_EXITS_OF_EVAL}
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
+from trainer.evaluation.reread_texts import rows_with_tokens
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
@@ -71,7 +73,6 @@ def evaluations_of(
     source = open_source(job)
     rows = Rows.of_hooks(source, job, device)
     knobs = [*job.hooks.values()]
-    folders = [folder_of(one) for one in knobs]
 
     # The SAEs of a hook come one after the other.
     @functools.lru_cache(maxsize=1)
@@ -85,10 +86,15 @@ def evaluations_of(
 
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
-    with usable(checkpoint):
+    with usable(checkpoint), contextlib.ExitStack() as stored:
+
+        @functools.cache
+        def texts_of_hook(hook: int) -> Path | None:
+            return stored.enter_context(rows_with_tokens(knobs[hook], device))
+
         for label, learner in learners_of(job, tensors, state, device):
             own, of_hook = source.of_hook(learner.hook), rows[learner.hook]
-            folder = folders[learner.hook]
+            texts = partial(texts_of_hook, learner.hook)
             language_model = None if model is None else model_of_hook(learner.hook)
             figures = _measure(learner, of_hook)
             card = Card(
@@ -104,17 +110,22 @@ def evaluations_of(
                 spliced=_splice(language_model, learner, own, n_tokens),
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
             )
-            features = partial(_features, learner, of_hook, folder, language_model)
+            features = partial(_features, learner, of_hook, texts, language_model)
             yield Evaluation(output_of(run_dir) / label, card, features)
 
 
 def _features(
-    learner: Learner, rows: Rows, path: Path | None, language_model: SplicedModel | None, n_contexts: int
+    learner: Learner,
+    rows: Rows,
+    texts: Callable[[], Path | None],
+    language_model: SplicedModel | None,
+    n_contexts: int,
 ) -> dict[str, Tensor] | None:
     """Return what the latents fire on, and of a language model at hand what they promote.
 
     None where the data does not tell its tokens.
     """
+    path = texts()
     if path is None or not path.is_dir():
         return None
     sae = learner.sae

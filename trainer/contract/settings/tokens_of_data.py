@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
+from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.shards import inspect_shards, read_header
 from trainer.contract.settings.sources import ShardKnobs, SourceKnobs, each
 
@@ -23,8 +24,8 @@ def folder_of(knobs: SourceKnobs) -> Path | None:
 
 
 def may_tell_tokens(knobs: Iterable[SourceKnobs]) -> bool:
-    """Tell whether some of the data may tell its tokens; data that is not here now may."""
-    return any(folder is not None and _may_tell(folder) for folder in map(folder_of, knobs))
+    """Tell whether some of the data may tell its tokens; data that is not here now may, and what a model reads does."""
+    return any(isinstance(one, ModelKnobs) or ((folder := folder_of(one)) and _may_tell(folder)) for one in knobs)
 
 
 def _may_tell(folder: Path) -> bool:
