@@ -47,7 +47,11 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
         "PROXY": "http://ann:hush@box:1",
         "NAME": "a\x1b[2Jb",
     }
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"], env=environment, cwd="/") as process:
+    code = "print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
+        # The kernel shows the environment of a program a little after it has begun to load it.
+        assert process.stdout
+        process.stdout.readline()
         yield process
         process.kill()
 
