@@ -17,8 +17,9 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Button, Label, Static
 
-from sae_tui.jobs.launch import job_form, kept_draft
+from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
+from sae_tui.jobs.launch.kept_draft import KeptDraft
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
@@ -85,8 +86,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         # What the form was filled with, and from which preset; a value that differs was changed by a person.
         self._start: dict[str, Any] = {}
         self._preset = preset
-        # Whether that is a draft that was left, and whether what is in the form is on disk.
-        self._is_left = self._is_on_disk = False
+        self._kept = KeptDraft(session.data)
         self._was_sweep = False
 
     def compose(self) -> ComposeResult:
@@ -186,8 +186,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             if self.session.settings.python:
                 table["launch"].setdefault("python", self.session.settings.python)
             self._start_from(table)
-            self._is_left = path == kept_draft.file_of(self.session.data, job_form.kind_of(self._kind))
-            self._is_on_disk |= self._is_left
+            self._kept.note_filled(path, job_form.kind_of(self._kind))
         self._show_preset()
 
     def _start_from(self, table: dict[str, Any]) -> None:
@@ -209,7 +208,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def tell_draft(self) -> None:
         """Notify that the form was kept as it was left, and how many of its settings are changed."""
-        if self._is_left and not self.changed:
+        if self._kept.is_left and not self.changed:
             self.notify("The draft that was left is back; pick a preset to start anew.")
         elif self.changed:
             self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
@@ -283,19 +282,10 @@ class LaunchForm(VerticalScroll, can_focus=False):
         picker.show_elsewhere(cluster_of(values.get("launch.backend")))
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
-        self._keep(candidate)
+        self._kept.follow(candidate, is_changed=bool(self.changed))
         # A daemon, since a data path on a dead file server must not keep the app from ending.
         here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
-
-    def _keep(self, candidate: Draft) -> None:
-        """Have what a person has changed outlast the app, and nothing else."""
-        if self.changed:
-            kept_draft.keep(self.session.data, candidate)
-            self._is_on_disk = True
-        elif self._is_on_disk and not self._is_left:
-            kept_draft.drop(self.session.data, job_form.kind_of(candidate.values))
-            self._is_on_disk = False
 
     def _review_now(
         self,

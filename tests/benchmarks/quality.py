@@ -11,8 +11,8 @@ held-out rows nor on 65,536 training rows. Seconds are those of the steps alone;
 their number, is what the wall clock would show on a machine without other work.
 
 With --tokens each is trained on so many rows, in steps of its own where it chooses them by itself, else of --batch.
-With --json every curve is kept in FOLDER, and peers found there are not run again. With --save each SAE is written to
-a folder of its recipe in FOLDER, as its library writes it; `probing.py` reads them.
+With --json every curve is kept in FOLDER, and peers found there are not run again. With --save each SAE but
+that of a plain loop is written to a folder of its recipe in FOLDER, as its library writes it; `probing.py` reads them.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def found_or_run(name: str, setup: peers.Setup, data: Data, options: argparse.Na
         print(f"{name}: step {point.step} FVU {point.fvu_at_k:.4f} after {point.cpu_s:.1f} s", flush=True)
         result.curve.append(point)
         write(path, result)
-    if options.save:
+    if options.save and trainer.writes_sae:
         folder = options.save / file_name(name)
         folder.mkdir(parents=True, exist_ok=True)
         trainer.save(folder)

@@ -30,8 +30,8 @@ from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.probe_sets import read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
-from trainer.evaluation.reread_texts import rows_with_tokens
 from trainer.evaluation.rows import Rows
+from trainer.evaluation.rows_with_tokens import rows_with_tokens
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.token_bytes import read_tokens

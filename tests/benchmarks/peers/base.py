@@ -58,6 +58,7 @@ class Recipe(ABC):
     package, module = "torch", "torch"
     # Whether it is one of the trainers to be measured against, not a loop written here.
     is_peer = True
+    writes_sae = True
 
     @abstractmethod
     def __init__(self, setup: Setup, sample: Tensor) -> None:
@@ -80,8 +81,8 @@ class Recipe(ABC):
         return self.reconstruct(x)
 
     def save(self, folder: Path) -> None:
-        """Write the SAE to an empty folder as its library does."""
-        raise NotImplementedError(f"--save: {self.name} writes no SAE; leave it out of --peers")
+        """Write the SAE to an empty folder as its library does, where it `writes_sae`."""
+        raise NotImplementedError
 
     @classmethod
     def missing(cls) -> str | None:

@@ -16,7 +16,7 @@ class PlainSparse(Recipe):
     """
 
     name = "plain sparse loop"
-    is_peer = False
+    is_peer = writes_sae = False
 
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         W_dec = F.normalize(torch.randn(setup.d_sae, setup.d_in), dim=1)

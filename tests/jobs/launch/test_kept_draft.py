@@ -31,6 +31,38 @@ def test_a_draft_that_cannot_be_read_is_none(text: str, tmp_path: Path) -> None:
     assert kept_draft.kept(data, "train") is None
 
 
+def test_a_link_in_its_place_is_none(tmp_path: Path) -> None:
+    data = DataDir(tmp_path / "data")
+    kept_draft.keep(data, Draft(VALUES, {}, "auto"))
+    file = kept_draft.file_of(data, "train")
+    file.symlink_to(file.rename(tmp_path / "elsewhere.toml"))
+    assert kept_draft.kept(data, "train") is None
+
+
+def test_a_form_leaves_one_draft_of_the_kind_that_it_is_filled_in_for(tmp_path: Path) -> None:
+    data, training, extraction = DataDir(tmp_path), Draft(VALUES, {}, "auto"), Draft({"kind": "extract"}, {}, "auto")
+    kept_draft.keep(data, extraction)
+    form = kept_draft.KeptDraft(data)
+
+    def left() -> list[str]:
+        return [kind for kind in ("train", "extract") if kept_draft.file_of(data, kind).exists()]
+
+    form.follow(training, is_changed=False)
+    assert left() == ["extract"]
+    form.follow(training, is_changed=True)
+    assert left() == ["train", "extract"]
+    form.note_filled(tmp_path / "preset.toml", "extract")
+    form.follow(extraction, is_changed=False)
+    # That of the training was replaced; that of an extraction is another form's.
+    assert left() == ["extract"]
+    form.note_filled(kept_draft.file_of(data, "extract"), "extract")
+    form.follow(extraction, is_changed=False)
+    assert (left(), form.is_left) == (["extract"], True)
+    form.note_filled(tmp_path / "preset.toml", "extract")
+    form.follow(extraction, is_changed=False)
+    assert left() == []
+
+
 def test_a_draft_that_cannot_be_written_is_no_failure(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     kept_draft.keep(DataDir(tmp_path / "file"), Draft(VALUES, {}, "auto"))

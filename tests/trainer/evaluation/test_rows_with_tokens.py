@@ -9,7 +9,7 @@ from support.tiny_models import make_model, sentences
 from trainer.contract.runs.features import FEATURES, Features
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.settings.tokens_of_data import may_tell_tokens
-from trainer.evaluation import reread_texts
+from trainer.evaluation import rows_with_tokens
 from trainer.evaluation.command import evaluate
 from trainer.training.loop import Trainer
 
@@ -20,14 +20,14 @@ def test_what_the_latents_of_a_stream_fire_on_is_found_by_reading_its_text_again
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[Path] = []
-    extract = reread_texts.extract
+    extract = rows_with_tokens.extract
 
     def noted(job, *others):
         read.append(Path(job.extract.output))
         return extract(job, *others)
 
-    monkeypatch.setattr(reread_texts, "extract", noted)
-    monkeypatch.setitem(reread_texts.N_ROWS, "cpu", 600)
+    monkeypatch.setattr(rows_with_tokens, "extract", noted)
+    monkeypatch.setitem(rows_with_tokens.N_ROWS, "cpu", 600)
     (text := tmp_path / "corpus.txt").write_text("\n\n".join(sentences(600)))
     model = str(make_model(tmp_path / "gpt2", "gpt2"))
     data = {"source": "model", "model": model, "hook": "resid_post.1", "text": str(text), "context": 32}
