@@ -40,7 +40,7 @@ def show(architecture: str, shape: str, case: str, top: int) -> None:
     sae, d_in = SHAPES[shape]
     job = job_of(sae | {"architecture": architecture}, {"precision": "bf16", "batch_size": N_TOKENS})
     step = recorded_step(job, d_in, dead=case == "auxk", dense=case == "dense")
-    is_recorded = pays(Layout(job, 1), d_in, d_in, precision="bf16")
+    is_recorded = case != "dense" and pays(Layout(job, 1), d_in, d_in, precision="bf16")
     m = modelled(step, is_recorded=is_recorded)
     share = floor_s(d_in, int(sae["d_sae"]), N_TOKENS) / m.step_s
     label = f"{shape} {architecture}, {case}" + (", recorded" if is_recorded else "")

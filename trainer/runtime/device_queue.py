@@ -13,9 +13,11 @@ class HostCopy:
     """A tensor's values for the host; a GPU copies them once it has done all that was queued before."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._values = tensor
         self._copied: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
+        if tensor.device.type != "cuda":
+            # What is written to the tensor later is not meant.
+            self._values = tensor.clone()
+        else:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -286,8 +287,16 @@ class Sae(nn.Module, ABC):
         self.learn_from(self.step_sums[self.n_own :])
         self.step_sums.zero_()
 
-    def count_silence(self, n_tokens: int) -> None:
-        """Raise the host's bound on silence by the tokens of a step."""
+    def decide(self, n_tokens: int) -> Hashable | None:
+        """Decide what the host has to of the next pass in training, before it is queued; on one GPU, with whole steps.
+
+        Return it: a recorded pass serves wherever the same was decided. None: it takes a GPU so long that no recording
+        is worth its memory.
+        """
+        return ()
+
+    def count_step(self, n_tokens: int) -> None:
+        """Note on the host that a step of so many tokens is queued: the bound on silence rises."""
         self._longest_silence += n_tokens
 
     def learn_from(self, sums: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -45,12 +46,16 @@ class Penalty(nn.Module):
     unit: Tensor
     integral: Tensor
     deviation: Tensor
+    factor: Tensor
 
     def __init__(self, k: int, coefficient: float | str, warmup_fraction: float, steering: Steering) -> None:
         super().__init__()
         self._k, self._steering = k, steering
         self._fixed = None if isinstance(coefficient, str) else coefficient
-        self._warmup_fraction, self._warmth = warmup_fraction, 1.0
+        self._warmup_fraction = warmup_fraction
+        # λ itself where it is fixed, else how warm it is; on the device, since a recorded step would repeat a number.
+        self._factor = 1.0 if self._fixed is None else self._fixed
+        self.register_buffer("factor", torch.full((), self._factor), persistent=False)
         self.register_buffer("unit", torch.zeros(()))
         self.register_buffer("integral", torch.zeros(()))
         self.register_buffer("deviation", torch.zeros(()))
@@ -60,15 +65,20 @@ class Penalty(nn.Module):
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
-        self._warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
+        warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
+        factor = warmth if self._fixed is None else self._fixed * warmth
+        # Once it is warm nothing is queued.
+        if factor != self._factor:
+            self._factor = factor
+            self.factor.fill_(factor)
 
     @property
     def weight(self) -> Tensor:
         """λ now, 0-dim."""
         if self._fixed is not None:
-            return torch.full_like(self.unit, self._fixed * self._warmth)
+            return self.factor
         share = 1 + self.integral + self._steering.gain * self.deviation
-        return self._warmth * self.unit * share.clamp_min(self._steering.lowest)
+        return self.factor * self.unit * share.clamp_min(self._steering.lowest)
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
@@ -111,6 +121,13 @@ class Penalised(Sae):
         sparsity = self.loss_names[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
+
+    def decide(self, n_tokens: int) -> Hashable | None:
+        return self._foresight.decide(n_tokens, self.n_own)
+
+    def count_step(self, n_tokens: int) -> None:
+        super().count_step(n_tokens)
+        self._foresight.queued()
 
     def encode_above(self, x: Tensor, bound: Tensor | float) -> Acts:
         """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]), some others or all."""

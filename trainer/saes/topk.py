@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,9 @@ class TopK(Sae):
     def begin_step(self, progress: float) -> None:
         share = min(1.0, progress / self._anneal_fraction) if self._anneal_fraction else 1.0
         self.k_now = self._anneal_start + share * (self.k - self._anneal_start)
+
+    def decide(self, n_tokens: int) -> Hashable | None:
+        return self.may_have_dead(), self.k_now
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encode_latents(x)

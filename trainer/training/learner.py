@@ -249,8 +249,8 @@ class Learner:
             self.count_step()
 
     def count_step(self) -> None:
-        """Note on the host that a step was taken."""
-        self.sae.count_silence(self.tokens_per_step)
+        """Note on the host that a step is queued."""
+        self.sae.count_step(self.tokens_per_step)
 
     def is_resampled_after(self, step: int) -> bool:
         """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""

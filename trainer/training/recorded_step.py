@@ -2,14 +2,14 @@
 
 The host takes 1.2 ms of Python and 2.5 µs a kernel for a step that keeps an H200 busy for 1.4 ms (d_in 768, 24,576
 latents). A recording repeats operations on memory, not Python: so whatever outlives a step is written in place, rates
-are tensors, and what the host decides (how many tokens, may any latent be dead, the k of now) must be as it was when
-the step was recorded; else it is recorded anew, or taken plainly.
+are tensors, and what the host decides (how many tokens, may any latent be dead, the k of now, for how many active
+latents there is room) must be as it was when the step was recorded; else it is recorded anew, or taken plainly.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,7 +21,6 @@ from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.precision import NARROW
-from trainer.saes.topk import TopK
 from trainer.training.learner import Learner
 
 # Plain steps in a row with the same decisions of the host before one is recorded: by then the optimizer has its state,
@@ -54,12 +53,11 @@ class CudaTape:
 
 
 class _Decided(NamedTuple):
-    """What the host decides of a step."""
+    """What the host decides of a step; `of_pass` is None where that is not worth recording."""
 
     shapes: tuple[Any, ...]
     of_all: int
-    may_have_dead: bool
-    k: float
+    of_pass: Hashable | None
 
 
 class _Recording(NamedTuple):
@@ -85,26 +83,25 @@ class RecordedSteps:
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; `y` is `x` except for a transcoder."""
-        sae = self._learner.sae
-        assert isinstance(sae, TopK)
-        decided = _Decided(_shapes(x, y), of_all, sae.may_have_dead(), sae.k_now)
+        decided = _Decided(_shapes(x, y), of_all, self._learner.sae.decide(len(x)))
         if decided != self._decided:
             self._decided, self._n_alike, self._recording = decided, 0, None
         self._n_alike += 1
-        if self._may_record():
+        if self._may_record(decided):
             self._record(x, y, of_all)
         if self._recording is None:
             self._take_plainly(x, y, of_all)
         else:
             self._replay(self._recording, x, y)
 
-    def _may_record(self) -> bool:
+    def _may_record(self, decided: _Decided) -> bool:
         if self._recording and not _are_same(self._recording.lasting, self._lasting()):
             # A checkpoint was loaded.
             self._recording, self._n_alike = None, 1
         # Each time what the host decides has changed, it is likelier to change again.
         waits = PLAIN_STEPS * 2 ** min(self._n_recorded, 8)
-        return self._recording is None and not self._has_failed and self._n_alike > waits
+        may = decided.of_pass is not None and not self._has_failed
+        return may and self._recording is None and self._n_alike > waits
 
     def _record(self, x: Tensor, y: Tensor, of_all: int) -> None:
         own_x = x.clone()
@@ -148,7 +145,7 @@ class RecordedSteps:
 def recorded(learner: Learner, job: JobConfig, parallel: Parallel) -> RecordedSteps | None:
     """Return what records a learner's steps where that is possible and faster, else None."""
     sae, layout = learner.sae, Layout(job, parallel.world_size)
-    may = parallel.device.type == "cuda" and learner.steps_by_rows and isinstance(sae, TopK)
+    may = parallel.device.type == "cuda" and learner.steps_by_rows
     pays = may and recorded_steps.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
     return RecordedSteps(learner, CudaTape) if pays else None
 

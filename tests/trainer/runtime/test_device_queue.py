@@ -29,7 +29,10 @@ def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
     assert {name: values.tolist() for name, values in read.items()} == {"sums": [1, 2], "count": [3]}
     assert {values.dtype for values in read.values()} == {torch.float64}
     assert Totals({}, Group()).read() == {}
-    assert HostCopy(torch.ones(2)).read().tolist() == [1, 1]
+    number = torch.ones(2)
+    copy = HostCopy(number)
+    number.zero_()
+    assert copy.read().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])

@@ -42,12 +42,12 @@ def test_the_hosts_bound_on_silence_is_lowered_to_the_longest_even_if_steps_have
     for _ in range(3):
         sae(x, x)
         sae.end_step()
-        sae.count_silence(80)
+        sae.count_step(80)
     sae.n_tokens_since_fired.clamp_max_(90)
     slack = sae.silence_slack()
     assert slack.tolist() == [3 * 80 - int(sae.n_tokens_since_fired.max())]
     sae.end_step()
-    sae.count_silence(80)
+    sae.count_step(80)
     sae.take_silence_slack(float(slack))
     assert sae._longest_silence == int(sae.n_tokens_since_fired.max()) + 80
 

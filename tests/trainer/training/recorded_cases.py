@@ -14,10 +14,12 @@ from support.tape import TapeOnCpu
 from torch import Tensor
 
 from trainer.activations.batches import Batch
+from trainer.contract.planning import latent_room
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
+from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
-from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse
+from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse
 from trainer.training import gradients, recorded_step, triton_scale
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
@@ -219,6 +221,171 @@ def test_what_cannot_be_recorded_is_told_once_and_taken_plainly() -> None:
         run.take(3)
     assert len(told) == 1
     assert not steps.n_replayed
+    run.assert_alike()
+
+
+# a penalty, where the host makes room for active latents by the numbers of batches before
+
+
+PENALISED = [
+    {"architecture": "jumprelu"},
+    {"architecture": "jumprelu", "penalty": "tanh"},
+    {"architecture": "gated"},
+    {"architecture": "standard"},
+]
+
+
+class PlainSteps(RecordedSteps):
+    """Decides as early as for recorded steps, and takes all plainly."""
+
+    def _may_record(self, decided: Any) -> bool:
+        return False
+
+
+class LateCopy(HostCopy):
+    """A number that a GPU has only once it is done with the step: to read that of the last would let it stand still."""
+
+    def __init__(self, number: Tensor, queue: list[LateCopy]) -> None:
+        super().__init__(number)
+        queue.append(self)
+        self._queue = queue
+
+    def read(self) -> Tensor:
+        # Of two runs that take turns.
+        assert self not in self._queue[-2:]
+        return super().read()
+
+
+class Penalty(Run):
+    """Two runs with `room` for as many of a token's latents as the test says, from their fourth step on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sae: dict[str, Any], train: dict[str, Any]) -> None:
+        # And what the host was told of batches before.
+        self.room, self.told = 6, list[float]()
+        monkeypatch.setattr(foreseen, "MEMORY", 2)
+        monkeypatch.setattr(latent_room, "per_token", self._per_token)
+        super().__init__({"d_sae": 8} | sae, train)
+        self.steps = self.record()
+        self.plain.whole_steps = PlainSteps(self.plain, TapeOnCpu)
+
+    def _per_token(self, n_active: float, d_sae: int, kept: int | None) -> int:
+        self.told.append(n_active)
+        return self.room
+
+    @property
+    def rooms(self) -> list[int | None]:
+        """What there was room for per token in each run's last step."""
+        passes = (one.sae._foresight._pass for one in (self.plain, self.recorded))
+        return [one.room and one.room // one.n_tokens for one in passes]
+
+    def assert_same_intervals(self, skipped: int = 0) -> None:
+        states = [StepState.of(one.take_state()) for one in (self.plain, self.recorded)]
+        assert states[0] == states[1]
+        assert (states[1].skipped, states[1].overflowed) == (skipped, skipped)
+        plain, recorded = (one.values(one.sums(), states[0]) for one in (self.plain, self.recorded))
+        assert recorded == plain
+
+
+@pytest.mark.parametrize("sae", PENALISED, ids=str)
+def test_recorded_steps_of_a_penalty_are_plain_ones_to_the_last_bit(
+    sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue: list[LateCopy] = []
+    monkeypatch.setattr(foreseen, "HostCopy", lambda number: LateCopy(number, queue))
+    # The penalty grows meanwhile, and is steered.
+    run = Penalty(monkeypatch, {"sparsity_warmup_fraction": 0.5} | sae, {})
+    run.take(8)
+    assert run.steps.n_replayed == 4
+    assert run.rooms == [6, 6]
+    # What each replay wrote, before the next one wrote over it.
+    assert run.told[::2] == run.told[1::2]
+    assert len(set(run.told)) == 5
+    run.assert_same_intervals()
+    run.assert_alike()
+
+
+def test_so_they_are_with_a_given_penalty_and_in_fp16_but_for_dense_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    sae = {"architecture": "standard", "sparsity_coefficient": 0.02, "sparsity_warmup_fraction": 0.3}
+    run = Penalty(monkeypatch, sae, {"precision": "fp16"})
+    run.room = 0
+    run.take(5)
+    assert not run.steps.n_replayed
+    run.room = 6
+    run.take(4)
+    assert run.steps.n_replayed == 3
+    run.assert_same_intervals()
+    run.assert_alike()
+
+
+def test_so_they_are_where_kernels_sum_the_gradients_of_a_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
+    monkeypatch.setattr(triton_sparse, "LONGEST", 2)
+    run = Penalty(monkeypatch, {"architecture": "gated"}, {})
+    run.take(6, n_tokens=5)
+    assert run.steps.n_replayed == 2
+    run.assert_same_intervals()
+    run.assert_alike()
+
+
+def test_for_another_room_a_step_is_recorded_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Penalty(monkeypatch, {"architecture": "gated"}, {})
+    run.take(6)
+    assert run.steps.n_replayed == 2
+    run.room = 7
+    run.take(2)
+    assert run.rooms == [7, 7]
+    assert run.steps.n_replayed == 2
+    run.take(2)
+    assert run.steps.n_replayed == 4
+    run.assert_same_intervals()
+    run.assert_alike()
+
+
+def test_a_recorded_step_with_too_little_room_is_skipped_and_told_and_dense_ones_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Penalty(monkeypatch, {"architecture": "standard"}, {})
+    run.take(6)
+    run.assert_same_intervals()
+    before = {name: tensor.clone() for name, tensor in run.recorded.state.tensors()}
+    for one in (run.plain, run.recorded):
+        # Every latent is active.
+        one.sae.b_enc.data.add_(100)
+    run.take(1)
+    for one in (run.plain, run.recorded):
+        one.sae.b_enc.data.copy_(before["sae.b_enc"])
+    after = dict(run.recorded.state.tensors())
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    # The host does not know of it before another batch.
+    run.take(1)
+    assert run.steps.n_replayed == 4
+    run.assert_same_intervals(skipped=1)
+    assert not torch.equal(before["sae.W_enc"], run.recorded.sae.W_enc)
+    run.take(1)
+    assert run.rooms == [None, None]
+    run.take(4)
+    assert run.rooms == [6, 6]
+    assert run.steps.n_replayed == 5
+    run.assert_same_intervals()
+    run.assert_alike()
+
+
+def test_a_penalised_run_goes_on_from_what_recorded_steps_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Penalty(monkeypatch, {"architecture": "jumprelu"}, {})
+    run.take(5)
+    assert run.steps.n_replayed == 1
+    run.load_again()
+    x = rows(64, 5)
+    with torch.no_grad():
+        evaluated = []
+        for one in (run.plain, run.recorded):
+            with one.evaluating():
+                evaluated.append(one.forward(*one.normalised(x, x)).x_hat)
+    assert torch.equal(*evaluated)
+    # Loaded moments are other tensors.
+    run.take(3)
+    assert run.steps.n_replayed == 2
+    run.assert_same_intervals()
     run.assert_alike()
 
 

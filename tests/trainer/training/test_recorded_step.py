@@ -35,7 +35,9 @@ def test_small_steps_of_a_lone_gpu_are_recorded() -> None:
     assert not pays({}, accumulate=2)
     assert not pays({}, deterministic=True)
     assert not pays({}, optimizer="signum")
-    assert not pays({"architecture": "jumprelu"})
+    assert pays({"architecture": "jumprelu"})
+    # There will never be so few that sparse products are the faster ones.
+    assert not pays({"architecture": "jumprelu", "k": 512})
     assert not pays({"k": [16, 32]})
 
 

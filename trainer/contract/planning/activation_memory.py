@@ -21,6 +21,11 @@ def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
     return round((_Dense if is_dense else _Chosen)(work, sae, keeps_copies=keeps_copies).peak())
 
 
+def of_sparse_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
+    """Return the same for a pass of which only the chosen latents are kept, as is every one that is recorded."""
+    return round(_Chosen(work, sae, keeps_copies=keeps_copies).peak())
+
+
 def kept_copies(work: Workload, job: JobConfig) -> int:
     """Return the bytes of the 16-bit copies of an SAE's weights that its steps write for the passes that follow.
 

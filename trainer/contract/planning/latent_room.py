@@ -11,12 +11,19 @@ MARGIN = 1.25
 DENSE = 96
 
 
-def per_token(n_active: float, d_sae: int) -> int | None:
+def per_token(n_active: float, d_sae: int, kept: int | None = None) -> int | None:
     """Return for how many of a token's `d_sae` latents to make room if `n_active` were active; None where for all.
 
-    It is rounded up to 3 binary digits, so that a run has few sizes of memory.
+    It is rounded up to 3 binary digits, so that a run has few sizes of memory. A room that is `kept` from before stays
+    where it is the least or the one above that: a k of 32 or 64 is just where one size ends, and every change of size
+    costs recorded steps their recording.
     """
-    number = MARGIN * n_active
-    step = 1 << max(0, int(number).bit_length() - 3)
-    room = max(1, math.ceil(number / step)) * step
+    room = _rounded_up(MARGIN * n_active)
+    if kept and room <= kept <= _rounded_up(room + 1):
+        room = kept
     return room if room * DENSE <= d_sae else None
+
+
+def _rounded_up(number: float) -> int:
+    step = 1 << max(0, int(number).bit_length() - 3)
+    return max(1, math.ceil(number / step)) * step

@@ -80,9 +80,13 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     # During the pass of an SAE at one hook, a batch has the rows of all others too.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(weights) + optimizer + peak + beside + sum(source)
-    # A recorded step has memory of its own for what others take from the allocator.
+    # A recorded step has memory of its own for what others take from the allocator. Those with dense products, which
+    # are not recorded, find it freed by the recording that they end.
     is_recorded = work.device == "cuda" and recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision)
-    recorded = peak - sum(copies) if is_recorded else 0
+    recorded = 0
+    if is_recorded:
+        of_pass = activation_memory.of_sparse_pass(work, saes[0].sae, keeps_copies=copies[0] > 0)
+        recorded = max(0, 2 * max(of_pass, weights[0] + updates[0]) - (peak - copies[0]))
     return Memory(
         weights=sum(weights) + source.weights,
         gradients=sum(weights),

@@ -9,6 +9,9 @@ ever learnt. The next batches get the dense product, for which no room is needed
 The host reads the number of the batch before once this one's product is queued. Behind that number the GPU then has a
 backward pass, an update and the product to do: it never stands still, and the host is at most a step ahead of it.
 
+Where steps are recorded, it has to decide before it queues anything. Then it leaves the last batch's number unread, so
+that the GPU still has that whole step to do, and learns of too little room two batches later.
+
 Each rank decides by its own numbers: either product needs the same exchange with other ranks.
 """
 
@@ -25,8 +28,8 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# From so many batches the number of the next is expected to be the largest. Of 400 steps of each architecture none then
-# ran out of room; after one batch alone the second did, since L0 doubles in the first steps.
+# From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
+# that one has.
 MEMORY = 4
 
 
@@ -38,12 +41,30 @@ class _Batch(NamedTuple):
     n_above: HostCopy
 
 
+class _Ahead(NamedTuple):
+    """What was decided before a pass was queued: for how many values there is room, None for all."""
+
+    room: int | None
+
+
+class _Pass(NamedTuple):
+    """A pass that was decided on beforehand; each time it is replayed it writes `n_above` anew, 0-dim."""
+
+    n_tokens: int
+    room: int | None
+    n_above: Tensor
+
+
 class Foresight:
     """Makes room for the values of a batch that are above a bound, by how many were in those before."""
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        self._before: _Batch | None = None
+        # Batches whose numbers the host has not read yet, and for how many of a token it last made room.
+        self._unread: deque[_Batch] = deque()
+        self._per_token: int | None = None
+        self._ahead: _Ahead | None = None
+        self._pass: _Pass | None = None
         # Whether there was too little room for the last batch, 0-dim bool; None before the first.
         self.overflowed: Tensor | None = None
 
@@ -55,37 +76,60 @@ class Foresight:
         # Before the host reads anything.
         matrix = pre_acts.matrix
         n_tokens, d_sae = matrix.shape
-        size = self._room(n_tokens, d_sae)
+        size = self._ahead.room if self._ahead else self._room(n_tokens, d_sae)
         if size is None:
             chosen, n_above = None, (matrix >= bound).sum()
             self.overflowed = torch.zeros_like(n_above, dtype=torch.bool)
         else:
             chosen, n_above = largest_above(pre_acts, bound, size)
             self.overflowed = n_above == size
-        self._before = _Batch(n_tokens, size, HostCopy(n_above))
+        if self._ahead:
+            self._pass = _Pass(n_tokens, size, n_above)
+        else:
+            self._unread.append(_Batch(n_tokens, size, HostCopy(n_above)))
         return chosen
 
-    def _room(self, n_tokens: int, d_sae: int) -> int | None:
-        """Return how many values to take of a batch; None for all of them.
+    def decide(self, n_tokens: int, d_sae: int) -> int | None:
+        """Decide for how many values of the next batch to make room, and return that; None: for all of them.
+
+        It is the only one until `queued`. The number of the last batch is not waited for.
+        """
+        self._ahead = _Ahead(self._room(n_tokens, d_sae, n_unread=1))
+        return self._ahead.room
+
+    def queued(self) -> None:
+        """Note that the GPU was given the pass that was decided on, anew or once more: it copies the number behind it.
+
+        A replay writes over the number of the one before: the copies, which are queued in between, are apart.
+        """
+        if self._ahead and self._pass:
+            self._unread.append(_Batch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
+        self._ahead = None
+
+    def _room(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
+        """Return how many values to take of a batch, knowing all batches before but the last `n_unread`; None for all.
 
         What is known from the batches before is in no checkpoint, and sparse products round other than dense ones do:
         in deterministic mode a resumed run would not go on with the same bits.
         """
-        self._learn()
+        while len(self._unread) > n_unread:
+            self._learn(self._unread.popleft())
         if len(self._above) < MEMORY or not n_tokens or torch.are_deterministic_algorithms_enabled():
             return None
-        per_token = latent_room.per_token(max(self._above), d_sae)
-        return per_token * n_tokens if per_token else None
+        # At first every batch has more than those before: with 24,576 latents half as many again.
+        *before, last = self._above
+        growth = max(1.0, last / max(1.0, *before)) ** (1 + len(self._unread))
+        self._per_token = latent_room.per_token(growth * max(self._above), d_sae, self._per_token)
+        return self._per_token * n_tokens if self._per_token else None
 
-    def _learn(self) -> None:
-        """Take in the number of the batch before; begin anew where there was too little room for it."""
-        if (before := self._before) is None:
-            return
-        n_above = int(before.n_above.read())
-        if n_above == before.room:
+    def _learn(self, batch: _Batch) -> None:
+        """Take in the number of a batch; begin anew where there was too little room for it."""
+        n_above = int(batch.n_above.read())
+        if n_above == batch.room:
             self._above.clear()
-        elif before.n_tokens:
-            self._above.append(n_above / before.n_tokens)
+            self._per_token = None
+        elif batch.n_tokens:
+            self._above.append(n_above / batch.n_tokens)
 
 
 def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Chosen, Tensor]:

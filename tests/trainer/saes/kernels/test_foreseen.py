@@ -81,19 +81,28 @@ def with_above(n_per_token: int, n_tokens: int = 50) -> PreActs:
     return PreActs(matrix.index_fill(1, torch.arange(n_per_token), 1.0))
 
 
-def rooms(foresight: Foresight, *n_per_token: int) -> list[int | None]:
+def rooms(foresight: Foresight, *n_per_token: int, ahead: bool = False) -> list[int | None]:
     """Return for how many per token there was room in batches of so many per token; None where for all."""
     found = []
     for n in n_per_token:
+        decided = foresight.decide(50, 400) if ahead else None
         chosen = foresight.above(with_above(n), 0.0)
+        foresight.queued()
+        assert not ahead or decided == (None if chosen is None else len(chosen[1]))
         found.append(None if chosen is None else len(chosen[1]) // 50)
     return found
 
 
 def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
-    assert rooms(foresight, 4, 8, 8, 9) == [None] * foreseen.MEMORY
-    # 11.25 is rounded up to few sizes.
-    assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
+    assert rooms(foresight, 4, 9, 8, 9) == [None] * foreseen.MEMORY
+    # 11.25 is rounded up to few sizes; it stays while it is the least or the one above that.
+    assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 12]
+    assert rooms(foresight, 6, 6, 6, 6, 6) == [12, 12, 12, 12, 8]
+
+
+def test_while_every_batch_has_more_than_those_before_there_is_room_for_more_still(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 12, 18, 27, 40, 60) == [None, None, None, None, 56, 80]
+    assert not foresight.overflowed
 
 
 def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: Foresight) -> None:
@@ -101,8 +110,35 @@ def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: F
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
     assert not foresight.overflowed
-    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 80, None]
+    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 96, None]
     assert rooms(foresight, 9) == [None]
+
+
+def test_decided_beforehand_it_is_by_the_batches_before_the_last(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 12, 18, 27, 40, 60, ahead=True) == [None, None, None, None, None, 80]
+    assert not foresight.overflowed
+
+
+def test_of_too_little_room_it_then_learns_a_batch_later(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 8, 8, 8, 8, 40, 40, ahead=True) == [None, None, None, None, None, 10, 10]
+    assert foresight.overflowed
+    assert rooms(foresight, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
+    # Where each decides as it comes, all is known again.
+    assert rooms(foresight, 40, 30, 30, 30, 30) == [56] * 5
+
+
+def test_a_pass_that_is_repeated_is_a_batch_of_its_own(foresight: Foresight) -> None:
+    rooms(foresight, 8, 8, 8, 8, 8, 8, ahead=True)
+    assert foresight._pass is not None
+    n_above = foresight._pass.n_above
+    found = []
+    for n in (9, 40, 9, 9):
+        found.append(foresight.decide(50, 400))
+        # What a replay writes: no more than there is room for.
+        n_above.fill_(50 * min(n, 10))
+        foresight.queued()
+    # The 9 was read as such, and had grown.
+    assert found == [500, 500, 800, None]
 
 
 def test_a_rank_without_tokens_has_room_enough(foresight: Foresight) -> None:
