@@ -68,6 +68,12 @@ class _Recording(NamedTuple):
     y: Tensor
     lasting: list[Tensor]
 
+    def copy_in(self, x: Tensor, y: Tensor) -> None:
+        """Let the next replay be of this batch."""
+        self.x.copy_(x)
+        if y is not x:
+            self.y.copy_(y)
+
 
 class RecordedSteps:
     """Takes the steps of a learner whose batches are not cut: plainly, or as they were recorded."""
@@ -123,9 +129,7 @@ class RecordedSteps:
         self._learner.update(counts=counts)
 
     def _replay(self, recording: _Recording, x: Tensor, y: Tensor) -> None:
-        recording.x.copy_(x)
-        if y is not x:
-            recording.y.copy_(y)
+        recording.copy_in(x, y)
         self._renew_copies()
         recording.tape.replay()
         self._learner.count_step()

@@ -57,6 +57,18 @@ def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (stored, stored, 2 * stored)
 
 
+def test_recorded_sparse_steps_take_more_than_dense_ones_only_where_these_have_few_tokens(make_job: MakeJob) -> None:
+    def slack(n_tokens: int, **train: Any) -> int:
+        job = make_job(
+            sae={"architecture": "jumprelu", "d_sae": 24576, "k": 32}, train={"batch_size": n_tokens, **train}
+        )
+        return estimate(workload(job, 768, 1)).slack
+
+    # In deterministic mode nothing is recorded.
+    assert slack(4096) == slack(4096, deterministic=True)
+    assert slack(256) > slack(256, deterministic=True)
+
+
 def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
     sae, train = {"d_sae": 24576}, {"batch_size": 4096}
     alone = estimate(workload(make_job(sae=sae, train=train), 768, 1))

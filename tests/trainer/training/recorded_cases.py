@@ -20,6 +20,8 @@ from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
 from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse
+from trainer.self_test import learning
+from trainer.self_test.base import Size
 from trainer.training import gradients, recorded_step, triton_scale
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
@@ -387,6 +389,24 @@ def test_a_penalised_run_goes_on_from_what_recorded_steps_have_left(monkeypatch:
     assert run.steps.n_replayed == 2
     run.assert_same_intervals()
     run.assert_alike()
+
+
+def test_the_self_test_sees_a_penalised_step_that_is_replayed_on_a_batch_of_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(learning, "SMALL", Size(D_IN, 8, 2, N))
+
+    def check() -> tuple[bool, dict[str, Any]]:
+        run = Penalty(monkeypatch, {"architecture": "standard"}, {})
+        return learning.recorded_nearly_alike(run.plain, run.recorded, ALONE.device, 6, TapeOnCpu)
+
+    is_right, found = check()
+    assert is_right
+    assert found["replayed"] == 2
+    monkeypatch.setattr(recorded_step._Recording, "copy_in", lambda *_: None)
+    is_right, found = check()
+    assert not is_right
+    assert found["changes_off"] > 2 * learning.NEAR_CHANGES
 
 
 def test_a_host_that_waits_would_be_seen() -> None:
