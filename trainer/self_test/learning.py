@@ -35,6 +35,8 @@ from trainer.training.recorded_step import CudaTape, RecordedSteps
 # among nearly equal activations differs, and so the paths part.
 NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16": (0.03, 0.05)}
 FIRST_STEPS, N_BATCHES = 5, 40
+# What PyTorch says where the host waits; that it may not notice every wait is said once, too.
+WAITED = "called a synchronizing CUDA operation"
 # What else than each architecture's defaults is checked.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
@@ -194,7 +196,7 @@ def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchroniz" in str(one.message))
+    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if WAITED in str(one.message))
 
 
 def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -25,8 +25,8 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# From so many batches the number of the next is expected to be the largest. Of 400 steps of each architecture none then
-# ran out of room; after one batch alone the second did, since L0 doubles in the first steps.
+# From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
+# that one has.
 MEMORY = 4
 
 
@@ -74,7 +74,10 @@ class Foresight:
         self._learn()
         if len(self._above) < MEMORY or not n_tokens or torch.are_deterministic_algorithms_enabled():
             return None
-        per_token = latent_room.per_token(max(self._above), d_sae)
+        # At first every batch has more than those before: with 24,576 latents half as many again.
+        *before, last = self._above
+        growth = max(1.0, last / max(1.0, *before))
+        per_token = latent_room.per_token(growth * max(self._above), d_sae)
         return per_token * n_tokens if per_token else None
 
     def _learn(self) -> None:

@@ -91,9 +91,14 @@ def rooms(foresight: Foresight, *n_per_token: int) -> list[int | None]:
 
 
 def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
-    assert rooms(foresight, 4, 8, 8, 9) == [None] * foreseen.MEMORY
+    assert rooms(foresight, 4, 9, 8, 9) == [None] * foreseen.MEMORY
     # 11.25 is rounded up to few sizes.
     assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
+
+
+def test_while_every_batch_has_more_than_those_before_there_is_room_for_more_still(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 12, 18, 27, 40, 60) == [None, None, None, None, 56, 80]
+    assert not foresight.overflowed
 
 
 def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: Foresight) -> None:
@@ -101,7 +106,7 @@ def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: F
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
     assert not foresight.overflowed
-    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 80, None]
+    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 96, None]
     assert rooms(foresight, 9) == [None]
 
 
