@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trainer.saes.losses import Moments, Sums
 
-# Rows that a program adds up, those and the columns that it holds at a time: 16 numbers of each of five sums a thread,
+# Rows that a program adds up, those and the columns that it holds at a time: 8 numbers of each of five sums a thread,
 # which has all rows of its columns.
-_TILE = {"OF_PROGRAM": 32, "ROWS": 4, "COLUMNS": 256, "num_warps": 2}
+_TILE = {"OF_PROGRAM": 32, "ROWS": 2, "COLUMNS": 256, "num_warps": 2}
 
 
 class Nested(NamedTuple):

@@ -28,11 +28,11 @@ MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
 SLAB_BYTES = 16 * 2**20
 # Where all that passes by is read or written once, and marked so, half of it holds this.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent whose sums a program holds, and of those how many each of its threads has at most: without
-# and with the latent's own row. On an H200 few warps with an entry at a time are fastest: for 65,536 latents of 4,096
-# tokens, k 64, width 2,304, one warp took 0.54 ms with products, two 0.25 without; 8 and 4 warps with four entries at
-# a time took 1.63 and 1.07.
-WIDEST, PER_THREAD, PRODUCTS_PER_THREAD = 4096, 40, 80
+# The most columns of a latent whose sums a program holds, and about how many of those each of its threads has, or half
+# as many where rows do not begin at whole vectors: Triton 3.6 spilled registers there. On an H200 few warps with an
+# entry at a time are fastest: for 65,536 latents of 4,096 tokens, k 64, width 2,304, two took 0.59 ms with products and
+# 0.25 without; 8 and 4 warps with four entries at a time took 1.63 and 1.07.
+WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def sum_by_latent(
     """
     (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
     n_entries, (n_parts, _) = len(order), _parts(dense)
-    shape = _pieces(dense, multiplies=rows is not None)
+    shape = _pieces(dense)
     sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
@@ -131,11 +131,11 @@ def _parts(dense: Tensor) -> tuple[int, int]:
     """Return into how many parts the columns of `dense` are cut, and of how many columns: whole vectors."""
     n_columns = max(dense.shape[1], 1)
     n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
-    of_part = 16 * triton.cdiv(triton.cdiv(n_columns, n_parts), 16)
+    of_part = VECTOR * triton.cdiv(triton.cdiv(n_columns, n_parts), VECTOR)
     return triton.cdiv(n_columns, of_part), of_part
 
 
-def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
+def _pieces(dense: Tensor) -> dict[str, int]:
     """Return how a program holds a part of the columns: in two pieces, since the sizes of pieces are powers of two.
 
     Of 2,304 columns they are 2,048 and 256, where one would be of 4,096.
@@ -143,7 +143,7 @@ def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
     _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
     far = triton.next_power_of_2(max(of_part - near, 1))
-    warps = triton.cdiv(near + far, 32 * (PRODUCTS_PER_THREAD if multiplies else PER_THREAD))
+    warps = triton.cdiv(near + far, 32 * (PER_THREAD if dense.shape[1] % VECTOR == 0 else PER_THREAD // 2))
     shape = {"of_part": of_part, "NEAR": near, "FAR": far}
     return shape | {"num_warps": triton.next_power_of_2(warps), "enable_fp_fusion": True}
 
