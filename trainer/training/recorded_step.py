@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from trainer.activations.outliers import Outliers
 from trainer.contract.planning import recorded_steps
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
@@ -72,10 +73,13 @@ class _Recording(NamedTuple):
 
 
 class RecordedSteps:
-    """Takes the steps of a learner whose batches are not cut: plainly, or as they were recorded."""
+    """Takes the steps of a learner whose batches are not cut: plainly, or as they were recorded.
 
-    def __init__(self, learner: Learner, tape: Callable[[], Tape]) -> None:
-        self._learner, self._new_tape = learner, tape
+    Of its raw data `outliers` are replaced in the same step.
+    """
+
+    def __init__(self, learner: Learner, tape: Callable[[], Tape], outliers: Outliers | None = None) -> None:
+        self._learner, self._new_tape, self._outliers = learner, tape, outliers
         self._decided: _Decided | None = None
         self._n_alike = self._n_recorded = 0
         self._recording: _Recording | None = None
@@ -122,6 +126,8 @@ class RecordedSteps:
         self._recording = _Recording(tape, own_x, own_y, self._lasting())
 
     def _take_plainly(self, x: Tensor, y: Tensor, of_all: int, *, counts: bool = True) -> None:
+        if self._outliers:
+            x, y = self._outliers.replace(x, y)
         self._learner.accumulate(x, y, of_all)
         self._learner.update(counts=counts)
 
@@ -145,12 +151,14 @@ class RecordedSteps:
         return [*(one for state in states for one in state.values()), *self._learner.interval.lasting()]
 
 
-def recorded(learner: Learner, job: JobConfig, parallel: Parallel) -> RecordedSteps | None:
-    """Return what records a learner's steps where that is possible and faster, else None."""
+def recorded(
+    learner: Learner, job: JobConfig, parallel: Parallel, outliers: Outliers | None = None
+) -> RecordedSteps | None:
+    """Return what records a learner's steps, and replaces outliers, where that is possible and faster; else None."""
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows and isinstance(sae, TopK)
     pays = may and recorded_steps.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
-    return RecordedSteps(learner, CudaTape) if pays else None
+    return RecordedSteps(learner, CudaTape, outliers) if pays else None
 
 
 def _shapes(x: Tensor, y: Tensor) -> tuple[Any, ...]:

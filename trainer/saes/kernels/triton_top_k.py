@@ -163,7 +163,7 @@ def try_out(device: torch.device) -> None:
 
 def _group(n: int, k: int) -> int:
     kept = triton.next_power_of_2(max(k, 1))
-    group = max(LEAST_GROUP, min(USUAL_GROUP, MOST_KEPT // kept))
+    group: int = max(LEAST_GROUP, min(USUAL_GROUP, MOST_KEPT // kept))
     while triton.cdiv(n, group) > MOST_GROUPS:
         group *= 2
     return group
