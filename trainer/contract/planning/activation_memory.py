@@ -27,9 +27,13 @@ def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
     return round((_Dense if is_dense else _Chosen)(work, sae, keeps_copies=keeps_copies).peak())
 
 
-def of_evaluation(work: Workload, sae: Sae) -> int:
-    """Return the peak bytes of evaluating as many held-out tokens as are taken at once."""
-    entry, at_once = ARCHITECTURES[sae.architecture], _Chosen(work, sae)
+def of_evaluation(work: Workload, job: JobConfig) -> int:
+    """Return the peak bytes of evaluating as many held-out tokens as are taken at once.
+
+    The 16-bit copies of weights that outlive a pass are not counted.
+    """
+    sae, entry = job.sae, ARCHITECTURES[job.sae.architecture]
+    at_once = _Chosen(work, sae, keeps_copies=kept_copies(work, job) > 0)
     pre_acts = at_once.n_tokens * at_once.n_own
     bounded = at_once.rows + (at_once.product + COUNTED_BYTES) * pre_acts
     phases = (bounded,) if entry.dense_matrices else (bounded * entry.per_batch, at_once.encode(), at_once.nest())
@@ -155,7 +159,7 @@ class _Chosen(_Pass):
 
     def _of_groups(self) -> float:
         """Return the bytes of the groups by which a GPU finds the largest: their maxima, and of a batch the indices."""
-        if self.work.device != "cuda" or self.entry.per_batch and self.replicas * self.sharing > 1:
+        if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
         if not self.entry.per_batch:
             return self.product * self.n_tokens * self.n_own / GROUP

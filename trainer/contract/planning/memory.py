@@ -113,7 +113,7 @@ def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
 
     A recorded step keeps them for its replays. What plain steps had of the allocator is given back to record one.
     """
-    evaluated = max(activation_memory.of_evaluation(work, one.sae) for one in saes)
+    evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
     if recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision):
         return evaluated + WORKSPACE_BYTES
     return max(0, evaluated - of_step)
