@@ -63,7 +63,7 @@ class TopKKernels:
 
     @staticmethod
     def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        maxima = values.new_empty(len(values), values.shape[1] // triton_top_k._group(values.shape[1]))
+        maxima = values.new_empty(len(values), values.shape[1] // triton_top_k._group(values.shape[1], k))
         found = values.new_empty(len(values), k, dtype=torch.int64), values.new_empty(len(values), k)
         del maxima
         return found

@@ -10,7 +10,7 @@ from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
 
 # Values of a row among which a GPU first looks at the largest alone.
-GROUP = 8
+GROUP = 32
 # Bytes for each pre-activation while an evaluation counts those above a bound: two masks, and torch's copy of one in
 # 64 bits.
 COUNTED_BYTES = 2 + 8
