@@ -16,7 +16,9 @@ import torch
 from support.step_ops import Op, Operand, Step
 
 # Of an H200: bytes/s, of which a pass reaches nine tenths; operations/s by type; bytes/s of its L2 cache; processors.
-BANDWIDTH, REACHED, L2 = 4.3e12, 0.9, 5.5e12
+BANDWIDTH, REACHED = 4.3e12, 0.9
+# Bytes/s of kernels that gather rows from the L2 cache, and of those that multiply them with others, too.
+L2 = {False: 7.5e12, True: 5e12}
 PEAK = {torch.bfloat16: 790e12, torch.float16: 790e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
@@ -27,8 +29,8 @@ LAUNCH, HOST_LAUNCH, HOST_KERNEL, HOST_STEP = 2.5e-6, 2.5e-6, 15e-6, 1.2e-3
 HOST_RECORDED = 0.2e-3
 # Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
-# Programs of a gathering kernel that a processor holds at a time, by their warps.
-_RESIDENT = {1: 20, 2: 16, 4: 9, 8: 4}
+# Programs of a gathering kernel that fill a GPU, and the bytes/s of fewer.
+_FEW_PROGRAMS, _FEW_REACH = 8192, 2.7e12
 _LARGE = 1_000_000
 
 
@@ -168,19 +170,16 @@ def _fused_adam(op: Op) -> Cost:
 
 
 def _gather_kernel(op: Op) -> Cost:
-    """Count a kernel that gathers rows: bytes from memory, bytes from the cache, and the latency of its programs."""
+    """Count a kernel that gathers rows: bytes from memory, and bytes from the cache."""
     # Rows are what is gathered from: the last matrix.
     rows = [one for one in op.reads if len(one.shape) == 2][-1]
     n_entries, width = op.argument("n_entries"), rows.shape[1]
     gathered = n_entries * width * rows.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not rows)
+    if math.prod(op.grid) < _FEW_PROGRAMS:
+        return Cost(1, 15e-6 + (gathered + other) / _FEW_REACH, "gathering kernel")
     from_memory = (min(gathered, rows.bytes) + other) / BANDWIDTH / REACHED
-    from_cache = (gathered + other) / L2
-    entries = op.argument("ENTRIES")
-    rounds = max(1, math.ceil(n_entries / op.grid[0] / entries))
-    resident = _RESIDENT[op.argument("num_warps")] if op.name == "_sum_bags" else 5
-    latency = math.prod(op.grid) * (2.0e-6 + 0.9e-6 * rounds) / (PROCESSORS * resident)
-    return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
+    return Cost(1, max(from_memory, (gathered + other) / L2[False]), "gathering kernel")
 
 
 def _latent_kernel(op: Op) -> Cost:
@@ -193,23 +192,7 @@ def _latent_kernel(op: Op) -> Cost:
     gathered = n_entries * width * dense.dtype.itemsize
     other = _bytes(one for one in (*op.reads, *op.writes) if one is not dense)
     from_memory = (min(gathered, dense.bytes) + other) / BANDWIDTH / REACHED
-    from_cache = (gathered + other) / L2
-    rounds = max(1, math.ceil(n_entries / op.grid[0] / op.argument("ENTRIES")))
-    # A product is added up by all threads of a program, and so are measures; for those with a row, that is read once
-    # more.
-    of_round = 1.2e-6 if multiplies else 0.9e-6
-    measuring = 0.7e-6 if op.argument("unit_rows") is not None else 0.3e-6 * (op.argument("out_squares") is not None)
-    resident = 65536 // (32 * op.argument("num_warps") * _latent_registers(op))
-    latency = math.prod(op.grid) * (2.0e-6 + of_round * rounds + measuring) / (PROCESSORS * resident)
-    return Cost(1, max(from_memory, from_cache, latency), "gathering kernel")
-
-
-def _latent_registers(op: Op) -> int:
-    """Return the registers of a thread of such a kernel, roughly as compiled for sm_90."""
-    if op.argument("rows") is None:
-        return 80
-    of_thread = (op.argument("NEAR") + op.argument("FAR")) / (32 * op.argument("num_warps"))
-    return int(min(8 * math.ceil(7 / 8 * of_thread), 255))
+    return Cost(1, max(from_memory, (gathered + other) / L2[multiplies]), "gathering kernel")
 
 
 def _row_kernel(op: Op) -> Cost:

@@ -189,7 +189,7 @@ def recorded_step(
                 learner.sae._longest_silence = 10**12
             log.ops.clear()
             with log.kernels(), log.questions(), log:
-                learner.begin_step(learner.total_steps // 2 + number)
+                learner.begin_step(number)
                 learner.accumulate(x, x, len(x) * ranks.data.size)
                 n_of_passes = len(log.ops)
                 ranks.sum_step_([learner.tensors_to_exchange()], (False,))

@@ -40,7 +40,8 @@ class Coming(NamedTuple):
 class Batches:
     """Gives this rank its rows of one micro-batch after the other, from position `start` on, outliers replaced.
 
-    Where there are `outliers`, they are those of each hook: a token that is one at a hook stays at the others.
+    Where there are `outliers`, they are those of each hook: a token that is one at a hook stays at the others. Without
+    `replaces` they are only told how many rows there were, and a step replaces them itself.
 
     The tokens of a step are the same however they are cut; those of a stream where ranks have the same shares.
     """
@@ -53,9 +54,11 @@ class Batches:
         start: int,
         device: torch.device,
         outliers: Sequence[Outliers] = (),
+        replaces: bool = True,
         transfer: Transfer | None = None,
     ) -> None:
-        self._data, self._outliers, self._on_cpu = data, outliers, device.type == "cpu"
+        self._data, self._outliers, self._replaces = data, outliers, replaces
+        self._on_cpu = device.type == "cpu"
         self._cut, self._start, self._transfer = cut, start, transfer or transfer_to(device)
         self._ready: queue.Queue[Coming | BaseException] = queue.Queue(READ_AHEAD)
         # A batch takes memory of the device only once it has a place in the queue.
@@ -85,7 +88,9 @@ class Batches:
         if self._on_cpu:
             # A GPU widens 16 bits in the pass that scales them.
             hooks = [in_fp32(pair) for pair in hooks]
-        if self._outliers:
+        for outliers in self._outliers:
+            outliers.note(len(pair[0]))
+        if self._outliers and self._replaces:
             hooks = [outliers.replace(*pair) for outliers, pair in zip(self._outliers, hooks, strict=True)]
         return Batch(hooks, item.of_all)
 

@@ -26,7 +26,7 @@ class Outliers:
 
     @property
     def counts(self) -> Tensor:
-        """How many rows `replace` has replaced and how many it has looked at: float64 [2]."""
+        """How many rows `replace` has replaced and how many were noted: float64 [2]."""
         # Filled on the device, since a copy from the host would wait.
         return torch.stack([self._n_found, self._n_found.new_full((), self._n_seen)]).double()
 
@@ -36,20 +36,23 @@ class Outliers:
         return outliers if y is x else outliers | self._beyond(y, self._limits[1])
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the rows with each outlier replaced by the row before it that is none, in a ring; count them.
+        """Return the rows with each outlier replaced by the row before it that is none, in a ring; count outliers.
 
-        So batches keep their size, and nothing waits for a GPU.
+        So batches keep their size, and nothing waits for a GPU. The host is told of the rows by `note`.
         """
         if not self.times:
             return x, y
         outliers = self.among(x, y)
-        self._n_seen += len(x)
         self._n_found += outliers.sum()
         own = torch.arange(len(x), device=x.device).masked_fill(outliers, -1)
         before = own.cummax(0).values
         rows = torch.where(before < 0, before[-1].clamp(min=0), before)
         replaced = x.index_select(0, rows)
         return replaced, replaced if y is x else y.index_select(0, rows)
+
+    def note(self, n_rows: int) -> None:
+        """Count rows that `replace` looks at: apart from it, since a GPU repeats recorded steps without the host."""
+        self._n_seen += n_rows if self.times else 0
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
         """Return the rows without the outliers."""

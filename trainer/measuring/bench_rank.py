@@ -107,17 +107,22 @@ def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
     """Return the milliseconds of each phase in a profile: those of its kernels where there are any, else the host's.
 
     A kernel belongs to the phase in which it was started, by whichever thread: autograd's own starts those of the
-    backward pass. Only operations are asked for their kernels, not the marks around them: so each counts once.
+    backward pass. It has the number of the call that started it, also where that was no operation of PyTorch's.
     """
-    events = [event for event in profiled if event.device_type == DeviceType.CPU]
-    kernels = [event for event in events if event.kernels and not event.is_user_annotation]
+    events = list(profiled)
+    of_host = [event for event in events if event.device_type == DeviceType.CPU]
+    calls = {event.id: event.time_range.start for event in of_host if event.name.startswith(("cu", "hip"))}
+    kernels = [
+        (calls[event.id], event.time_range.elapsed_us())
+        for event in events
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation and event.id in calls
+    ]
 
     def ms(phase: str) -> float:
-        spans = [event.time_range for event in events if event.name == phase]
+        spans = [event.time_range for event in of_host if event.name == phase]
         if not kernels:
             return float(sum(span.elapsed_us() for span in spans)) / 1000
-        within = (one for one in kernels if any(span.start <= one.time_range.start < span.end for span in spans))
-        return float(sum(kernel.duration for one in within for kernel in one.kernels)) / 1000
+        return float(sum(us for start, us in kernels if any(span.start <= start < span.end for span in spans))) / 1000
 
     encoder = ms(phases.ENCODER)
     return {

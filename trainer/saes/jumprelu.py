@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from trainer.saes.base import ALL, Output
 from trainer.saes.losses import errors_of
 from trainer.saes.penalised import Penalised, Steering
-from trainer.saes.sparse_acts import Acts
+from trainer.saes.sparse_acts import Acts, marked_in_columns
 
 
 class JumpReLU(Penalised):
@@ -105,7 +105,8 @@ class _Jump(torch.autograd.Function):
         is_off = z <= threshold.clamp_min(0)
         ctx.save_for_backward(z, threshold, is_off)
         ctx.bandwidth, ctx.moves_z = bandwidth, moves_z
-        return z.masked_fill(is_off, 0), (z.numel() - is_off.sum()).to(z.dtype)
+        n_off = is_off.sum() if is_off.dim() == 1 else marked_in_columns(is_off).sum(dtype=torch.float64)
+        return z.masked_fill(is_off, 0), (z.numel() - n_off).to(z.dtype)
 
     @staticmethod
     @once_differentiable
@@ -123,4 +124,6 @@ class _Jump(torch.autograd.Function):
 
 def _summed_to(threshold: Tensor, values: Tensor) -> Tensor:
     """Sum over tokens what has one threshold for all of them; values of entries have their own."""
-    return values if values.shape == threshold.shape else values.sum(dim=0)
+    if values.shape == threshold.shape:
+        return values
+    return marked_in_columns(values) if values.dtype == torch.bool else values.sum(dim=0)

@@ -37,6 +37,8 @@ NEAR = {"fp32": (1e-3, 0.02), "tf32": (5e-3, 0.05), "bf16": (0.03, 0.05), "fp16"
 FIRST_STEPS, N_BATCHES = 5, 40
 # How far the loss of a recorded step, and the change that it makes to the weights, may be from a plain one's.
 NEAR_LOSSES, NEAR_CHANGES = 2e-3, 0.05
+# What PyTorch says where the host waits; that it may not notice every wait is said once, too.
+WAITED = "called a synchronizing CUDA operation"
 # What else than each architecture's defaults is checked.
 OTHERS: tuple[dict[str, Any], ...] = (
     {"optimizer": "signum"},
@@ -233,7 +235,7 @@ def waits_of(device: torch.device, work: Callable[[], None]) -> Counter[str]:
             work()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if "synchroniz" in str(one.message))
+    return Counter(f"{Path(one.filename).name}:{one.lineno}" for one in seen if WAITED in str(one.message))
 
 
 def _settings() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Pair
+from trainer.contract.planning.rows_on_gpu import MOST_TOKENS
 from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
@@ -16,8 +17,6 @@ from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
-# Beyond it more tokens at once are no faster; they take memory that training may have no need of.
-MOST_TOKENS = 8192
 # PyTorch before 2.7 does not find what is marked in a larger matrix on a GPU.
 MOST_VALUES = 2**31 - 1
 

@@ -108,7 +108,7 @@ class Trainer:
         if tries_batch:
             self._cut_until_it_fits()
         for learner in self.learners.values():
-            learner.whole_steps = recorded(learner, self._job, parallel)
+            learner.whole_steps = recorded(learner, self._job, parallel, self.outliers[learner.hook])
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
@@ -237,7 +237,9 @@ class Trainer:
                 self.report.heavy(sampler.heavy.sentence(), name)
 
     def _open_batches(self) -> Batches:
-        return Batches(self.data, self._cut, start=self.position.tokens, device=self._device, outliers=self.outliers)
+        replaces = not all(learner.whole_steps for learner in self.learners.values())
+        start, outliers = self.position.tokens, self.outliers
+        return Batches(self.data, self._cut, start=start, device=self._device, outliers=outliers, replaces=replaces)
 
     def _reopen_batches(self) -> None:
         """Go on with the batches that are this rank's now."""

@@ -13,11 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.workloads import workload
 
+from trainer.contract.planning import activation_memory
 from trainer.contract.planning.memory import (
     CUDA_CONTEXT_BYTES,
     PROCESS_BYTES,
+    WORKSPACE_BYTES,
     estimate,
     n_parameters,
+    of_plain_steps,
     on_disk,
     remedies,
     state_bytes,
@@ -57,7 +60,7 @@ def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
     assert (memory.weights, memory.gradients, memory.optimizer) == (stored, stored, 2 * stored)
 
 
-def test_recorded_sparse_steps_take_more_than_dense_ones_only_where_these_have_few_tokens(make_job: MakeJob) -> None:
+def test_recorded_sparse_steps_take_no_more_than_dense_ones_unless_these_have_few_tokens(make_job: MakeJob) -> None:
     def slack(n_tokens: int, **train: Any) -> int:
         job = make_job(
             sae={"architecture": "jumprelu", "d_sae": 24576, "k": 32}, train={"batch_size": n_tokens, **train}
@@ -71,12 +74,13 @@ def test_recorded_sparse_steps_take_more_than_dense_ones_only_where_these_have_f
 
 def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
     sae, train = {"d_sae": 24576}, {"batch_size": 4096}
-    alone = estimate(workload(make_job(sae=sae, train=train), 768, 1))
+    alone_job = make_job(sae=sae, train=train)
+    alone = estimate(workload(alone_job, 768, 1))
     ddp = {"mode": "ddp", "zero": False}
     replica = estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4))
-    # Of the held-out rows each keeps its part; and only a lone GPU records its steps.
-    recorded = alone.gradients + alone.activations + alone.communication - 2 * 2 * 24576 * 768
-    assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + recorded
+    # Of the held-out rows each keeps its part; and only a lone GPU records its steps, beside which it evaluates.
+    evaluated = activation_memory.of_evaluation(workload(alone_job, 768, 1), alone_job)
+    assert alone.slack - replica.slack == 4 * 768 * 32_768 * 3 // 4 + evaluated + WORKSPACE_BYTES
     assert msgspec.structs.replace(replica, slack=alone.slack) == alone
     dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert dealt.optimizer == alone.optimizer / 4
@@ -155,7 +159,8 @@ def test_narrow_products_halve_the_pre_activations(make_job: MakeJob) -> None:
         return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
-    assert needed("auto", 8192, "cpu") == needed("fp32", 8192)
+    # A CPU keeps no maxima of groups.
+    assert 0.9 * needed("fp32", 8192) < needed("auto", 8192, "cpu") <= needed("fp32", 8192)
 
 
 def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae(make_job: MakeJob) -> None:
@@ -194,3 +199,27 @@ def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
         assert estimate(workload(changed, 768, 4)).total <= tight
     assert remedies(workload(job, 768, 1), 10**8) == []
     assert 'parallel.mode = "tensor"' not in remedies(workload(job, 768, 1), needed)
+
+
+# What an H200 reserved for four plain steps of 4,096 tokens, MB (PyTorch 2.11, CUDA 13, segments of fixed sizes): d_in
+# 768 to 24,576 latents with k 32, and 2,304 to 65,536 with k 64. Of jumprelu copies of whole masks were a part, which
+# are no longer made.
+RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
+    (768, "topk", {}, 1008.7),
+    (768, "topk", {"precision": "fp32"}, 1252.0),
+    (768, "matryoshka_batch_topk", {}, 1027.6),
+    (768, "gated", {}, 4381.0),
+    (2304, "topk", {}, 6522.1),
+    (2304, "topk", {"state": "int8"}, 4559.2),
+    (2304, "topk", {"optimizer": "signum"}, 4708.1),
+    (2304, "batch_topk", {}, 6522.1),
+)
+
+
+@pytest.mark.parametrize(("d_in", "architecture", "train", "reserved"), RESERVED, ids=str)
+def test_an_h200_reserves_what_is_estimated_to_a_tenth(
+    make_job: MakeJob, d_in: int, architecture: str, train: dict[str, Any], reserved: float
+) -> None:
+    sizes = {768: {"d_sae": 24576, "k": 32}, 2304: {"d_sae": 65536, "k": 64}}[d_in]
+    job = make_job(sae=sizes | {"architecture": architecture}, train={"batch_size": 4096} | train)
+    assert of_plain_steps(workload(job, d_in)) / 1e6 == pytest.approx(reserved, rel=0.1)

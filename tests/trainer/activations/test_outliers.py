@@ -47,6 +47,7 @@ def test_a_row_goes_with_its_target_and_either_may_be_the_outlier() -> None:
     sample = rows_of_norm([1.0] * 5)
     x, y = rows_of_norm([1.0, 100.0, 1.0, 1.0]), rows_of_norm([2.0, 2.0, 2.0, 90.0])
     outliers = Outliers(sample, 2 * sample, times=10.0)
+    outliers.note(len(x))
     inputs, targets = outliers.replace(x, y)
     assert torch.equal(inputs, x[[0, 0, 2, 2]])
     assert torch.equal(targets, y[[0, 0, 2, 2]])

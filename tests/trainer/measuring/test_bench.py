@@ -51,13 +51,17 @@ def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest
     assert not list(Path.cwd().glob("bench-*"))
 
 
-def event(name: str, start_us: int, end_us: int, thread: int = 1, kernel_us: int = 0) -> FunctionEvent:
-    """Make an event of a profile: a mark of a phase, or an operation that started a kernel."""
+def event(name: str, start_us: int, end_us: int, thread: int = 1) -> FunctionEvent:
+    """Make an event of a profile: a mark of a phase, or an operation."""
     is_mark = name.startswith("sae:")
-    made = FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
-    if kernel_us:
-        made.append_kernel(name, 0, kernel_us)
-    return made
+    return FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
+
+
+def kernel(number: int, started_us: int, took_us: int, thread: int = 1) -> list[FunctionEvent]:
+    """Make the events of a kernel: the driver's call that starts it, and itself, later on the GPU."""
+    call = FunctionEvent(number, "cuLaunchKernelEx", thread, started_us, started_us + 5, device_type=DeviceType.CPU)
+    begins = 10_000 + 1000 * number
+    return [call, FunctionEvent(number, "_sum_bags", 0, begins, begins + took_us, device_type=DeviceType.CUDA)]
 
 
 MARKS = [
@@ -74,14 +78,13 @@ def test_on_a_cpu_phases_have_the_time_of_the_host_and_the_encoder_is_not_counte
 
 def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in_them() -> None:
     kernels = [
-        *(event("aten::mul", 10, 20, kernel_us=7000), event("aten::mm", 150, 160, kernel_us=90_000)),
-        *(event("MmBackward", 1100, 1110, thread=2, kernel_us=180_000), event("aten::add_", 1700, 1710)),
-        *(event("aten::add_", 1800, 1810, kernel_us=3000), event("aten::copy_", 5000, 5010, kernel_us=1)),
+        *(*kernel(1, 15, 7000), *kernel(2, 155, 90_000), *kernel(3, 1105, 180_000, thread=2)),
+        *(*kernel(4, 1805, 3000), *kernel(5, 5005, 1), event("aten::add_", 1700, 1710)),
     ]
-    # A profiler may list the kernels of what is within a mark as those of the mark, too.
-    MARKS[0].append_kernel("all", 0, 97_000)
-    found = phases_ms([*MARKS, *kernels])
-    MARKS[0].kernels.clear()
+    # A mark is on the GPU, too, from its first kernel to its last; operations are numbered by themselves.
+    of_gpu = FunctionEvent(2, phases.FORWARD, 0, 11_000, 99_000, is_user_annotation=True, device_type=DeviceType.CUDA)
+    operation = FunctionEvent(3, "aten::mm", 1, 1650, 1660, device_type=DeviceType.CPU)
+    found = phases_ms([*MARKS, *kernels, of_gpu, operation])
     assert list(found.values()) == pytest.approx([90, 7, 180, 0, 0, 3])
 
 

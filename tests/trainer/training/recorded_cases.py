@@ -14,6 +14,7 @@ from support.tape import TapeOnCpu
 from torch import Tensor
 
 from trainer.activations.batches import Batch
+from trainer.activations.outliers import Outliers
 from trainer.contract.planning import latent_room
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
@@ -170,6 +171,22 @@ def test_a_batch_of_another_size_is_taken_plainly_and_then_recorded_again() -> N
     run.assert_alike()
 
 
+def test_a_recorded_step_replaces_outliers_and_counts_them() -> None:
+    run, sample = Run({}, {}), rows(64, 99)
+    found, expected = Outliers(sample, sample, 10.0), Outliers(sample, sample, 10.0)
+    run.recorded.whole_steps = steps = RecordedSteps(run.recorded, TapeOnCpu, found)
+    for number in range(8):
+        x = rows(N, number)
+        x[number] *= 1000
+        ordinary, _ = expected.replace(x, x)
+        take_step([run.recorded], ALONE, number, [Batch([(x, x)], N)])
+        take_step([run.plain], ALONE, number, [Batch([(ordinary, ordinary)], N)])
+    assert steps.n_replayed
+    run.assert_alike()
+    assert torch.equal(found.counts, expected.counts)
+    assert found.counts.tolist() == [8, 0]
+
+
 def test_resampling_between_recorded_steps_is_what_the_next_ones_see() -> None:
     run = Run({}, {})
     steps = run.record()
@@ -270,8 +287,9 @@ class Penalty(Run):
         self.steps = self.record()
         self.plain.whole_steps = PlainSteps(self.plain, TapeOnCpu)
 
-    def _per_token(self, n_active: float, d_sae: int, kept: int | None) -> int:
-        self.told.append(n_active)
+    def _per_token(self, n_active: float, d_sae: int, *kept: int | None) -> int:
+        if not kept:
+            self.told.append(n_active)
         return self.room
 
     @property

@@ -26,10 +26,11 @@ def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks
     return recorded_steps.pays(Layout(job, ranks), d_in, d_in, precision=precision)
 
 
-def test_small_steps_of_a_lone_gpu_are_recorded() -> None:
+def test_steps_of_a_lone_gpu_are_recorded_unless_they_are_very_long() -> None:
     assert pays({})
     assert pays({"architecture": "batch_topk"})
-    assert not pays({"d_sae": 65536}, d_in=2304)
+    assert pays({"d_sae": 65536}, d_in=2304)
+    assert not pays({"d_sae": 262144}, d_in=2304)
     assert not pays({}, ranks=2)
     assert not pays({}, precision="fp32")
     assert not pays({}, accumulate=2)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import math
 
+from trainer.contract.planning.rows_on_gpu import MOST_TOKENS
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
 
+# Values of a row among which a GPU first looks at the largest alone.
+GROUP = 32
+# Bytes for each pre-activation while an evaluation counts those above a bound: two masks, and torch's copy of one in
+# 64 bits.
+COUNTED_BYTES = 2 + 8
 # Candidates that a rank sends per token for each value chosen from it on average; on a GPU it sends all that could be.
 MARGIN_PER_TOKEN = 4
 
@@ -24,6 +30,19 @@ def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
 def of_sparse_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
     """Return the same for a pass of which only the chosen latents are kept, as is every one that is recorded."""
     return round(_Chosen(work, sae, keeps_copies=keeps_copies).peak())
+
+
+def of_evaluation(work: Workload, job: JobConfig) -> int:
+    """Return the peak bytes of evaluating as many held-out tokens as are taken at once.
+
+    The 16-bit copies of weights that outlive a pass are not counted.
+    """
+    sae, entry = job.sae, ARCHITECTURES[job.sae.architecture]
+    at_once = _Chosen(work, sae, keeps_copies=kept_copies(work, job) > 0)
+    pre_acts = at_once.n_tokens * at_once.n_own
+    bounded = at_once.rows + (at_once.product + COUNTED_BYTES) * pre_acts
+    phases = (bounded,) if entry.dense_matrices else (bounded * entry.per_batch, at_once.encode(), at_once.nest())
+    return round(min(1.0, MOST_TOKENS / at_once.n_tokens) * max(phases))
 
 
 def kept_copies(work: Workload, job: JobConfig) -> int:
@@ -144,9 +163,11 @@ class _Chosen(_Pass):
         return self.rows + product + self.narrow * self.d_in + chosen
 
     def _of_groups(self) -> float:
-        """Return the bytes of the groups by which a lone GPU finds the largest of a batch: their maxima and indices."""
-        if self.work.device != "cuda" or not self.entry.per_batch or self.replicas * self.sharing > 1:
+        """Return the bytes of the groups by which a GPU finds the largest: their maxima, and of a batch the indices."""
+        if self.work.device != "cuda" or (self.entry.per_batch and self.replicas * self.sharing > 1):
             return 0.0
+        if not self.entry.per_batch:
+            return self.product * self.n_tokens * self.n_own / GROUP
         return self.n_tokens * (self.product * math.sqrt(self.n_own * self.most_active) + 24 * self.most_active)
 
     def nest(self) -> float:

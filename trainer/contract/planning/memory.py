@@ -13,16 +13,19 @@ import msgspec
 from trainer.contract.planning import activation_memory, recorded_steps
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import Workload
-from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae, Train
 
-# The CUDA context with the libraries' own workspaces.
+# The CUDA context with the kernels that are loaded.
 CUDA_CONTEXT_BYTES = 550 * 2**20
 # A process on the CPU with Python, PyTorch and what else it loads, before any tensor (PyTorch 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
-# What the allocator holds beyond a step's tensors. Simulated on eleven steps, with segments that grow, it is 1 to 26 %,
-# so that an estimate is at most 13 % too high and 10 % too low.
-ALLOCATOR_SLACK = 0.13
+# What the allocator holds beyond a step's tensors, with segments that grow: holes between tensors that last, simulated
+# on eighteen steps 1 to 24 % of them, and what is left of the last pages of 20 MiB.
+ALLOCATOR_SLACK, PAGES_BYTES = 0.12, 2 * 20 * 2**20
+# cuBLAS sets memory aside for each thread and stream that multiplies, as much as `cuda_variables` asks for: the forward
+# pass has a thread, and the backward pass one of its own. A recorded step has a stream of its own.
+WORKSPACE_BYTES = 2 * 2**25
 # Bytes of one value of optimizer state; int8 also stores a scale for every block.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
@@ -32,7 +35,7 @@ class Memory(msgspec.Struct, frozen=True):
 
     Most activations are freed by the time gradients are made, so both use the same memory: `activations` is what the
     peak needs beyond the gradients and the exchange buffers (`communication`). `slack` is what the allocator cannot
-    hand out again, a recorded step's own memory, and rows beside those of a step.
+    hand out again, cuBLAS' workspaces, what evaluations need beyond a step, and rows beside those of a step.
     """
 
     weights: int
@@ -60,6 +63,13 @@ def estimate(work: Workload) -> Memory:
     return max(estimates, key=lambda memory: memory.total)
 
 
+def of_plain_steps(work: Workload) -> int:
+    """Return the bytes that a GPU reserves for steps alone: with given rows, not recorded, and without evaluations."""
+    whole = estimate(work)
+    taken = whole.total - whole.context - whole.slack
+    return taken + _of_allocator(taken)
+
+
 def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
@@ -80,22 +90,39 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     # During the pass of an SAE at one hook, a batch has the rows of all others too.
     beside = 4 * work.micro_batch * work.shape.width * (n_hooks - 1)
     taken = sum(weights) + optimizer + peak + beside + sum(source)
-    # A recorded step has memory of its own for what others take from the allocator. Those with dense products, which
-    # are not recorded, find it freed by the recording that they end.
-    is_recorded = work.device == "cuda" and recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision)
-    recorded = 0
-    if is_recorded:
-        of_pass = activation_memory.of_sparse_pass(work, saes[0].sae, keeps_copies=copies[0] > 0)
-        recorded = max(0, 2 * max(of_pass, weights[0] + updates[0]) - (peak - copies[0]))
+    on_cuda = work.device == "cuda"
+    beside_steps = _beside_steps(work, saes, peak - sum(copies)) + bytes_of_rows(work) if on_cuda else 0
     return Memory(
         weights=sum(weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
         activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
-        slack=round(ALLOCATOR_SLACK * taken) + bytes_of_rows(work) + recorded if work.device == "cuda" else 0,
+        slack=_of_allocator(taken) + beside_steps if on_cuda else 0,
         context=context_bytes(work.device),
     )
+
+
+def _of_allocator(taken: int) -> int:
+    """Return the bytes that a GPU's allocator reserves beyond the tensors that it is asked for."""
+    return round(ALLOCATOR_SLACK * taken) + PAGES_BYTES + WORKSPACE_BYTES
+
+
+def _beside_steps(work: Workload, saes: list[JobConfig], of_step: int) -> int:
+    """Return the bytes that evaluations need beyond a step's own, `of_step`, which it gives back before them.
+
+    A recorded step keeps them for its replays. What plain steps had of the allocator is given back to record one.
+    """
+    evaluated = max(activation_memory.of_evaluation(work, one) for one in saes)
+    if not recorded_steps.pays(work, work.d_in, work.d_out, precision=work.precision):
+        return max(0, evaluated - of_step)
+    (alone,) = saes
+    recorded = of_step
+    if ARCHITECTURES[alone.sae.architecture].dense_matrices:
+        # Only its sparse products are recorded.
+        copied = activation_memory.kept_copies(work, alone) > 0
+        recorded = activation_memory.of_sparse_pass(work, alone.sae, keeps_copies=copied)
+    return max(0, recorded + evaluated + WORKSPACE_BYTES - of_step)
 
 
 def of_reader(work: Workload) -> Memory | None:
@@ -110,7 +137,7 @@ def of_reader(work: Workload) -> Memory | None:
         optimizer=0,
         activations=held.activations,
         communication=0,
-        slack=round(ALLOCATOR_SLACK * sum(held)) if on_cuda else 0,
+        slack=_of_allocator(sum(held)) if on_cuda else 0,
         context=context_bytes(work.device),
     )
 

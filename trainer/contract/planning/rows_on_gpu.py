@@ -10,6 +10,8 @@ READ_AHEAD = 2
 # A rank's held-out rows of all hooks are read anew for every evaluation where they are more. The usual 32,768 take half
 # of it at d_in 4096 in 16 bits.
 MOST_KEPT_BYTES = 2**29
+# Held-out rows that are measured at once. More are no faster; they take memory that training may have no need of.
+MOST_TOKENS = 8192
 
 
 def bytes_of_rows(work: Workload) -> int:

@@ -31,6 +31,8 @@ from trainer.saes.kernels.select import Chosen, places_of
 # From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
 # that one has.
 MEMORY = 4
+# Where steps are recorded, room shrinks once so many batches had no need of it.
+SHRINKS_AFTER = 100
 
 
 class _Batch(NamedTuple):
@@ -60,8 +62,10 @@ class Foresight:
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # Batches whose numbers the host has not read yet, and for how many of a token it last made room.
+        # Batches whose numbers the host has not read yet.
         self._unread: deque[_Batch] = deque()
+        # Where steps are recorded: how many of a token were expected, and for how many there was room last.
+        self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
         self._ahead: _Ahead | None = None
         self._pass: _Pass | None = None
@@ -118,16 +122,29 @@ class Foresight:
             return None
         # At first every batch has more than those before: with 24,576 latents half as many again.
         *before, last = self._above
-        growth = max(1.0, last / max(1.0, *before)) ** (1 + len(self._unread))
-        self._per_token = latent_room.per_token(growth * max(self._above), d_sae, self._per_token)
-        return self._per_token * n_tokens if self._per_token else None
+        growth = max(1.0, last / max(1.0, *before)) ** (1 + n_unread)
+        expected = growth * max(self._above)
+        per_token = latent_room.per_token(expected, d_sae)
+        if per_token and n_unread:
+            self._per_token = per_token = self._kept(expected, d_sae)
+        return per_token * n_tokens if per_token else None
+
+    def _kept(self, expected: float, d_sae: int) -> int | None:
+        """Return what there was room for last where it is enough and not, for long, much too large: else as for now.
+
+        Each change of size would cost recorded steps their recording.
+        """
+        self._expected.append(expected)
+        for number in (max(self._expected), expected):
+            if room := latent_room.per_token(number, d_sae, self._per_token):
+                return room
+        return None
 
     def _learn(self, batch: _Batch) -> None:
         """Take in the number of a batch; begin anew where there was too little room for it."""
         n_above = int(batch.n_above.read())
         if n_above == batch.room:
             self._above.clear()
-            self._per_token = None
         elif batch.n_tokens:
             self._above.append(n_above / batch.n_tokens)
 

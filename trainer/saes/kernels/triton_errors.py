@@ -14,8 +14,9 @@ from torch import Tensor
 
 from trainer.saes.losses import Moments, Sums
 
-# Rows that a program adds up, those and the columns that it holds at a time: 8 numbers of each of five sums a thread.
-_TILE = {"OF_PROGRAM": 32, "ROWS": 16, "COLUMNS": 128, "num_warps": 8}
+# Rows that a program adds up, those and the columns that it holds at a time: 8 numbers of each of five sums a thread,
+# which has all rows of its columns.
+_TILE = {"OF_PROGRAM": 32, "ROWS": 2, "COLUMNS": 256, "num_warps": 2}
 
 
 class Nested(NamedTuple):
@@ -110,7 +111,7 @@ def _sum_errors(
     mean = tl.load(y_mean + columns, mask=columns < n_columns, other=0)
     errors = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     squared_errors, targets, squared_targets, inner = errors, errors, errors, errors
-    for begin in tl.static_range(0, OF_PROGRAM, ROWS):
+    for begin in range(0, OF_PROGRAM, ROWS):
         rows = program * OF_PROGRAM + begin + tl.arange(0, ROWS)
         inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         rows = rows.to(tl.int64)[:, None]
@@ -150,7 +151,7 @@ def _sum_gradients(
     """Write the gradients of all levels: each is that of the next one, and what its own prefix adds."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)
-    for begin in tl.static_range(0, OF_PROGRAM, ROWS):
+    for begin in range(0, OF_PROGRAM, ROWS):
         rows = tl.program_id(0) * OF_PROGRAM + begin + tl.arange(0, ROWS)
         inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
         gradient = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)

@@ -21,13 +21,18 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 LONGEST = 256
 # Numbers a program holds at a time, 32 for each of its threads.
 TILE = 4096
+# Where as many programs fill a GPU, each holds so few numbers that one warp has them: an H200 took 0.14 ms for the sums
+# of 4,096 bags of 32 rows of 768 with 4 warps, 0.03 with one, and 0.50 and 0.16 for bags of 64 rows of 2,304.
+MANY, FEW_ENTRIES, FEW_COLUMNS = 4096, 4, 256
 # Half of the L2 cache of the smallest data-centre card still in use (A100: 40 MB) holds this and what passes by.
 SLAB_BYTES = 16 * 2**20
 # Where all that passes by is read or written once, and marked so, half of it holds this.
 DENSE_BYTES = 20 * 10**6
-# The most columns of a latent whose sums a program holds, those for each of its threads, of which there are fewer where
-# it also has the latent's own row, and entries it adds at a time. With 16 there, Triton 3.6 spilled registers on sm_80.
-WIDEST, PER_THREAD, PRODUCTS_PER_THREAD, AT_ONCE = 4096, 16, 8, 4
+# The most columns of a latent whose sums a program holds, and about how many of those each of its threads has, or half
+# as many where rows do not begin at whole vectors: Triton 3.6 spilled registers there. On an H200 few warps with an
+# entry at a time are fastest: for 65,536 latents of 4,096 tokens, k 64, width 2,304, two took 0.59 ms with products and
+# 0.25 without; 8 and 4 warps with four entries at a time took 1.63 and 1.07.
+WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
@@ -38,7 +43,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
     out = rows.new_empty(n_bags, n_columns, dtype=torch.float32)
-    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns)
+    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns, n_bags)
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
         tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
@@ -80,7 +85,7 @@ def sum_by_latent(
     """
     (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
     n_entries, (n_parts, _) = len(order), _parts(dense)
-    shape = _pieces(dense, multiplies=rows is not None)
+    shape = _pieces(dense)
     sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
@@ -126,11 +131,11 @@ def _parts(dense: Tensor) -> tuple[int, int]:
     """Return into how many parts the columns of `dense` are cut, and of how many columns: whole vectors."""
     n_columns = max(dense.shape[1], 1)
     n_parts = max(triton.cdiv(n_columns, WIDEST), triton.cdiv(dense.nbytes, DENSE_BYTES))
-    of_part = 16 * triton.cdiv(triton.cdiv(n_columns, n_parts), 16)
+    of_part = VECTOR * triton.cdiv(triton.cdiv(n_columns, n_parts), VECTOR)
     return triton.cdiv(n_columns, of_part), of_part
 
 
-def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
+def _pieces(dense: Tensor) -> dict[str, int]:
     """Return how a program holds a part of the columns: in two pieces, since the sizes of pieces are powers of two.
 
     Of 2,304 columns they are 2,048 and 256, where one would be of 4,096.
@@ -138,9 +143,9 @@ def _pieces(dense: Tensor, *, multiplies: bool) -> dict[str, int]:
     _, of_part = _parts(dense)
     near = triton.next_power_of_2(of_part // 2 + 1)
     far = triton.next_power_of_2(max(of_part - near, 1))
-    shape = {"of_part": of_part, "ENTRIES": AT_ONCE, "NEAR": near, "FAR": far}
-    warps = near // (32 * (PRODUCTS_PER_THREAD if multiplies else PER_THREAD))
-    return shape | {"num_warps": max(2, warps), "enable_fp_fusion": True}
+    warps = triton.cdiv(near + far, 32 * (PER_THREAD if dense.shape[1] % VECTOR == 0 else PER_THREAD // 2))
+    shape = {"of_part": of_part, "NEAR": near, "FAR": far}
+    return shape | {"num_warps": triton.next_power_of_2(warps), "enable_fp_fusion": True}
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Filled | None = None) -> Tensor:
@@ -151,7 +156,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
     # Short bags would leave most of a taller tile empty.
-    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=8, most=32), n_columns)
+    shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=8, most=32), n_columns, n_bags)
     # Where all rows are more than the cache holds, each program multiplies a part of the columns.
     n_blocks = triton.cdiv(n_columns, shape["COLUMNS"])
     blocks_per_part = triton.cdiv(n_blocks, triton.cdiv(rows.nbytes, SLAB_BYTES))
@@ -202,8 +207,11 @@ def _power_of_two(number: int, *, least: int, most: int) -> int:
     return min(max(power, least), most)
 
 
-def _tile(entries: int, n_columns: int) -> dict[str, int]:
-    columns = _power_of_two(n_columns, least=16, most=TILE // max(entries, 8))
+def _tile(entries: int, n_columns: int, n_bags: int) -> dict[str, int]:
+    most = TILE // max(entries, 8)
+    if n_bags * triton.cdiv(n_columns, FEW_COLUMNS) >= MANY:
+        entries, most = FEW_ENTRIES, FEW_COLUMNS
+    columns = _power_of_two(n_columns, least=16, most=most)
     warps = max(1, entries * columns // 1024)
     # Set explicitly, since Triton 3.10 no longer does so by itself.
     return {"ENTRIES": entries, "COLUMNS": columns, "num_warps": warps, "enable_fp_fusion": True}
@@ -230,8 +238,7 @@ def _sum_bags(
 @triton.jit
 def _sum_by_latent(
     out, out_products, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows, latents,
-    n_filled, n_entries, n_latents, n_columns, longest, of_part,
-    ENTRIES: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    n_filled, n_entries, n_latents, n_columns, longest, of_part, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
 
@@ -260,24 +267,21 @@ def _sum_by_latent(
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
     if rows is not None:
         near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
-    for begin in range(first, last, ENTRIES):
-        entries = begin + tl.arange(0, ENTRIES)
-        counts = entries < last
-        value = tl.load(values + entries, mask=counts, other=0).to(tl.float32)[:, None]
-        token = tl.load(tokens + entries, mask=counts, other=0).to(tl.int64)[:, None] * n_columns
-        products = tl.zeros([ENTRIES], dtype=tl.float32)
+    for entry in range(first, last):
+        value = tl.load(values + entry).to(tl.float32)
+        token = tl.load(tokens + entry).to(tl.int64) * n_columns
+        product = 0.0
         # The small piece first: in the other order sm_120 spills.
         if FAR > 1:
-            numbers = _gathered(dense + token + far[None, :], counts[:, None] & (far < right)[None, :])
-            far_total += tl.sum(value * numbers, axis=0)
+            numbers = _gathered(dense + token + far, far < right)
+            far_total += value * numbers
             if rows is not None:
-                products += tl.sum(numbers * far_row[None, :], axis=1)
-        numbers = _gathered(dense + token + near[None, :], counts[:, None] & (near < right)[None, :])
-        near_total += tl.sum(value * numbers, axis=0)
+                product += tl.sum(numbers * far_row, axis=0)
+        numbers = _gathered(dense + token + near, near < right)
+        near_total += value * numbers
         if rows is not None:
-            products += tl.sum(numbers * near_row[None, :], axis=1)
-            place = tl.load(order + entries, mask=counts, other=0)
-            tl.store(out_products + part.to(tl.int64) * n_entries + place, products, mask=counts)
+            product += tl.sum(numbers * near_row, axis=0)
+            tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product)
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
         _put(out + row + far, far_total, far < right, latents is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -95,9 +96,8 @@ def rooms(foresight: Foresight, *n_per_token: int, ahead: bool = False) -> list[
 
 def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
     assert rooms(foresight, 4, 9, 8, 9) == [None] * foreseen.MEMORY
-    # 11.25 is rounded up to few sizes; it stays while it is the least or the one above that.
-    assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 12]
-    assert rooms(foresight, 6, 6, 6, 6, 6) == [12, 12, 12, 12, 8]
+    # 11.25 is rounded up to few sizes.
+    assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
 def test_while_every_batch_has_more_than_those_before_there_is_room_for_more_still(foresight: Foresight) -> None:
@@ -125,6 +125,17 @@ def test_of_too_little_room_it_then_learns_a_batch_later(foresight: Foresight) -
     assert rooms(foresight, 40, 40, 40, 40, 40, 40, ahead=True) == [None, None, None, None, None, 56]
     # Where each decides as it comes, all is known again.
     assert rooms(foresight, 40, 30, 30, 30, 30) == [56] * 5
+
+
+def test_decided_beforehand_room_soon_grows_but_shrinks_only_after_a_while(foresight: Foresight) -> None:
+    foresight._expected = deque(maxlen=6)
+    assert rooms(foresight, *[32] * 6, ahead=True)[-1] == 40
+    # A k of 32 is just where a size ends.
+    assert rooms(foresight, 33, 31, 33, 31, 32, 31, 31, ahead=True) == [40, 40, 48, 48, 48, 48, 48]
+    assert rooms(foresight, *[32] * 20, ahead=True) == [48] * 20
+    assert rooms(foresight, *[16] * 12, ahead=True) == [48] * 10 + [20] * 2
+    # After too little of it all is learnt anew.
+    assert rooms(foresight, 16, 81, 16, 16, 16, 16, 16, 16, ahead=True) == [20, 20, 20, None, None, None, None, 20]
 
 
 def test_a_pass_that_is_repeated_is_a_batch_of_its_own(foresight: Foresight) -> None:

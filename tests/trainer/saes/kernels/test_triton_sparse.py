@@ -43,9 +43,9 @@ def test_every_kernel_compiles_for_a_gpu(
     types |= dict.fromkeys((outputs | {"values", "unit_rows"}) & types.keys(), "*fp32")
     types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
     types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
-    options: dict[str, Any] = kernels._tile(32, 768)
+    options: dict[str, Any] = kernels._tile(32, 768, 4096)
     if name == "_sum_by_latent":
-        options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"), multiplies=True)
+        options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"))
     constants = {key: options.pop(key) for key in [key for key in options if key.isupper()]}
     types |= dict.fromkeys(constants, "constexpr")
     options.pop("of_part", None)
