@@ -388,13 +388,13 @@ class Extraction:
         return self._result("finished")
 
     def _describe(self) -> None:
-        state = self._state
+        state, tokens = self._state, self.model.tokenizer.token_bytes()
         of_all = facts_of_all(self._job, self.model) | {"dtype": state.dtype, "left_out": state.left_out}
         for number, hook in enumerate(self._job.model.hooks):
             sums, limit = state.sums[number], state.limits[number]
             assert sums is not None
             facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
-            write_tokens(self._job.folder(hook), self.model.tokenizer.token_bytes())
+            write_tokens(self._job.folder(hook), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
 
     def _result(self, word: str) -> Result:

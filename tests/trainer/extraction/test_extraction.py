@@ -372,6 +372,20 @@ def test_two_at_once_in_a_folder_are_refused(make: Make) -> None:
         run(job)
 
 
+@pytest.mark.parametrize("max_norm", [0.0, 1.1])
+def test_a_batch_that_is_read_ahead_changes_no_byte(make: Make, max_norm: float) -> None:
+    """As on a GPU, where the rows of a batch are waited for once the next one is read."""
+    whole, job = make(name="whole", max_norm=max_norm), make(max_norm=max_norm)
+    run(whole)
+    stop, advance = stop_after(4)
+    for peers in (Alone(stop, advance), Alone(threading.Event())):
+        extraction = Extraction(job, CPU, peers)
+        extraction._ahead = 1
+        result = extraction.run()
+    assert (result.state, stored_state(job).n_stored) == ("finished", 300)
+    assert digests(job) == digests(whole)
+
+
 @pytest.fixture
 def fill_disk() -> Iterator[Callable[[int], None]]:
     """Return a function that lets no file grow above some bytes once rows are stored, as on a full disk."""
