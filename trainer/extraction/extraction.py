@@ -174,7 +174,7 @@ class Extraction:
                     return self._finish()
         if self._peers.size > 1:
             self._state = stored_state(self._job, self._peers.size)
-        return self._result("stopped")
+        return result_of(self._job, self._state, "stopped", self._rate())
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
         """Make the output folder this extraction's, before any process writes to it."""
@@ -375,8 +375,10 @@ class Extraction:
         """Wait for the others, and in rank 0 write what is known of the rows of all beside them."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
+        # What follows is done once, however many rows there are: hashes of the model, what each token stands for.
+        rate = self._rate()
         if self._peers.rank:
-            return self._result("finished")
+            return result_of(self._job, self._state, "finished", rate)
         if self._peers.size > 1:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
@@ -385,7 +387,7 @@ class Extraction:
         self._state.is_finished = True
         write_state(self._output, self._state)
         forget_parts(self._job)
-        return self._result("finished")
+        return result_of(self._job, self._state, "finished", rate)
 
     def _describe(self) -> None:
         state, tokens = self._state, self.model.tokenizer.token_bytes()
@@ -397,9 +399,9 @@ class Extraction:
             write_tokens(self._job.folder(hook), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
 
-    def _result(self, word: str) -> Result:
-        rate = self._n_read / (time.monotonic() - self._began) if self._n_read else None
-        return result_of(self._job, self._state, word, rate)
+    def _rate(self) -> float | None:
+        """Return the tokens that were read in a second so far; None where none were."""
+        return self._n_read / (time.monotonic() - self._began) if self._n_read else None
 
 
 def share_of(n_tokens: int, rank: int, size: int) -> int:
