@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Pair, StreamSource
+from trainer.activations.base import Empty, Indices, Pair, StreamSource, empty_rows
 from trainer.activations.permutation import Permutation
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
-
-# Rows that are read together: a whole buffer at once would take twice its memory.
-AT_ONCE = 4096
 
 
 class Chunk(NamedTuple):
@@ -49,14 +46,20 @@ class StreamRows:
         """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer where the stream ends."""
         xs: list[Tensor] = []
         ys: list[Tensor] = []
-        while n and self._has_rows():
-            x, y = (part[self._n_used : self._n_used + n] for part in self._chunk[1:])
-            xs.append(x)
-            ys.append(y)
-            self._n_used += len(x)
-            n -= len(x)
+        while n and (pair := self.take_some(n)):
+            xs.append(pair[0])
+            ys.append(pair[1])
+            n -= len(pair[0])
         x = _joined(xs, self._source.n_hooks * self._source.d_in)
         return x, x if self._source.d_out is None else _joined(ys, self._source.n_hooks * self._source.d_out)
+
+    def take_some(self, n: int) -> Pair | None:
+        """Return up to n of the next rows, those that the stream gave at once, without a copy; None where it ends."""
+        if not self._has_rows():
+            return None
+        x, y = (part[self._n_used : self._n_used + n] for part in self._chunk[1:])
+        self._n_used += len(x)
+        return x, x if self._chunk.y is self._chunk.x else y
 
     def go_to(self, place: StreamPlace) -> None:
         """Go to where the rows were when this was their `place`; what is skipped is read."""
@@ -143,14 +146,15 @@ class ShuffleBuffer:
             self._refill(self._slots(place.n_gone))
         self._n_gone = place.n_gone
 
-    def take(self, n: int) -> MixedRows:
-        """Return the next n rows, fewer only where the stream has ended."""
+    def take(self, n: int, empty: Empty = empty_rows) -> MixedRows:
+        """Return the next n rows, fewer only where the stream has ended, if possible in what `empty` gives."""
         parts: list[MixedRows] = []
         while n and self._has_rows():
             slots = self._slots(min(n, self._n_block - self._n_gone))
             chosen = torch.from_numpy(slots)
-            x = self._x[chosen]
-            parts.append(MixedRows(x, x if self._y is self._x else self._y[chosen], self._numbers[slots]))
+            x = _selected(self._x, chosen, empty)
+            y = x if self._y is self._x else _selected(self._y, chosen, empty)
+            parts.append(MixedRows(x, y, self._numbers[slots]))
             self._refill(slots)
             self._n_gone += len(slots)
             n -= len(slots)
@@ -183,7 +187,7 @@ class ShuffleBuffer:
     def _read_into(self, slots: Indices, first: int) -> int:
         """Put the next rows of the stream, the first of which has this number, into slots; return how many came."""
         n = 0
-        while n < len(slots) and len((pair := self._rows.take(min(AT_ONCE, len(slots) - n)))[0]):
+        while n < len(slots) and (pair := self._rows.take_some(len(slots) - n)):
             taken = slots[n : n + len(pair[0])]
             self._put(pair, torch.from_numpy(taken))
             self._numbers[taken] = np.arange(first + n, first + n + len(taken))
@@ -195,9 +199,15 @@ class ShuffleBuffer:
         if not len(self._x):
             self._x = x.new_empty(self._size, x.shape[1])
             self._y = self._x if y is x else y.new_empty(self._size, y.shape[1])
-        self._x[slots] = x
+        self._x.index_copy_(0, slots, x)
         if y is not x:
-            self._y[slots] = y
+            self._y.index_copy_(0, slots, y)
+
+
+def _selected(rows: Tensor, chosen: Tensor, empty: Empty) -> Tensor:
+    into = empty(len(chosen), rows.shape[1], rows.dtype)
+    # Many times as fast as `rows[chosen]`.
+    return torch.index_select(rows, 0, chosen, out=into)
 
 
 def _joined(parts: list[Tensor], width: int) -> Tensor:

@@ -228,7 +228,7 @@ class StreamData(TrainingData):
         if not self._is_filled:
             self._buffer.fill(self._place)
             self._is_filled = True
-        x, y, numbers = self._buffer.take(n)
+        x, y, numbers = self._buffer.take(n, empty)
         if len(x) < n:
             raise self._ended()
         bad = numbers[~are_finite(x, y).numpy()]
@@ -302,8 +302,9 @@ class _StreamHook(HookRows):
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
     """Tell for each row, bool [n], whether it and its target hold neither a NaN nor an infinity."""
-    finite = x.isfinite().all(dim=1)
-    return finite if y is x else finite & y.isfinite().all(dim=1)
+    # Of the largest, which is NaN where any is: each number asked by itself takes a CPU 30 times as long.
+    finite = x.abs().amax(dim=1).isfinite()
+    return finite if y is x else finite & y.abs().amax(dim=1).isfinite()
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:

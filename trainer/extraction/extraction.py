@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,12 +22,13 @@ from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.tokens_of_data import META
 from trainer.contract.wording import distinct_sizes
-from trainer.extraction.kept_rows import kept_places
+from trainer.extraction.kept_rows import KeptPlaces, kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import facts_of_all, facts_of_hook
 from trainer.extraction.packing import Batch, batches, pack, separate
 from trainer.extraction.peers import Alone, Stopped
-from trainer.extraction.shard_writer import Blocks, Origin, add_sums
+from trainer.extraction.read_ahead import ReadAhead
+from trainer.extraction.shard_writer import Blocks, Origin, ShardsBegun, add_sums
 from trainer.extraction.state import (
     FIRST,
     OUTLIERS,
@@ -41,6 +43,7 @@ from trainer.extraction.state import (
 )
 from trainer.extraction.text import documents
 from trainer.extraction.token_bytes import write_tokens
+from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
 
 
@@ -57,17 +60,45 @@ class Result(msgspec.Struct):
     tokens_per_s: float | None
 
 
+class Asked(NamedTuple):
+    """A batch by its number, and the places in it whose rows are wanted, with their origin and those of no row."""
+
+    number: int
+    batch: Batch
+    kept: KeptPlaces
+    origin: Origin
+
+
+class Coming(NamedTuple):
+    """What is asked for, and on their way from the device: the rows of each hook [n, d_in] and their norms [n]."""
+
+    asked: Asked
+    rows: list[HostCopy]
+    norms: list[HostCopy]
+
+
 class Chosen(NamedTuple):
-    """The rows of a batch that are kept, for each hook [n, d_in], and how many are left out by reason."""
+    """The rows of a batch for each hook [n, d_in], which of them are kept, all without `at`, and their origin."""
 
     rows: list[Tensor]
+    at: Tensor | None
     origin: Origin
-    left_out: dict[str, int]
 
     def cut(self, first: int, last: int) -> Chosen:
-        """Return rows `first` to `last` of them."""
-        rows = [of_hook[first:last] for of_hook in self.rows]
-        return Chosen(rows, Origin(*(one[first:last] for one in self.origin)), self.left_out)
+        """Return the kept rows `first` to `last`."""
+        origin = Origin(*(one[first:last] for one in self.origin))
+        if self.at is not None:
+            return Chosen(self.rows, self.at[first:last], origin)
+        return Chosen([of_hook[first:last] for of_hook in self.rows], None, origin)
+
+
+class Writing(NamedTuple):
+    """A shard of each hook that is being written, with what is to be noted once it is: see `State`."""
+
+    shards: ShardsBegun
+    batch: int
+    offset: int
+    left_out: dict[str, int]
 
 
 def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[[str], object]) -> Result:
@@ -121,6 +152,10 @@ class Extraction:
         rank = peers.rank if peers.size > 1 else None
         self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed, rank)
         self._share = share_of(job.extract.n_tokens, peers.rank, peers.size)
+        # Batches that a GPU reads before the rows of one are waited for; a CPU does one thing after the other.
+        self._ahead = 0 if device.type == "cpu" else 1
+        self._n_kept, self._n_shards = 0, 0
+        self._writing: Writing | None = None
         # What others lack and this process is to give, once that is known.
         self._extra: int | None = None
         self._began, self._n_read, self._last_batch = 0.0, 0, 0
@@ -133,12 +168,13 @@ class Extraction:
             if self._state.is_finished:
                 self._peers.extra(self._state.lacking)
                 return self._finish()
-            if self._read():
-                self._complete()
-                return self._finish()
+            with contextlib.closing(self._blocks):
+                if self._read():
+                    self._complete()
+                    return self._finish()
         if self._peers.size > 1:
             self._state = stored_state(self._job, self._peers.size)
-        return self._result("stopped")
+        return result_of(self._job, self._state, "stopped", self._rate())
 
     def _prepare(self, locks: contextlib.ExitStack) -> None:
         """Make the output folder this extraction's, before any process writes to it."""
@@ -158,6 +194,8 @@ class Extraction:
         self._state.dtype = self._state.dtype or str(self._dtype).removeprefix("torch.")
         write_state(self._folder, self._state)
         self._began, self._last_batch = time.monotonic(), self._state.batch
+        self._first = self._state.batch, self._state.offset
+        self._n_kept, self._n_shards = self._state.n_stored, len(self._state.shards[0])
 
     def _refuse_other_dtype(self) -> None:
         """Raise `UsageError` where an extraction is to go on with rows of another type, as that of another device."""
@@ -168,67 +206,86 @@ class Extraction:
 
     def _read(self) -> bool:
         """Read until this process has its rows or its text ends; return False where it is to stop before."""
-        for number, batch in self._batches():
-            if self._peers.is_stopped:
-                return False
-            self._read_batch(number, batch)
-            # Not before the first batch: one that is read again is not counted yet.
-            if self._n_missing <= 0:
-                return True
+        with contextlib.closing(ReadAhead(self._batches())) as batches:
+            for coming in self._coming(batches):
+                self._read_batch(coming)
+                # Not before the first batch: one that is read again is not counted yet.
+                if self._n_missing <= 0:
+                    return True
+        self._note_written()
+        if self._peers.is_stopped:
+            return False
         if self._extra is None:
             self._state.lacking = max(0, self._n_missing)
             self._peers.extra(self._state.lacking)
         return True
 
-    def _read_batch(self, number: int, batch: Batch) -> None:
+    def _coming(self, batches: Iterator[Asked]) -> Iterator[Coming]:
+        """Yield what the model makes of each batch, while it reads the next ones, until this is to stop."""
+        ahead: deque[Coming] = deque()
+        for asked in batches:
+            if self._peers.is_stopped:
+                return
+            ahead.append(self._begin(asked))
+            if len(ahead) > self._ahead:
+                yield ahead.popleft()
+        yield from ahead
+
+    def _begin(self, asked: Asked) -> Coming:
+        """Have the model read a batch."""
+        rows = self._rows(asked.batch, asked.kept.places)
+        return Coming(asked, [HostCopy(one) for one in rows], [HostCopy(one) for one in _norms(rows)])
+
+    def _read_batch(self, coming: Coming) -> None:
         """Take the rows of a batch that are needed: of its share, and once that is complete, of what others lack."""
-        chosen = self._choose(batch)
-        self._n_read += batch.ids.size
-        taken = self._take(number, chosen, self._state.offset if number == self._state.batch else 0)
+        number, kept = coming.asked.number, coming.asked.kept
+        if self._writing and self._writing.shards.is_done:
+            self._note_written()
+        chosen, n_outliers = self._choose(coming)
+        self._n_read += coming.asked.batch.ids.size
+        taken = self._take(number, chosen, self._first[1] if number == self._first[0] else 0)
         if self._n_missing <= 0 and self._extra is None:
+            self._note_written()
             self._extra = self._peers.extra(0)
             self._take(number, chosen, taken)
-        for reason, n in chosen.left_out.items():
+        for reason, n in ((SPECIAL, kept.n_special), (FIRST, kept.n_first), (OUTLIERS, n_outliers)):
             self._state.left_out[reason] += n
         self._last_batch = number
         self._peers.kept(self._n_kept)
 
     @property
-    def _n_kept(self) -> int:
-        return self._state.n_stored + self._blocks.n_waiting
-
-    @property
     def _n_missing(self) -> int:
         return self._share + (self._extra or 0) - self._n_kept
 
-    def _batches(self) -> Iterator[tuple[int, Batch]]:
+    def _batches(self) -> Iterator[Asked]:
         """Yield the batches of this process, by their numbers, from where the state is; the same ones every time."""
-        own = self._all_batches(self._peers.rank, self._peers.size)
-        return itertools.islice(enumerate(own), self._state.batch, None)
+        own = enumerate(self._all_batches(self._peers.rank, self._peers.size))
+        for number, batch in itertools.islice(own, self._first[0], None):
+            kept = kept_places(batch, self.model.tokenizer.special, self._job.extract)
+            origin = Origin(*(torch.from_numpy(one).flatten()[kept.places].int() for one in batch))
+            yield Asked(number, batch, kept, origin)
 
     def _all_batches(self, rank: int = 0, size: int = 1) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self.model), rank, None, size)
         return batches(contexts, contexts_at_once(self._job), fills=not self.model.packs)
 
-    def _choose(self, batch: Batch) -> Chosen:
-        """Run the model over a batch and return the rows to keep."""
-        places, n_special, n_first = kept_places(batch, self.model.tokenizer.special, self._job.extract)
-        rows = self._rows(batch, places)
-        fits = self._within_limits(rows)
-        left_out = {SPECIAL: n_special, FIRST: n_first, OUTLIERS: int((~fits).sum())}
-        places = places[fits]
-        origin = Origin(*(torch.from_numpy(one).flatten()[places].int() for one in batch))
-        return Chosen([of_hook[fits.to(of_hook.device)] for of_hook in rows], origin, left_out)
+    def _choose(self, coming: Coming) -> tuple[Chosen, int]:
+        """Wait for the rows of a batch; return them and which are kept, and how many are outliers."""
+        fits = self._within_limits([one.read() for one in coming.norms])
+        rows, n_outliers = [one.read() for one in coming.rows], int((~fits).sum())
+        if not n_outliers:
+            return Chosen(rows, None, coming.asked.origin), 0
+        at = torch.nonzero(fits).flatten()
+        return Chosen(rows, at, Origin(*(one[at] for one in coming.asked.origin))), n_outliers
 
     def _rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
         return [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
 
-    def _within_limits(self, rows: list[Tensor]) -> Tensor:
-        """Tell for each row, bool [n], whether no hook's norm is infinite or beyond its limit."""
-        fits = torch.ones(len(rows[0]), dtype=torch.bool)
+    def _within_limits(self, norms: list[Tensor]) -> Tensor:
+        """Tell for each row, bool [n], whether no hook's norm [n] is infinite or beyond its limit."""
+        fits = torch.ones(len(norms[0]), dtype=torch.bool)
         if not len(fits):
             return fits
-        norms = _norms(rows)
         if not self._state.limits:
             self._state.limits = self._limits(norms if self._peers.size == 1 else self._first_norms())
         for of_hook, limit in zip(norms, self._state.limits, strict=True):
@@ -240,7 +297,7 @@ class Extraction:
         for batch in self._all_batches():
             places = kept_places(batch, self.model.tokenizer.special, self._job.extract).places
             if len(places):
-                return _norms(self._rows(batch, places))
+                return [one.cpu() for one in _norms(self._rows(batch, places))]
         raise AssertionError("some process has rows")
 
     def _limits(self, norms: list[Tensor]) -> list[float]:
@@ -263,18 +320,32 @@ class Extraction:
         last = min(len(chosen.origin.token_ids), first + max(0, self._n_missing))
         if not self._n_kept:
             self._refuse_full_disk(chosen.rows)
-        self._blocks.add(*chosen.cut(first, last)[:2])
+        own = chosen.cut(first, last)
+        self._blocks.add(own.rows, own.origin, own.at)
+        self._n_kept += last - first
         while self._blocks.is_full:
             # What waits after that is all of this batch.
-            self._state.batch, self._state.offset = number, last - (self._blocks.n_waiting - self._blocks.shard_rows)
-            self._store()
-            write_state(self._folder, self._state)
+            self._store(number, last - (self._blocks.n_waiting - self._blocks.shard_rows))
         return last
 
-    def _store(self) -> None:
-        """Write a shard of each hook."""
-        written = self._blocks.write(len(self._state.shards[0]))
-        for hook, (shard, sums) in enumerate(written):
+    def _store(self, batch: int, offset: int) -> None:
+        """Begin to write a shard of each hook, once the one before is written."""
+        self._note_written()
+        shards = self._blocks.begin_write(self._n_shards)
+        self._writing = Writing(shards, batch, offset, dict(self._state.left_out))
+        self._n_shards += 1
+
+    def _note_written(self) -> None:
+        """Wait for the shard that is being written, and write down how far this process then is."""
+        if writing := self._writing:
+            self._take_up(writing)
+            write_state(self._folder, msgspec.structs.replace(self._state, left_out=writing.left_out))
+
+    def _take_up(self, writing: Writing) -> None:
+        """Wait for a shard of each hook, and have the state count it."""
+        self._writing = None
+        self._state.batch, self._state.offset = writing.batch, writing.offset
+        for hook, (shard, sums) in enumerate(writing.shards.end()):
             self._state.shards[hook].append(shard)
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 
@@ -290,8 +361,11 @@ class Extraction:
 
         It is noted with the end: before, going on would read its batch once more.
         """
+        self._note_written()
         if self._blocks.n_waiting:
-            self._store()
+            self._store(self._last_batch, 0)
+            assert self._writing
+            self._take_up(self._writing)
         self._state.batch = self._last_batch
         if self._peers.size > 1:
             self._state.is_finished = True
@@ -301,8 +375,10 @@ class Extraction:
         """Wait for the others, and in rank 0 write what is known of the rows of all beside them."""
         self._peers.kept(self._n_kept)
         self._n_read = self._peers.end(max(0, self._n_kept - self._share), self._n_read)
+        # What follows is done once, however many rows there are: hashes of the model, what each token stands for.
+        rate = self._rate()
         if self._peers.rank:
-            return self._result("finished")
+            return result_of(self._job, self._state, "finished", rate)
         if self._peers.size > 1:
             self._state = merged([part_state(self._job, rank, self._peers.size) for rank in range(self._peers.size)])
         if not self._state.n_stored:
@@ -311,21 +387,21 @@ class Extraction:
         self._state.is_finished = True
         write_state(self._output, self._state)
         forget_parts(self._job)
-        return self._result("finished")
+        return result_of(self._job, self._state, "finished", rate)
 
     def _describe(self) -> None:
-        state = self._state
+        state, tokens = self._state, self.model.tokenizer.token_bytes()
         of_all = facts_of_all(self._job, self.model) | {"dtype": state.dtype, "left_out": state.left_out}
         for number, hook in enumerate(self._job.model.hooks):
             sums, limit = state.sums[number], state.limits[number]
             assert sums is not None
             facts = facts_of_hook(self._job, number, self.model, sums, state.shards[number], limit)
-            write_tokens(self._job.folder(hook), self.model.tokenizer.token_bytes())
+            write_tokens(self._job.folder(hook), tokens)
             write_json(self._job.folder(hook) / META, of_all | facts)
 
-    def _result(self, word: str) -> Result:
-        rate = self._n_read / (time.monotonic() - self._began) if self._n_read else None
-        return result_of(self._job, self._state, word, rate)
+    def _rate(self) -> float | None:
+        """Return the tokens that were read in a second so far; None where none were."""
+        return self._n_read / (time.monotonic() - self._began) if self._n_read else None
 
 
 def share_of(n_tokens: int, rank: int, size: int) -> int:
@@ -334,7 +410,7 @@ def share_of(n_tokens: int, rank: int, size: int) -> int:
 
 
 def _norms(rows: list[Tensor]) -> list[Tensor]:
-    return [of_hook.float().norm(dim=1).cpu() for of_hook in rows]
+    return [of_hook.float().norm(dim=1) for of_hook in rows]
 
 
 def result_of(job: ExtractJob, state: State, word: str, rate: float | None = None) -> Result:

@@ -35,6 +35,7 @@ from trainer.extraction.hook_points import (
 from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
 from trainer.extraction.spread import spread
 from trainer.extraction.unembedding import find_ending, folded
+from trainer.runtime.device_queue import queued_copy
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -118,6 +119,8 @@ class LanguageModel:
         """
         taken: dict[int, Tensor] = {}
         self._require_known(batch.ids)
+        # Once, and not by each hook.
+        places = queued_copy(places, self.device)
 
         def take(number: int, tensor: Tensor) -> None:
             # At once, since the model may go on with the same memory.
@@ -191,7 +194,7 @@ class LanguageModel:
         return first
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.from_numpy(values).to(self.device)
+        return queued_copy(torch.from_numpy(values), self.device)
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:

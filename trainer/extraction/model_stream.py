@@ -22,8 +22,10 @@ from trainer.extraction.extraction import contexts_at_once, contexts_of
 from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, batches
+from trainer.extraction.read_ahead import ReadAhead
 from trainer.extraction.readers import Readers
 from trainer.parallel.group import Group, gather_rows
+from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
 
 _CPU = torch.device("cpu")
@@ -46,6 +48,7 @@ class ModelStream(StreamSource):
         self.place, self.shuffle_tokens = knobs.place, knobs.shuffle_tokens
         self._of_hooks = [self]
         self._readers: Readers | None = None
+        self._batches: ReadAhead[Batch] | None = None
         hook, target = map(parse_hook, ends_of(knobs.hook))
         self.meta = {
             "model_name": knobs.model,
@@ -74,6 +77,8 @@ class ModelStream(StreamSource):
         # One after the other, so that the memory of the host holds the weights of one at a time.
         models = [_load(self._job, one) for one in self.own_devices or [device]]
         self._model = models[0]
+        # Batches that a GPU reads before the rows of one are waited for; a CPU does one thing after the other.
+        self._ahead = 0 if device.type == "cpu" else 1
         self._models = [_Reader(model, self._job, self.d_in, self.n_hooks, self.d_out is not None) for model in models]
         for number, stream in enumerate(self._of_hooks):
             stream.meta |= self._told_by_model(number)
@@ -116,11 +121,13 @@ class ModelStream(StreamSource):
         return [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
 
     def _next_own(self) -> Pair | None:
+        assert self._batches
         if self.own_devices:
             self._readers = self._readers or Readers([model.rows_on_cpu for model in self._models], self._batches)
             return self._readers.next()
-        batch = next(self._batches, None)
-        return None if batch is None else self._models[0].rows_of(batch)
+        while len(self._coming) <= self._ahead and (batch := next(self._batches, None)) is not None:
+            self._coming.append(self._models[0].begin(batch))
+        return self._coming.popleft().read() if self._coming else None
 
     @property
     def _hooks(self) -> list[str]:
@@ -134,9 +141,11 @@ class ModelStream(StreamSource):
     def restore(self, state: dict[str, int]) -> None:
         if self._readers:
             self._readers.close()
-        self._readers, self._n_given, self._ready = None, state["batch"], deque[Pair]()
+        if self._batches:
+            self._batches.close()
+        self._readers, self._n_given, self._ready, self._coming = None, state["batch"], deque[Pair](), deque[_Coming]()
         first = self._n_given + self._peers.index
-        self._batches = itertools.islice(self._all_batches(), first, None, self._peers.size)
+        self._batches = ReadAhead(itertools.islice(self._all_batches(), first, None, self._peers.size))
 
     def _all_batches(self) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)
@@ -147,6 +156,18 @@ def _load(job: ExtractJob, device: torch.device) -> LanguageModel:
     # Kernels that a model brings along run on the current device, which is that of the rank.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return LanguageModel(job, device)
+
+
+class _Coming(NamedTuple):
+    """Rows on their way from a device; those of targets are None where they are the inputs."""
+
+    x: HostCopy
+    y: HostCopy | None
+
+    def read(self) -> Pair:
+        """Return the rows on the CPU; wait until they are there."""
+        x = self.x.read()
+        return x, x if self.y is None else self.y.read()
 
 
 class _Reader(NamedTuple):
@@ -166,6 +187,11 @@ class _Reader(NamedTuple):
                 raise UserError(f"data.d_in: a row of {hook} has {rows.shape[1]} numbers, not {self.d_in}")
         x = _side_by_side(of_hooks[: self.n_hooks])
         return x, _side_by_side(of_hooks[self.n_hooks :]) if self.has_targets else x
+
+    def begin(self, batch: Batch) -> _Coming:
+        """Have the model read a batch."""
+        x, y = self.rows_of(batch)
+        return _Coming(HostCopy(x), None if y is x else HostCopy(y))
 
     def rows_on_cpu(self, batch: Batch) -> Pair:
         """Read a batch in a thread that has this model's device for itself.

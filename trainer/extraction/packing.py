@@ -152,5 +152,7 @@ def _context(pieces: list[tuple[int, list[int]]]) -> Batch:
 
 
 def _stack(rows: list[Ids], filling: int) -> Ids:
-    longest = max(map(len, rows))
-    return np.stack([np.pad(row, (0, longest - len(row)), constant_values=filling) for row in rows])
+    stacked = np.full((len(rows), max(map(len, rows))), filling)
+    for row, into in zip(rows, stacked, strict=True):
+        into[: len(row)] = row
+    return stacked

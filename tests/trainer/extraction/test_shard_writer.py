@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from trainer.contract.errors import UserError
@@ -65,6 +65,33 @@ def test_a_shard_is_noted_with_the_sum_of_its_bytes_and_leaves_no_other_file(blo
         assert shard.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
         assert [one.name for one in file.parent.iterdir()] == [shard.name]
         assert file.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_shard_has_the_bytes_that_safetensors_gives_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    blocks, n = Blocks([tmp_path], shard_rows=12_000, seed=0), 12_000
+    x = torch.randn(n, 301, generator=torch.Generator().manual_seed(0)).to(dtype)
+    numbers = torch.arange(n, dtype=torch.int32)
+    for first in range(0, n, 5000):
+        part = slice(first, first + 5000)
+        blocks.add([x[part]], Origin(numbers[part], numbers[part] + 1, numbers[part] // 9))
+    ((shard, _),) = blocks.write(0)
+    file = tmp_path / shard.name
+    stored = load_file(file)
+    assert file.read_bytes() == save(stored)
+    assert torch.equal(stored["activations"], x[stored["token_ids"].long()])
+
+
+def test_of_rows_of_which_some_are_chosen_only_those_are_stored(blocks: Blocks, tmp_path: Path) -> None:
+    some, origin = rows(0, 20)
+    at = torch.tensor([1, 2, 3, 5, 8, 13, 18, 19, 0, 4])
+    blocks.add(some, Origin(*(one[at] for one in origin)), at)
+    blocks.write(0)
+    for hook, sign in (("a", 1), ("b", -1)):
+        stored = load_file(tmp_path / hook / "shard-00000.safetensors")
+        assert (sign * stored["activations"][:, 0]).tolist() == stored["token_ids"].tolist()
+        assert sorted(stored["token_ids"].tolist()) == [1, 2, 3, 5, 8, 13, 18, 19]
+    assert blocks.n_waiting == 2
 
 
 def test_sums_are_those_of_float64_over_all_shards(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from trainer.contract.settings.job import JobConfig, Sae
 
 # Values of a row among which a GPU first looks at the largest alone.
 GROUP = 32
-# Bytes for each pre-activation while an evaluation counts those above a bound: two masks, and torch's copy of one in
-# 64 bits.
-COUNTED_BYTES = 2 + 8
+# Bytes for each pre-activation while an evaluation counts those above a bound: two masks.
+COUNTED_BYTES = 2
 # Candidates that a rank sends per token for each value chosen from it on average; on a GPU it sends all that could be.
 MARGIN_PER_TOKEN = 4
 

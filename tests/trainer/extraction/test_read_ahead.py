@@ -1,0 +1,53 @@
+"""Reading ahead: the same items in the same order, few of them before they are asked for, and a thread that ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.extraction.read_ahead import AHEAD, ReadAhead
+
+
+def test_items_come_in_their_order_and_an_error_comes_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield from range(50)
+        raise ValueError("the text is damaged")
+
+    ahead = ReadAhead(items())
+    assert [next(ahead) for _ in range(50)] == list(range(50))
+    with pytest.raises(ValueError, match="the text is damaged"):
+        next(ahead)
+    assert list(ahead) == []
+    assert list(ReadAhead(iter(range(3)))) == [0, 1, 2]
+
+
+def test_no_more_is_made_than_so_much_ahead_and_nothing_once_it_is_closed() -> None:
+    made, enough = [], threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(10**6):
+            made.append(number)
+            if len(made) >= AHEAD:
+                enough.set()
+            yield number
+
+    ahead = ReadAhead(items())
+    assert enough.wait(60)
+    assert next(ahead) == 0
+    assert len(made) <= AHEAD + 1
+    ahead.close()
+    ahead._thread.join(60)
+    assert not ahead._thread.is_alive()
+    assert len(made) <= AHEAD + 2
+    assert list(ahead) == []
+
+
+def test_the_thread_ends_once_nobody_holds_it() -> None:
+    ahead = ReadAhead(iter(range(10**6)))
+    thread = ahead._thread
+    assert next(ahead) == 0
+    del ahead
+    thread.join(60)
+    assert not thread.is_alive()
