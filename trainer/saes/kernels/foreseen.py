@@ -31,8 +31,8 @@ from trainer.saes.kernels.select import Chosen, places_of
 # From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
 # that one has.
 MEMORY = 4
-# Where steps are recorded, room shrinks once so many batches had no need of it: L0 swings about its target. Of 400 steps
-# (4,096 latents, k 8, 1,024 tokens) 379 or more could then be replayed of each architecture, else 153 of standard.
+# Where steps are recorded, room shrinks once so many batches had no need of it: L0 swings about its target, and of 400
+# steps of each architecture (4,096 latents, k 8) 379 or more could so be replayed, of standard 153 otherwise.
 SHRINKS_AFTER = 100
 
 
