@@ -13,7 +13,9 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.sources import DataShape
 from trainer.self_test.base import Check, Size, job_of, learner_of, let_some_die, take
 
-TOLERANCE = 0.10
+# What is reserved may be a tenth above the estimate, and far below: some temporaries are counted that a compiled update
+# does without.
+MOST, LEAST = 1.10, 0.75
 WIDE, USUAL = Size(2304, 65536, 64, 4096), Size(768, 24576, 32, 4096)
 CASES: tuple[tuple[Size, dict[str, Any], dict[str, Any]], ...] = (
     (USUAL, {"architecture": "topk"}, {}),
@@ -55,7 +57,7 @@ def check_memory(device: torch.device) -> Iterator[Check]:
         name = " ".join([sae["architecture"], f"{size.d_in} to {size.d_sae}", *map(str, train.values())])
         found = {"estimated_bytes": needs, "reserved_bytes": reserved, "ratio": needs / reserved}
         found["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-        yield Check("memory", name, abs(needs / reserved - 1) <= TOLERANCE, found)
+        yield Check("memory", name, LEAST <= reserved / needs <= MOST, found)
         del learner, x
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trainer.saes.losses import Moments, Sums
 
-# Rows that a program adds up, those and the columns that it holds at a time: 8 numbers of each of five sums a thread,
-# which has all rows of its columns.
-_TILE = {"OF_PROGRAM": 32, "ROWS": 2, "COLUMNS": 256, "num_warps": 2}
+# Rows that a program adds up, those and the columns that it holds at a time: 16 numbers of each sum a thread, which has
+# all rows of its columns, or 8 where it has the sums of several levels, so that none spill.
+_TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 
 
 class Nested(NamedTuple):
@@ -56,7 +56,7 @@ def nested_gradients(errors: Tensor, of_whole: Tensor, of_inner: Tensor) -> Tens
     out = torch.empty_like(errors)
     with torch.cuda.device_of(errors):
         _sum_gradients[_grid(n_rows, n_columns)](
-            out, errors, of_whole, of_inner, n_rows, n_columns, LEVELS=n_levels, **_TILE
+            out, errors, of_whole, of_inner, n_rows, n_columns, LEVELS=n_levels, ROWS=2, **_TILE
         )
     return out
 
@@ -75,7 +75,8 @@ def _summed(
     tensors = errors, sums, x_hat, y.contiguous(), parts.contiguous(), offset, y_mean
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(y):
-        _sum_errors[grid](*tensors, stride, n_rows, n_columns, LEVELS=n_levels, MOMENTS=n_moments, **_TILE)
+        sizes = {"LEVELS": n_levels, "MOMENTS": n_moments, "ROWS": 4 if n_levels == 1 else 2}
+        _sum_errors[grid](*tensors, stride, n_rows, n_columns, **sizes, **_TILE)
     totals, squares = sums.sum(dim=0).chunk(2)
     return [Moments(*pair) for pair in zip(squares.sum(dim=1), totals, strict=True)]
 
