@@ -1,9 +1,8 @@
-"""How long a GPU would take for a step, modelled from its operations: nothing here is measured on one.
+"""How long a GPU would take for a step, modelled from its operations, with constants that fit an H200.
 
 Each operation takes the longest of its bytes at the memory's speed, its products at the units' speed, and the start of
-its kernels. Element-wise passes and products should be right within a tenth, selections within a factor of 2 and
-gathers within a half: the largest uncertainties are in `_selection`, `_selecting_kernel`, `_gather_kernel` and
-`_latent_kernel`.
+its kernels. The steps that were measured on an H200 (`docs/performance.md`) took 0 to 15 % longer than this says, those
+of smaller SAEs up to 30 %: hundreds of small operations are each a little slower than a launch.
 """
 
 from __future__ import annotations
@@ -19,14 +18,20 @@ from support.step_ops import Op, Operand, Step
 BANDWIDTH, REACHED = 4.3e12, 0.9
 # Bytes/s of kernels that gather rows from the L2 cache, and of those that multiply them with others, too.
 L2 = {False: 7.5e12, True: 5e12}
-PEAK = {torch.bfloat16: 790e12, torch.float16: 790e12, torch.float32: 400e12, torch.float64: 60e12}
+PEAK = {torch.bfloat16: 740e12, torch.float16: 740e12, torch.float32: 400e12, torch.float64: 60e12}
 FP32_UNITS = 60e12
 PROCESSORS = 132
-# Seconds from the start of one kernel to that of the next; of the host for one, for a Triton kernel, and of Python's
-# own for a whole step, which was measured on one core.
-LAUNCH, HOST_LAUNCH, HOST_KERNEL, HOST_STEP = 2.5e-6, 2.5e-6, 15e-6, 1.2e-3
-# Seconds of the host for a step that is replayed: guessed.
-HOST_RECORDED = 0.2e-3
+# Seconds from the start of one kernel to that of the next, and of the host for one: an H200's in a virtual machine with
+# slow cores. A fast host takes a fifth of that.
+LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
+# Seconds of the host for a step that is replayed.
+HOST_RECORDED = 0.4e-3
+# How many times as long torch takes where operands are of several shapes or types, which it reads one number at a time.
+_UNEVEN = 2
+# Seconds for a candidate of a row and a bit of its bound, of those that look through groups and through whole rows.
+_OF_GROUPS, _OF_ROWS = 6.5e-13, 3.7e-13
+# Seconds of a round of programs that share a search, and of a weight of a small tensor for Adam.
+_ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
 # Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
 _SELECTION = {2: 7.5e-12, 4: 11e-12, 8: 20e-12}
 # Programs of a gathering kernel that fill a GPU, and the bytes/s of fewer.
@@ -65,10 +70,8 @@ class Modelled(NamedTuple):
 def modelled(step: Step, *, is_recorded: bool = False) -> Modelled:
     """Return what a step costs; where it is recorded, the host starts it at once."""
     launches = sum(cost(op).launches for op in step.ops)
-    kernels = sum(op.is_kernel for op in step.ops)
-    host = HOST_STEP + HOST_LAUNCH * launches + HOST_KERNEL * kernels
     n_bytes = sum(op.bytes for op in step.ops)
-    host = HOST_RECORDED if is_recorded else host
+    host = HOST_RECORDED if is_recorded else HOST_LAUNCH * launches
     return Modelled(len(step.ops), launches, n_bytes, _seconds(step.passes), _seconds(step.update), host)
 
 
@@ -101,7 +104,8 @@ def _pass(op: Op) -> Cost:
     """Count an element-wise pass or reduction; one over matrices of two layouts cannot read both in order."""
     large = [one for one in (*op.reads, *op.writes) if len(one.shape) == 2 and one.numel > _LARGE]
     layouts = {one.stride[0] == 1 and one.stride[1] > 1 for one in large if 0 not in one.stride}
-    slower = 3 if len(layouts) > 1 else 1
+    kinds = {(one.shape, one.dtype) for one in (*op.reads, *op.writes) if one.numel > 1}
+    slower = 3 if len(layouts) > 1 else _UNEVEN if len(kinds) > 1 and op.name in _UNEVENLY else 1
     kind = "pass over two layouts" if slower > 1 else "pass"
     return Cost(1, max(op.bytes * slower / BANDWIDTH / REACHED, LAUNCH), kind)
 
@@ -164,9 +168,14 @@ def _index_put(op: Op) -> Cost:
 
 
 def _fused_adam(op: Op) -> Cost:
-    """Count weight, gradient and two moments, all read and all written: the gradient too, for it is scaled."""
+    """Count weight, gradient and two moments, all read and all written: the gradient too, for it is scaled.
+
+    Of a small tensor one program has 65,536 weights.
+    """
     n = sum(one.numel for one in op.reads) // 4
-    return Cost(max(4, math.ceil(n / 65536 / 320)), 32 * n / BANDWIDTH / 0.92, "optimizer")
+    longest = min(max((one.numel for one in op.reads), default=0), 65536)
+    seconds = max(32 * n / BANDWIDTH / 0.92, _SMALL_ADAM * longest)
+    return Cost(max(4, math.ceil(n / 65536 / 320)), seconds, "optimizer")
 
 
 def _gather_kernel(op: Op) -> Cost:
@@ -201,30 +210,26 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Count a kernel that looks through a row per program: bytes from memory, and the latency of its programs.
-
-    Those that are read once more come from the cache. A program waits for each tile, and for each bit of a bound.
-    """
-    numbers = dict(op.arguments)["bits"]
-    n_rows, n = numbers.shape
+    """Count a kernel that looks through a row per program: its bytes, and for each bit of a bound all candidates."""
+    n_rows, _ = op.argument("bits").shape
     if op.name == "_keep_strongest":
-        tiles, searches, resident = 1, 1, 16
-        moved = op.bytes
+        moved, candidates = op.bytes, _OF_ROWS * op.argument("COLUMNS")
     else:
-        tiles, searches, resident = math.ceil(n / op.argument("GROUP") / op.argument("AT_ONCE")), 2, 3
-        again = 32 * math.ceil(op.argument("GROUP") * numbers.dtype.itemsize / 32) * n_rows * op.argument("k")
-        moved = op.bytes + again
-    of_program = 2e-6 + 0.9e-6 * tiles + searches * (op.argument("BITS") * 0.1e-6 + 1e-6)
-    latency = n_rows * of_program / (PROCESSORS * resident)
-    return Cost(1, max(moved / BANDWIDTH / REACHED, latency), "selecting kernel")
+        numbers = op.argument("bits")
+        moved = op.bytes + op.argument("GROUP") * numbers.dtype.itemsize * n_rows * op.argument("k")
+        candidates = _OF_GROUPS * (op.argument("GROUPS") + op.argument("KEPT") * op.argument("GROUP"))
+    seconds = moved / BANDWIDTH / REACHED + candidates * n_rows * op.argument("BITS")
+    return Cost(1, max(seconds, LAUNCH), "selecting kernel")
 
 
 def _sharing_kernel(op: Op) -> Cost:
-    """Count a kernel whose programs share the search: its bytes, or 5 µs for each round of programs."""
+    """Count a kernel whose programs share the search: its bytes, or the rounds of its programs."""
     rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
-    return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * 5e-6), "selecting kernel")
+    return Cost(1, max(op.bytes / BANDWIDTH / REACHED, rounds * _ROUND), "selecting kernel")
 
 
+# Operations on elements of which torch has slow kernels for uneven operands.
+_UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,

@@ -37,10 +37,11 @@ from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
 from trainer.training.learner import Learner
-from trainer.training.recorded_step import recorded
+from trainer.training.recorded_step import PLAIN_STEPS, recorded
 from trainer.training.step import cut_of, take_step
 
-WARM_UP_STEPS = 3
+# Until a step is recorded, and as many again.
+WARM_UP_STEPS = 2 * (PLAIN_STEPS + 1)
 N_SAMPLE = 8192
 # Number of directions that random rows are made of, per dimension: such structure lets sparse codes exist.
 DIRECTIONS = 2

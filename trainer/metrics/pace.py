@@ -110,7 +110,7 @@ class Pace:
 def memory_bytes(device: torch.device) -> int:
     """Return the most bytes this process has held so far: on its GPU, or resident on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
+        return int(_reserved(device)["peak"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -119,4 +119,10 @@ def foreign_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_BYTES)
+    return max(0, total - free - int(_reserved(device)["current"]) - CUDA_CONTEXT_BYTES)
+
+
+def _reserved(device: torch.device) -> dict[str, int]:
+    """Return the bytes that the allocator has reserved; torch's own functions for it sort a hundred figures each time."""
+    of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
+    return of_all

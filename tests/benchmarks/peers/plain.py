@@ -47,10 +47,10 @@ class PlainSparse(Recipe):
         grad = (x_hat - x) * (2 / len(x))
         active = self._csr(torch.zeros_like(values), latents)
         grad_values = torch.sparse.sampled_addmm(active, grad, W_dec.T, beta=0).values().view_as(values) * (values > 0)
-        W_dec.grad = self._csr(values, latents).t() @ grad
-        W_enc.grad = self._csr(grad_values, latents).t() @ (x - b_dec)
-        b_enc.grad = torch.zeros_like(b_enc).index_add_(0, latents.flatten(), grad_values.flatten())
-        b_dec.grad = grad.sum(dim=0) - b_enc.grad @ W_enc
+        W_dec.grad = (self._csr(values, latents).t() @ grad).to(W_dec.dtype)
+        W_enc.grad = (self._csr(grad_values, latents).t() @ (x - b_dec)).to(W_enc.dtype)
+        b_enc.grad = torch.zeros_like(b_enc).index_add_(0, latents.flatten(), grad_values.flatten().to(b_enc.dtype))
+        b_dec.grad = grad.sum(dim=0) - (b_enc.grad @ W_enc).to(b_dec.dtype)
 
     def _csr(self, values: Tensor, latents: Tensor) -> Tensor:
         starts = torch.arange(0, latents.numel() + 1, latents.shape[1], device=latents.device)

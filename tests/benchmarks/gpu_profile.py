@@ -1,0 +1,136 @@
+"""What a step takes on this GPU, kernel by kernel: plainly, recorded, and as modelled for an H200.
+
+    PYTHONPATH=tests python tests/benchmarks/gpu_profile.py [A:topk:dead B:gated ...] [--kernels N] [--json FILE]
+
+A case is a shape, an architecture and, of the TopK kinds, `dead` where some latents are, so that AuxK takes part.
+Shape A: d_in 2304, d_sae 65536, k 64; B: d_in 768, d_sae 24576, k 32; both 4,096 tokens in the precision of `auto`; C
+is small enough for a CPU. "host" is what the host takes to queue a step behind an idle GPU. Steps are on one batch of
+random rows at the start of a run, when SAEs with a penalty have so many active latents that their products are dense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.fake_gpu import job_of
+from support.roofline import modelled
+from support.step_ops import recorded_step
+from torch.autograd import DeviceType, profiler
+
+from trainer.contract.planning.recorded_steps import pays
+from trainer.contract.planning.workload import Layout
+from trainer.contract.runs import cuda_variables
+from trainer.measuring.bench_rank import RepeatedStep, phases_ms
+from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import synchronise
+
+SHAPES = {"A": (2304, 65536, 64, 4096), "B": (768, 24576, 32, 4096), "C": (64, 512, 8, 256)}
+KINDS = ("topk:dead", "topk", "batch_topk:dead", "matryoshka_batch_topk:dead", "jumprelu", "gated", "standard")
+WARM_UP, N_TIMED, N_PROFILED = 10, 20, 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=[f"{shape}:{kind}" for shape in "BA" for kind in KINDS])
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also the N longest of each case")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cuda_variables.set_here()
+    found = []
+    print(f"{'':30} {'plain':>8} {'host':>8} {'kernels':>16} {'recorded':>9} {'modelled':>9} ms")
+    for case in options.cases:
+        figures = measured(case, torch.device(options.device))
+        found.append(figures)
+        show(figures, options.kernels)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measured(case: str, device: torch.device) -> dict[str, Any]:
+    """Return the milliseconds of a case's steps, and of each kind of kernel in them."""
+    shape, architecture, *rest = case.split(":")
+    d_in, d_sae, k, n_tokens = SHAPES[shape]
+    job = job_of({"architecture": architecture, "d_sae": d_sae, "k": k}, {"batch_size": n_tokens, "n_steps": 10**5})
+    steps = RepeatedStep(job, d_in, None, Parallel(device))
+    (learner,) = steps.learners
+    recorded = learner.whole_steps
+    if rest == ["dead"]:
+        silence(learner.sae)
+    steps.take_plainly()
+    plain, host = timed(steps, device)
+    kernels, phases = profiled(steps, device)
+    figures = {"case": case, "plain": plain, "host": host, "kernels": kernels, "phases": phases}
+    if recorded:
+        learner.whole_steps = recorded
+        figures["recorded"], figures["replayed_by_host"] = timed(steps, device)
+    expected = modelled(
+        recorded_step(job, d_in, dead=rest == ["dead"]),
+        is_recorded=pays(Layout(job, 1), d_in, d_in, precision=learner.precision),
+    )
+    return figures | {"modelled": 1e3 * expected.step_s}
+
+
+@torch.no_grad()
+def silence(sae: Any) -> None:
+    """Keep 3 in 100 latents from ever being active, and count them as silent for long."""
+    some = slice(0, 3 * sae.d_sae // 100)
+    sae.b_enc[some] -= 1e4
+    sae.n_tokens_since_fired[some] = 10**9
+    sae.note_silence(sae.n_tokens_since_fired)
+
+
+def timed(steps: RepeatedStep, device: torch.device) -> tuple[float, float]:
+    """Return the ms of a step, and those that the host takes for one while the device has nothing else to do."""
+    steps.take(WARM_UP)
+    whole = milliseconds(lambda: steps.take(N_TIMED), device) / N_TIMED
+    host = []
+    for _ in range(5):
+        began = time.perf_counter()
+        steps.take(1)
+        host.append(1e3 * (time.perf_counter() - began))
+        synchronise(device)
+    return whole, statistics.median(host)
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    synchronise(device)
+    began = time.perf_counter()
+    work()
+    synchronise(device)
+    return 1e3 * (time.perf_counter() - began)
+
+
+def profiled(steps: RepeatedStep, device: torch.device) -> tuple[list[tuple[str, float, float]], dict[str, float]]:
+    """Return each kind of kernel of a step with how many there are and their ms, the longest first, and its phases."""
+    with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
+        steps.take(N_PROFILED)
+        synchronise(device)
+    of_kind: dict[str, list[float]] = {}
+    for event in profile.function_events:
+        if event.device_type != DeviceType.CPU and not event.is_user_annotation:
+            of_kind.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+    rows = [(name, len(ms) / N_PROFILED, sum(ms) / N_PROFILED) for name, ms in of_kind.items()]
+    phases = {name: ms / N_PROFILED for name, ms in phases_ms(profile.function_events).items()}
+    return sorted(rows, key=lambda row: -row[2]), phases
+
+
+def show(figures: dict[str, Any], n_kernels: int) -> None:
+    kernels = figures["kernels"]
+    busy = f"{sum(ms for *_, ms in kernels):.2f} of {sum(n for _, n, _ in kernels):.0f}"
+    recorded = f"{figures['recorded']:9.2f}" if "recorded" in figures else f"{'':9}"
+    times = f"{figures['plain']:8.2f} {figures['host']:8.2f} {busy:>16} {recorded} {figures['modelled']:9.2f}"
+    print(f"{figures['case']:30} {times}", flush=True)
+    for name, n, ms in kernels[:n_kernels]:
+        print(f"    {ms:8.3f} ms x{n:3.0f} {name[:100]}")
+
+
+if __name__ == "__main__":
+    main()
