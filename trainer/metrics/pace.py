@@ -123,6 +123,6 @@ def foreign_bytes(device: torch.device) -> int:
 
 
 def _reserved(device: torch.device) -> dict[str, int]:
-    """Return the bytes that the allocator has reserved; torch's own functions for it sort a hundred figures each time."""
+    """Return the bytes that the allocator has reserved; torch's functions for it sort a hundred figures each time."""
     of_all: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(device)["reserved_bytes"]["all"]
     return of_all

@@ -201,8 +201,8 @@ def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
     assert 'parallel.mode = "tensor"' not in remedies(workload(job, 768, 1), needed)
 
 
-# What an H200 reserved for four plain steps, MB (PyTorch 2.11, CUDA 13): d_in 768 to 24,576 latents with k 32, and 2,304
-# to 65,536 with k 64.
+# What an H200 reserved for four plain steps, MB (PyTorch 2.11, CUDA 13): d_in 768 to 24,576 latents with k 32, and
+# 2,304 to 65,536 with k 64.
 RESERVED: tuple[tuple[int, str, dict[str, Any], float], ...] = (
     (768, "topk", {}, 1059.1),
     (768, "topk", {"precision": "fp32"}, 1163.9),
