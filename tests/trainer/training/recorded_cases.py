@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1, since the update is by kernels.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
+    # Of few tokens the numbers of active latents differ much from one batch to the next.
+    monkeypatch.setattr(foreseen, "MOST_GROWTH", math.inf)
     # Triton's interpreter is slow.
     monkeypatch.setattr(recorded_step, "PLAIN_STEPS", 1)
 

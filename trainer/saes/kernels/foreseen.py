@@ -29,8 +29,9 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
 # From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
-# that one has.
-MEMORY = 4
+# that one has. Where it has grown by more than a quarter there is room for all: in the first steps of a run half as
+# many again may be active from one to the next, and a step that lacks room is lost.
+MEMORY, MOST_GROWTH = 4, 1.25
 # Where steps are recorded, room shrinks once so many batches had no need of it: L0 swings about its target, and of 400
 # steps of each architecture (4,096 latents, k 8) 379 or more could so be replayed, of standard 153 otherwise.
 SHRINKS_AFTER = 100
@@ -121,10 +122,11 @@ class Foresight:
             self._learn(self._unread.popleft())
         if len(self._above) < MEMORY or not n_tokens or torch.are_deterministic_algorithms_enabled():
             return None
-        # At first every batch has more than those before: with 24,576 latents half as many again.
         *before, last = self._above
-        growth = max(1.0, last / max(1.0, *before)) ** (1 + n_unread)
-        expected = growth * max(self._above)
+        growth = max(1.0, last / max(1.0, *before))
+        if growth > MOST_GROWTH:
+            return None
+        expected = growth ** (1 + n_unread) * max(self._above)
         per_token = latent_room.per_token(expected, d_sae)
         if per_token and n_unread:
             # Each change of size costs recorded steps their recording.

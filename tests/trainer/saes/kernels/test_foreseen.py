@@ -100,9 +100,9 @@ def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(fo
     assert rooms(foresight, 8, 8, 8, 8, 8) == [12, 12, 12, 12, 10]
 
 
-def test_while_every_batch_has_more_than_those_before_there_is_room_for_more_still(foresight: Foresight) -> None:
-    assert rooms(foresight, 8, 12, 18, 27, 40, 60) == [None, None, None, None, 56, 80]
-    assert not foresight.overflowed
+def test_while_every_batch_has_many_more_than_those_before_all_are_taken(foresight: Foresight) -> None:
+    assert rooms(foresight, 8, 12, 18, 27, 40, 60, 60) == [None] * 7
+    assert rooms(foresight, 64, 66, 66) == [80, 96, 96]
 
 
 def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: Foresight) -> None:
@@ -110,12 +110,12 @@ def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: F
     assert foresight.overflowed
     assert rooms(foresight, 40, 40, 40, 40, 40, 9) == [None, None, None, None, 56, 56]
     assert not foresight.overflowed
-    assert rooms(foresight, 40, 54, 90, 90) == [56, 56, 96, None]
+    assert rooms(foresight, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
     assert rooms(foresight, 9) == [None]
 
 
 def test_decided_beforehand_it_is_by_the_batches_before_the_last(foresight: Foresight) -> None:
-    assert rooms(foresight, 8, 12, 18, 27, 40, 60, ahead=True) == [None, None, None, None, None, 80]
+    assert rooms(foresight, 8, 9, 11, 13, 16, 19, ahead=True) == [None, None, None, None, None, 24]
     assert not foresight.overflowed
 
 
