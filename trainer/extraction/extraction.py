@@ -344,8 +344,9 @@ class Extraction:
     def _take_up(self, writing: Writing) -> None:
         """Wait for a shard of each hook, and have the state count it."""
         self._writing = None
+        written = writing.shards.end()
         self._state.batch, self._state.offset = writing.batch, writing.offset
-        for hook, (shard, sums) in enumerate(writing.shards.end()):
+        for hook, (shard, sums) in enumerate(written):
             self._state.shards[hook].append(shard)
             self._state.sums[hook] = add_sums(self._state.sums[hook], sums)
 

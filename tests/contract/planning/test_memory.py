@@ -223,4 +223,4 @@ def test_an_h200_reserves_what_is_estimated_to_a_tenth(
 ) -> None:
     sizes = {768: {"d_sae": 24576, "k": 32}, 2304: {"d_sae": 65536, "k": 64}}[d_in]
     job = make_job(sae=sizes | {"architecture": architecture}, train={"batch_size": 4096} | train)
-    assert of_plain_steps(workload(job, d_in)) / 1e6 == pytest.approx(reserved, rel=0.1)
+    assert of_plain_steps(workload(job, d_in), is_compiled=False) / 1e6 == pytest.approx(reserved, rel=0.1)

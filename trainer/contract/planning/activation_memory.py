@@ -9,7 +9,8 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
 
-# Values of a row among which a GPU first looks at the largest alone.
+# Values of a row among which a GPU first looks at the largest alone. An H200 took 0.21 ms for 4,096 rows of 24,576 in
+# groups of 8, 0.14 in groups of 32; for 65,536 columns 64 were slower again.
 GROUP = 32
 # Bytes for each pre-activation while an evaluation counts those above a bound: two masks.
 COUNTED_BYTES = 2

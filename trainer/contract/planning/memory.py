@@ -57,20 +57,28 @@ def estimate(work: Workload) -> Memory:
     All SAEs of a sweep keep their weights, gradients and optimizer state; activations are those of the SAE that needs
     most, since they run one after the other.
     """
-    of_ranks = [list(saes.values()) for saes in work.members_by_rank]
-    # Under every mode but "sweep" the ranks hold the same.
-    estimates = [_estimate_of(work, saes) for saes in (of_ranks if work.mode == "sweep" else of_ranks[:1]) if saes]
-    return max(estimates, key=lambda memory: memory.total)
+    return _fullest(work, is_compiled=False)
 
 
-def of_plain_steps(work: Workload) -> int:
-    """Return the bytes that a GPU reserves for steps alone: with given rows, not recorded, and without evaluations."""
-    whole = estimate(work)
+def of_plain_steps(work: Workload, *, is_compiled: bool) -> int:
+    """Return the bytes that a GPU reserves for steps alone: with given rows, not recorded, and without evaluations.
+
+    Where the update `is_compiled` it needs none beside its state.
+    """
+    whole = _fullest(work, is_compiled=is_compiled)
     taken = whole.total - whole.context - whole.slack
     return taken + _of_allocator(taken)
 
 
-def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
+def _fullest(work: Workload, *, is_compiled: bool) -> Memory:
+    of_ranks = [list(saes.values()) for saes in work.members_by_rank]
+    # Under every mode but "sweep" the ranks hold the same.
+    some = [saes for saes in (of_ranks if work.mode == "sweep" else of_ranks[:1]) if saes]
+    estimates = [_estimate_of(work, saes, is_compiled=is_compiled) for saes in some]
+    return max(estimates, key=lambda memory: memory.total)
+
+
+def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) -> Memory:
     weights = [round(4 * n_parameters(work, one.sae, work.latent_ranks)) for one in saes]
     stepped = [4 * n_parameters(work, one.sae, work.latent_ranks * _sharing_steps(work, one.train)) for one in saes]
     optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
@@ -82,7 +90,8 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     ]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
     updates = [_update_bytes(one.train, own) for one, own in zip(saes, stepped, strict=True)]
-    peak = max(*highest, sum(weights) + max(updates)) + sum(copies)
+    updated = 0 if is_compiled else max(updates)
+    peak = max(*highest, sum(weights) + updated) + sum(copies)
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)

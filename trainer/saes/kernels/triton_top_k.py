@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.contract.planning.activation_memory import GROUP
+
 # Groups of a row whose maxima a program holds, numbers of the chosen groups, and bytes that it reads at a time. With
 # twice the bytes sm_86 and sm_89 spill.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
-# Columns of the smallest group, 16 bytes of bf16, what a thread reads at once; and of the usual one. An H200 took
-# 0.21 ms for 4,096 rows of 24,576 in groups of 8, 0.14 in groups of 32; for 65,536 columns 64 were slower again.
-LEAST_GROUP, USUAL_GROUP = 8, 32
+# Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
+LEAST_GROUP = 8
 # The widest row that a program holds as a whole.
 WIDEST = 2**14
 # Fewer rows would leave most of a GPU idle.
@@ -176,7 +177,7 @@ def _copied(grouped: Tensor, groups: Tensor) -> Tensor:
 
 def _group(n: int, k: int) -> int:
     kept = triton.next_power_of_2(max(k, 1))
-    group: int = max(LEAST_GROUP, min(USUAL_GROUP, MOST_KEPT // kept))
+    group: int = max(LEAST_GROUP, min(GROUP, MOST_KEPT // kept))
     while triton.cdiv(n, group) > MOST_GROUPS:
         group *= 2
     return group
