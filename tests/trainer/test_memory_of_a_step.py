@@ -35,16 +35,15 @@ class Kernels:
     Measured = triton_sparse.Measured
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *_: Any) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
 
     @staticmethod
-    def sum_by_latent(
-        acts: SparseActs, dense: Tensor, rows: Tensor | None = None, **_: Any
-    ) -> tuple[Tensor, Tensor | None, None]:
-        acts.places.by_latent(acts.d_sae)
+    def sum_by_latent(acts: SparseActs, dense: Tensor, rows: Tensor | None = None, **_: Any) -> triton_sparse.Summed:
+        acts.places.tokens_by_latent(acts.d_sae)
         products = None if rows is None else acts.values.new_empty(len(acts.values))
-        return dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32), products, None
+        sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
+        return triton_sparse.Summed(sums, products, sums.new_empty(acts.d_sae), None)
 
     @staticmethod
     def holds_rows(dense: Tensor) -> bool:
@@ -97,8 +96,14 @@ class ErrorKernels:
         return triton_errors.Nested(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
 
     @staticmethod
-    def nested_gradients(errors: Tensor, of_whole: Tensor, of_inner: Tensor) -> Tensor:
-        return torch.empty_like(errors)
+    def nested_gradients(
+        errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(errors, dtype=dtype), errors.new_empty(errors.shape[-1])
+
+    @staticmethod
+    def sum_of(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return other.new_empty(()), torch.empty_like(part)
 
 
 class UpdateKernels:

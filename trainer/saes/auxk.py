@@ -15,7 +15,6 @@ from trainer.parallel.group import Group, part_summed
 from trainer.saes.base import Sae
 from trainer.saes.kernels import top_k
 from trainer.saes.kernels.pre_acts import PreActs
-from trainer.saes.kernels.sparse import product_dtype
 from trainer.saes.kernels.top_k_across_ranks import among_largest
 from trainer.saes.losses import auxk_error
 
@@ -31,15 +30,15 @@ class AuxK(nn.Module):
         self.alpha = alpha
         self.register_buffer("residual_variance", torch.ones(()))
 
-    def loss(self, sae: Sae, x: Tensor, error: Tensor) -> Tensor:
+    def loss(self, sae: Sae, centred: Tensor, error: Tensor) -> Tensor:
         """Return the share of the error's variance that dead latents leave unexplained, summed over tokens, 0-dim.
 
-        `error` is x_hat − y [n_tokens, d_out] of this rank's tokens. It is 0 where no latent is dead, and outside
-        training.
+        `centred` is what the encoder reads [n_tokens, d_in], `error` x_hat − y [n_tokens, d_out] of this rank's tokens.
+        It is 0 where no latent is dead, and outside training.
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
-            return x.new_zeros(())
-        explained, is_any_dead = self._explain_by_dead(sae, x)
+            return error.new_zeros(())
+        explained, is_any_dead = self._explain_by_dead(sae, centred)
         return auxk_error(error, explained, self.residual_variance) * is_any_dead
 
     def learn_from(self, sums: Tensor) -> None:
@@ -52,7 +51,7 @@ class AuxK(nn.Module):
         variance = (error / n_tokens).clamp_min(1e-12)
         torch.where(n_tokens > 0, variance, self.residual_variance, out=self.residual_variance)
 
-    def _explain_by_dead(self, sae: Sae, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _explain_by_dead(self, sae: Sae, centred: Tensor) -> tuple[Tensor, Tensor]:
         """Return a reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents, and if any is dead.
 
         At most 2·k_aux latents, those silent for longest, are candidates: their dense products stay a small part of
@@ -60,9 +59,9 @@ class AuxK(nn.Module):
         """
         candidates, is_dead, is_any_dead, n_chosen = self._candidates(sae)
         dims = {"b_enc": 0, "W_enc": 1, "W_dec": 0}
-        rows = (sae.row_gradients.rows(getattr(sae, name), candidates, dims[name]) for name in dims)
+        rows = (sae.row_gradients.rows(getattr(sae, name), candidates, dims[name], centred.dtype) for name in dims)
         choose = partial(_strongest, k=n_chosen, group=sae.latents.group)
-        explained: Tensor = _Explain.apply(x, sae.input_bias, *rows, is_dead, choose)  # type: ignore[no-untyped-call]
+        explained: Tensor = _Explain.apply(centred, sae.input_bias, *rows, is_dead, choose)  # type: ignore[no-untyped-call]
         return part_summed(explained, sae.latents.group), is_any_dead
 
     def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -126,17 +125,17 @@ def _strongest(pre_acts: Tensor, k: int, group: Group) -> Tensor:
 
 class _Explain(torch.autograd.Function):
     """A reconstruction from a few latents that are dead: acts W_dec, where acts is what `choose` makes of
-    (x − input_bias) W_encᵀ + b_enc.
+    centred W_encᵀ + b_enc.
 
     Given are the weights of n latents as rows, W_enc [n, d_in], W_dec [n, d_out] and b_enc [n], and which of them are
-    really dead. By itself autograd would narrow x and each of the matrices twice over, and take two passes over
-    [n_tokens, n] where one does.
+    really dead; all have the type of `centred`, x − input_bias. By itself autograd would narrow each of the matrices
+    twice over, and take two passes over [n_tokens, n] where one does.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
+        centred: Tensor,
         input_bias: Tensor,
         b_enc: Tensor,
         W_enc: Tensor,
@@ -144,10 +143,7 @@ class _Explain(torch.autograd.Function):
         is_dead: Tensor,
         choose: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        dtype = product_dtype(x)
-        centred = torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=dtype))
-        W_enc, W_dec = W_enc.to(dtype), W_dec.to(dtype)
-        bias = b_enc.masked_fill(~is_dead, -torch.inf).to(dtype)
+        bias = torch.where(is_dead, b_enc, -torch.inf)
         acts = choose(torch.addmm(bias, centred, W_enc.T))
         ctx.save_for_backward(centred, acts, W_enc, W_dec)
         return acts @ W_dec

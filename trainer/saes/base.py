@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
-from trainer.saes.kernels.sparse import decode
-from trainer.saes.losses import Sums
+from trainer.saes.kernels.sparse import decode, decoded
+from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
 
@@ -190,6 +190,18 @@ class Sae(nn.Module, ABC):
         """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens."""
         of_latents = part_summed(decode(acts, self.W_dec), self.latents.group)
         return of_latents + self.offset(own_part(x, self.latents.group))
+
+    def reconstruct(self, acts: Acts, x: Tensor, y: Tensor) -> tuple[Tensor, Errors]:
+        """Decode `acts` of x [n_tokens, d_in] into x_hat [n_tokens, d_out] of this rank's tokens, with its errors.
+
+        By kernels x_hat has no gradient; in training nobody asks it for one.
+        """
+        may = self.training and self.W_skip is None and self.latents.group.size == 1
+        triton = triton_for(y, self.b_dec) if may else None
+        if triton and (by_kernels := decoded(acts, self.W_dec, self.b_dec)):
+            return by_kernels.x_hat, errors_of_decoded(y, by_kernels, self.b_dec, self.y_mean, triton)
+        x_hat = self.decode_acts(acts, x)
+        return x_hat, errors_of(y, x_hat, self.y_mean)
 
     def offset(self, x: Tensor) -> Tensor:
         """Return what is added to what the latents write for x [n, d_in]: b_dec [d_out]; with a skip [n, d_out].

@@ -54,9 +54,9 @@ class BatchTopK(TopK):
         # 0 until the first batch.
         self.register_buffer("threshold", torch.zeros(()))
 
-    def encode_latents(self, x: Tensor) -> Acts:
+    def encode_latents(self, centred: Tensor) -> Acts:
         choose = self._largest if self.training else self._above_threshold
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        pre_acts = encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
         active = pre_acts.values.relu()
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import part_summed
 from trainer.saes.base import Output
 from trainer.saes.kernels.sparse import decode
-from trainer.saes.losses import errors_of, squared_error
+from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts
 
@@ -52,9 +52,8 @@ class Gated(Penalised):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         gate = self.encode_above(x, 0.0)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
-        x_hat = self.decode_acts(acts, x)
+        x_hat, errors = self.reconstruct(acts, x, y)
         by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
-        errors = errors_of(y, x_hat, self.y_mean)
         losses = {
             "mse": errors.square,
             "gate_l1": opened.values.sum(),

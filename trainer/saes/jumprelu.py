@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.saes.base import ALL, Output
-from trainer.saes.losses import errors_of
 from trainer.saes.penalised import Penalised, Steering
 from trainer.saes.sparse_acts import Acts, marked_in_columns
 
@@ -65,9 +64,8 @@ class JumpReLU(Penalised):
         threshold, moves_z = pre_acts.at(self.threshold), self._tanh_scale is not None
         jumped, n_active = _Jump.apply(pre_acts.values, threshold, self._bandwidth, moves_z)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)
-        x_hat = self.decode_acts(acts, x)
+        x_hat, errors = self.reconstruct(acts, x, y)
         sparsity = n_active if self._tanh_scale is None else self._squashed(acts, self._tanh_scale)
-        errors = errors_of(y, x_hat, self.y_mean)
         losses = {"mse": errors.square, "sparsity": sparsity}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses, errors.sums)

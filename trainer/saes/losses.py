@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.runtime.triton_kernels import working_kernels
+from trainer.saes.kernels.sparse import Decoded
 
 
 class Moments(NamedTuple):
@@ -48,6 +49,19 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
     return Errors(_Square.apply(x_hat, each, sums.error.square), each, sums)  # type: ignore[no-untyped-call]
 
 
+def errors_of_decoded(y: Tensor, decoded: Decoded, offset: Tensor, y_mean: Tensor, triton: ModuleType) -> Errors:
+    """Return the errors of what was `decoded` by kernels and has the `offset` [d_out] in it."""
+    each, sums = triton.errors_of(y, decoded.x_hat, y_mean)
+    (square,) = decoded.with_gradients(offset, _gradients, (each, sums.error.total), (sums.error.square,))
+    return Errors(square, each, sums)
+
+
+def _gradients(each: Tensor, total: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x_hat, in `dtype`, and of what is added to each of its tokens."""
+    twice = 2 * grad
+    return torch.mul(each, twice, out=torch.empty_like(each, dtype=dtype)), total * -twice
+
+
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
     """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
     return _sum(x_hat, y, -1)[0]
@@ -60,7 +74,11 @@ def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
     Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction: with a gradient the
     living latents would be pulled towards errors that are easy for dead ones.
     """
-    return _sum(explained, error, 1)[0] / variance
+    triton = triton_for(error)
+    if triton is None or explained.dtype == error.dtype:
+        return _sum(explained, error, 1)[0] / variance
+    square, each = triton.sum_of(explained.detach(), error)
+    return _Square.apply(explained, each, square) / variance  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +103,7 @@ class _Square(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        # Where x has 16 bits it is narrowed in the same pass.
+        # Where x has 16 bits it is narrowed in the same pass, unless it was before.
         return torch.mul(error, 2 * grad, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
 

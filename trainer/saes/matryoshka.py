@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from trainer.parallel.group import own_part, part_summed
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
-from trainer.saes.kernels.sparse import decode
+from trainer.saes.kernels.encode import centre
+from trainer.saes.kernels.sparse import decode, decoded
 from trainer.saes.losses import Errors, errors_of, triton_for
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
@@ -61,13 +62,25 @@ class MatryoshkaBatchTopK(BatchTopK):
         self.register_buffer("level_of", level_of, persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        acts = self.encode_latents(x)
-        # Nothing refers to the parts of all tokens after this statement.
-        x_hat, errors, inner_mse = self._nested(
+        centred = centre(x, self.input_bias)
+        acts = self.encode_latents(centred)
+        x_hat, errors, inner_mse = self._nested_by_kernels(acts, y) or self._nested(
             part_summed(self._parts(acts), self.latents.group), self.offset(own_part(x, self.latents.group)), y
         )
-        output = self.score(x, acts, x_hat, errors)
+        output = self.score(centred, acts, x_hat, errors)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
+
+    def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
+        """Return what `_nested` does where kernels decode all latents, in training; else None."""
+        may = self.training and self.W_skip is None and self.latents.group.size == 1
+        triton = triton_for(y, self.b_dec) if may else None
+        parts = decoded(self._by_level(acts), self.W_dec) if triton and isinstance(acts, SparseActs) else None
+        if triton is None or parts is None:
+            return None
+        found = triton.nested(self._of_levels(parts.x_hat), self.b_dec.detach(), y, self.y_mean)
+        sums = found.sums.error.square, found.inner
+        square, inner = parts.with_gradients(self.b_dec, triton.nested_gradients, (found.errors,), sums)
+        return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
         """Return x_hat with its errors, and Σ‖y − x_hat‖² summed over all prefixes but the whole."""
@@ -85,11 +98,17 @@ class MatryoshkaBatchTopK(BatchTopK):
         return self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
 
     def _sparse_parts(self, acts: SparseActs) -> Tensor:
-        """Decode each level alone [n_tokens, n_levels, d_out], in one pass: a token's entries are ordered by latent."""
+        """Decode each level alone [n_tokens, n_levels, d_out], in one pass."""
+        return self._of_levels(decode(self._by_level(acts), self.W_dec))
+
+    def _by_level(self, acts: SparseActs) -> SparseActs:
+        """Return activations with a token's levels as tokens: its entries are ordered by latent."""
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = acts.places.tokens * n_levels + acts.at(self.level_of)
-        parts = decode(acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels)), self.W_dec)
-        return parts.view(n_tokens, n_levels, self.d_out)
+        return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
+
+    def _of_levels(self, parts: Tensor) -> Tensor:
+        return parts.view(-1, len(self.widths), self.d_out)
 
     def _dense_parts(self, acts: DenseActs) -> Tensor:
         sizes = self.level_of.bincount(minlength=len(self.widths)).tolist()
@@ -147,5 +166,5 @@ class _KnownNested(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_square: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
         (errors,) = ctx.saved_tensors
-        grad = ctx.triton.nested_gradients(errors, grad_square, grad_inner)
-        return grad, grad[:, 0].sum(dim=0) if ctx.is_vector else grad[:, 0], None, None, None, None
+        grad, total = ctx.triton.nested_gradients(errors, grad_square, grad_inner)
+        return grad, total if ctx.is_vector else grad[:, 0], None, None, None, None

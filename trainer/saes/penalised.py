@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
-from trainer.saes.kernels.encode import Choose, encode
+from trainer.saes.kernels.encode import Choose, centre, encode
 from trainer.saes.kernels.foreseen import Foresight
 from trainer.saes.kernels.select import above
 from trainer.saes.kernels.top_k_across_ranks import nth_largest
@@ -133,7 +133,7 @@ class Penalised(Sae):
         """Return the pre-activations of x [n_tokens, d_in] above a bound (a number or [d_sae]), some others or all."""
         may_wait = not (self.training and x.is_cuda)
         choose: Choose = partial(above if may_wait else self._foresight.above, bound=bound)
-        return encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        return encode(centre(x, self.input_bias), self.W_enc, self.b_enc, self.input_bias, choose)
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.runtime import row_measures
+from trainer.runtime.narrow_copy import kept_or_own
 
 
 class RowGradient(NamedTuple):
@@ -28,7 +29,7 @@ class RowGradient(NamedTuple):
 
     def add_to(self, whole: Tensor) -> None:
         """Add the rows to a gradient of all latents, of the parameter's shape."""
-        whole.movedim(self.dim, 0).index_add_(0, self.latents, self.rows)
+        whole.movedim(self.dim, 0).index_add_(0, self.latents, self.rows.to(whole.dtype))
 
 
 class RowGradients:
@@ -37,9 +38,12 @@ class RowGradients:
     def __init__(self) -> None:
         self._left: list[RowGradient] = []
 
-    def rows(self, parameter: Tensor, latents: Tensor, dim: int = 0) -> Tensor:
-        """Return the weights [n, ...] of some latents [n], named once each, which lie along `dim` of a parameter."""
-        rows: Tensor = _Rows.apply(parameter, dim, latents, self._left)  # type: ignore[no-untyped-call]
+    def rows(self, parameter: Tensor, latents: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+        """Return the weights [n, ...] of some latents [n], named once each, which lie along `dim` of a parameter.
+
+        They have the type of products, `dtype`: where that is narrower they come from the copy that products read.
+        """
+        rows: Tensor = _Rows.apply(parameter, dim, latents, dtype, self._left)  # type: ignore[no-untyped-call]
         return rows
 
     def take(self) -> list[RowGradient]:
@@ -60,12 +64,14 @@ class RowGradients:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, dim: int, latents: Tensor, left: list[RowGradient]) -> Tensor:
+    def forward(
+        ctx: Any, parameter: Tensor, dim: int, latents: Tensor, dtype: torch.dtype, left: list[RowGradient]
+    ) -> Tensor:
         ctx.parameter, ctx.dim, ctx.latents, ctx.left = parameter, dim, latents, left
-        return parameter.movedim(dim, 0).index_select(0, latents)
+        return kept_or_own(parameter, dtype).movedim(dim, 0).index_select(0, latents).to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.left.append(RowGradient(ctx.parameter, ctx.dim, ctx.latents, grad))
-        return None, None, None, None
+        return None, None, None, None, None

@@ -36,10 +36,21 @@ class Places:
     def __init__(self, latents: Tensor, tokens: Tensor, starts: Tensor, filled: Filled | None = None) -> None:
         self.latents, self.tokens, self.starts, self.filled = latents, tokens, starts, filled
         self._sorted = _Sorted(latents, filled)
+        self._tokens_by_latent: Tensor | None = None
 
     def by_latent(self, d_sae: int) -> ByLatent:
         """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
         return self._sorted.by_latent(d_sae)
+
+    def tokens_by_latent(self, d_sae: int) -> Tensor:
+        """Return the tokens of the entries in that order, [n]."""
+        if self._tokens_by_latent is None:
+            self._tokens_by_latent = self.tokens.index_select(0, self.by_latent(d_sae).order)
+        return self._tokens_by_latent
+
+    def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
+        """Return whose entries in that order lie at the beginning of each window of `longest`."""
+        return self._sorted.latents_of_windows(d_sae, longest)
 
     def regroup(self, tokens: Tensor, n_tokens: int) -> Places:
         """Return the same latents in the same order under other tokens, ascending [n]; both share one sorting."""
@@ -60,11 +71,20 @@ class _Sorted:
     def __init__(self, latents: Tensor, filled: Filled | None) -> None:
         self._latents, self._filled = latents, filled
         self._found: ByLatent | None = None
+        self._windows: dict[int, Tensor] = {}
 
     def by_latent(self, d_sae: int) -> ByLatent:
         if self._found is None:
             self._found = _sorted_by_latent(self._latents, self._filled, d_sae)
         return self._found
+
+    def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
+        if longest not in self._windows:
+            order, starts = self.by_latent(d_sae)
+            windows = torch.arange(0, len(order), longest, device=starts.device)
+            # The last of several latents that begin at the same entry is the one that has it.
+            self._windows[longest] = torch.searchsorted(starts, windows, right=True) - 1
+        return self._windows[longest]
 
 
 def _sorted_by_latent(latents: Tensor, filled: Filled | None, d_sae: int) -> ByLatent:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from trainer.saes.base import Output
-from trainer.saes.losses import errors_of
 from trainer.saes.penalised import Penalised, Steering
 
 
@@ -29,9 +28,8 @@ class Standard(Penalised):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         pre_acts = self.encode_above(x, 0.0)
         acts = pre_acts.with_values(pre_acts.values.relu())
-        x_hat = self.decode_acts(acts, x)
+        x_hat, errors = self.reconstruct(acts, x, y)
         l1 = acts.total(self.W_dec.norm(dim=1))
-        errors = errors_of(y, x_hat, self.y_mean)
         losses = {"mse": errors.square, "l1": l1}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses, errors.sums)

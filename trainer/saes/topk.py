@@ -12,9 +12,9 @@ from torch import Tensor
 from trainer.contract.errors import UserError
 from trainer.saes.auxk import AuxK
 from trainer.saes.base import Output, Sae
-from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.top_k_across_ranks import k_per_token
-from trainer.saes.losses import Errors, errors_of
+from trainer.saes.losses import Errors
 from trainer.saes.sparse_acts import Acts
 
 
@@ -57,20 +57,20 @@ class TopK(Sae):
         return self.may_have_dead(), self.k_now
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        acts = self.encode_latents(x)
-        x_hat = self.decode_acts(acts, x)
-        return self.score(x, acts, x_hat, errors_of(y, x_hat, self.y_mean))
+        centred = centre(x, self.input_bias)
+        acts = self.encode_latents(centred)
+        return self.score(centred, acts, *self.reconstruct(acts, x, y))
 
-    def encode_latents(self, x: Tensor) -> Acts:
-        """Return the activations of the latents chosen for x [n_tokens, d_in]."""
+    def encode_latents(self, centred: Tensor) -> Acts:
+        """Return the activations of the latents chosen for x − input_bias [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
-        choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not x.is_cuda)
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        choose = partial(k_per_token, k=k, group=self.latents.group, may_wait=not centred.is_cuda)
+        pre_acts = encode(centred, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
-    def score(self, x: Tensor, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
+    def score(self, centred: Tensor, acts: Acts, x_hat: Tensor, errors: Errors) -> Output:
         """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
-        losses = {"mse": errors.square, "auxk": self.auxk.loss(self, x, errors.each)}
+        losses = {"mse": errors.square, "auxk": self.auxk.loss(self, centred, errors.each)}
         self.count(acts, len(x_hat), errors.square)
         return Output(acts, x_hat, losses, errors.sums)
 

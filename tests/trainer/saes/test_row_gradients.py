@@ -16,14 +16,17 @@ from trainer.training.learner import Learner
 MakeJob = Callable[..., JobConfig]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_gradient", [False, True])
-def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(has_gradient: bool) -> None:
+def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(
+    has_gradient: bool, dtype: torch.dtype
+) -> None:
     by_row, by_column, left = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(6, 4).T), RowGradients()
     if has_gradient:
         by_row.grad, by_column.grad = torch.ones(5, 3), torch.ones(6, 4).T
     for latents in (torch.tensor([3, 0]), torch.tensor([3])):
-        (left.rows(by_row, latents).sum() + 2 * left.rows(by_column, latents, dim=1).sum()).backward()
-    assert torch.equal(left.rows(by_column, torch.tensor([3]), dim=1)[0], by_column[:, 3])
+        (left.rows(by_row, latents, 0, dtype).sum() + 2 * left.rows(by_column, latents, 1, dtype).sum()).backward()
+    assert torch.equal(left.rows(by_column, torch.tensor([3]), 1, dtype)[0], by_column[:, 3].to(dtype))
     left.add()
     times = torch.tensor([1.0, 0, 0, 2, 0, 0])
     assert by_row.grad is not None
@@ -34,9 +37,9 @@ def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(has_gra
     assert not left.take()
 
 
-def spread_out(self: RowGradients, parameter: Tensor, latents: Tensor, dim: int = 0) -> Tensor:
+def spread_out(self: RowGradients, parameter: Tensor, latents: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """Return the same rows, whose gradient autograd spreads over all latents."""
-    return parameter.movedim(dim, 0).index_select(0, latents)
+    return parameter.movedim(dim, 0).index_select(0, latents).to(dtype)
 
 
 def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -186,27 +186,38 @@ class _Chosen(_Pass):
     def explain(self) -> float:
         """Return the bytes while AuxK reconstructs the error from dead latents."""
         of_token = self.product * (self.n_candidates + self.width)
-        # The candidates' weights as they are stay beside their 16-bit copies until their part is summed.
-        weights = (self.product + 4 * (self.sharing > 1 and self.product == 2)) * self.of_candidates
+        weights = self.product * self.of_candidates
         copies = self.narrow * (self.d_in + self.width)
         wide = self._wide() - 4 * self.own_tokens * self.width
         # Which latents of all ranks are strongest is a mask.
         mask = (self.product + 1) * self.n_tokens * self.n_candidates * (self.sharing > 1)
-        return self.rows + wide + self.n_tokens * of_token + mask + self._centred() + weights + copies + self.entries
+        return self.rows + wide + self.n_tokens * of_token + mask + weights + copies + self.entries
 
     def explain_backward(self) -> float:
         """Return the bytes in AuxK's backward pass: gradients of the candidates beside their weights."""
         of_token = 2 * self.product * self.n_candidates + 8 * self.width / self.sharing
         weights = self.product * self.n_candidates * self.d_in + self.narrow * self.width
-        gradients = 4 * self.of_candidates
-        return self.rows + self.n_tokens * of_token + self._centred() + weights + gradients + self.entries
+        gradients = self.product * self.of_candidates
+        return self.rows + self.n_tokens * of_token + weights + gradients + self.entries
 
     def backward(self) -> float:
         """Return the bytes where the gradients of all weights are made, beside those of AuxK's candidates."""
         weights = 4 * self.n_own * self.d_in + self.matrix
+        # Rows of 16 bits are widened a matrix at a time.
+        widened = 4 * self.n_candidates * max(self.d_in, self.width) * (self.product == 2)
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
-        levels = self.n_tokens * self.n_prefixes * self.width * (4 + 2 * (self.product == 2))
-        return beside + 4 * self.of_candidates + max(weights, self.matrix + self.narrow * self.width + levels)
+        decoded = self.matrix + self.narrow * self.width + self._levels_backward()
+        return beside + self.product * self.of_candidates + max(weights + widened, decoded)
+
+    def _levels_backward(self) -> float:
+        """Return the bytes of the gradient of what all levels write.
+
+        A lone GPU makes it of their errors, beside x_hat and the centred data; else it stands beside its 16-bit copy.
+        """
+        levels = self.n_tokens * self.n_prefixes * self.width
+        if self.work.device == "cuda" and self.sharing == 1 and levels:
+            return levels * (4 + self.product) + self.n_tokens * (4 * self.width + self.product * self.d_in)
+        return levels * (4 + 2 * (self.product == 2))
 
     def _wide(self) -> float:
         """Return the bytes of reconstructions and errors.
@@ -215,7 +226,3 @@ class _Chosen(_Pass):
         """
         n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)
-
-    def _centred(self) -> float:
-        """Return the bytes of AuxK's copy of the centred data."""
-        return self.product * self.n_tokens * self.d_in

@@ -17,7 +17,7 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.phases import ENCODER, phase
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.kernels.sparse import product_dtype, transposed_product, weighted_sum
+from trainer.saes.kernels.sparse import by_latent, product_dtype, weighted_sum
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 # Returns the places and values of the pre-activations that go on, or None for all of them as a dense matrix. It must
@@ -25,21 +25,30 @@ from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 Choose = Callable[[PreActs], Chosen | None]
 
 
-def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """Return the chosen pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], in `b_enc`'s type."""
+@torch.no_grad()
+def centre(x: Tensor, input_bias: Tensor) -> Tensor:
+    """Return x − input_bias of x [n_tokens, d_in] in the type of products, without a gradient.
+
+    Under autocast that is bf16 or fp16, and all else stays fp32. A GPU centres and narrows in one pass.
+    """
+    return torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=product_dtype(x)))
+
+
+def encode(centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
+    """Return the chosen pre-activations centred W_enc + b_enc [n_tokens, d_sae], in `b_enc`'s type.
+
+    `centred` is x − input_bias of x [n_tokens, d_in], by `centre`; the bias gets a gradient here.
+    """
     with phase(ENCODER):
-        values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
+        values, places = _Encode.apply(centred, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
     return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
 
 
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose
+        ctx: Any, centred: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose
     ) -> tuple[Tensor, Places | None]:
-        # Under autocast the product is bf16 or fp16, and so is what its gradient reads; all else stays fp32.
-        # A GPU centres and narrows in one pass.
-        centred = torch.sub(x, input_bias, out=x.new_empty(x.shape, dtype=product_dtype(x)))
         pre_acts = Product(centred, kept_or_own(W_enc, centred.dtype), b_enc)
         chosen = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)
@@ -60,8 +69,8 @@ class _Encode(torch.autograd.Function):
             grad_b_enc = grad.sum(dim=0)
         else:
             acts = SparseActs(grad, ctx.places, W_enc.shape[1])
-            grad_W_enc = transposed_product(acts, centred, W_enc).T
-            grad_b_enc = grad.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, grad)
+            of_latents, grad_b_enc = by_latent(acts, centred, W_enc)
+            grad_W_enc = of_latents.T
         grad_input_bias = None
         if ctx.needs_input_grad[3]:
             # Summing over tokens before multiplying turns a product with x's gradient into one vector's.

@@ -8,8 +8,9 @@ finds both gradients of decoding in one pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
 # Rows of a weighted sum that a GPU adds up on their own: of 65,536 rows all processors have several such parts.
 WEIGHTED_AT_ONCE = 256
+# Makes the gradients of what was decoded, in the given type, and of the offset from saved tensors and those of sums.
+Gradient = Callable[..., tuple[Tensor, Tensor]]
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
@@ -49,35 +52,121 @@ class _Decode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, rows = ctx.saved_tensors
-        W_dec = ctx.W_dec
-        needs_values, needs_W_dec, _ = ctx.needs_input_grad
-        acts = SparseActs(values, ctx.places, len(rows))
-        grad_values = grad_W_dec = None
-        if needs_values and needs_W_dec:
-            grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec)
-        elif needs_values:
-            grad_values = row_products(grad, rows, ctx.places)
-        elif needs_W_dec:
-            grad_W_dec = transposed_product(acts, grad.to(rows.dtype))
-        return _to(grad_values, values.dtype), _to(grad_W_dec, W_dec.dtype), None
+        acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
+        return *_gradients(acts, rows, ctx.W_dec, grad, needed), None
+
+
+def _gradients(
+    acts: SparseActs, rows: Tensor, W_dec: Tensor, grad: Tensor, needed: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of activations and of W_dec, whose `rows` were read, from that of what was decoded."""
+    grad_values = grad_W_dec = None
+    if all(needed):
+        grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec)
+    elif needed[0]:
+        grad_values = row_products(grad, rows, acts.places)
+    elif needed[1]:
+        grad_W_dec = transposed_product(acts, grad.to(rows.dtype))
+    return _to(grad_values, acts.values.dtype), _to(grad_W_dec, W_dec.dtype)
 
 
 def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.to(dtype)
 
 
-def transposed_product(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> Tensor:
+class Decoded(NamedTuple):
+    """What activations write by kernels, which keep no graph: sums of rows of W_dec, fp32 [n_tokens, d_out].
+
+    `rows` are W_dec as they read it. Whoever sums up errors of `x_hat` calls `with_gradients`.
+    """
+
+    x_hat: Tensor
+    rows: Tensor
+    acts: SparseActs
+    W_dec: Tensor
+
+    def with_gradients(
+        self, offset: Tensor, gradient: Gradient, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Return `sums`, 0-dim, known already, such that activations, W_dec and `offset` get a gradient from them.
+
+        `gradient` makes it of `saved` and of those of the sums.
+        """
+        known: tuple[Tensor, ...] = _Known.apply(  # type: ignore[no-untyped-call]
+            self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradient, len(saved), *saved, *sums
+        )
+        return known
+
+
+def decoded(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -> Decoded | None:
+    """Decode by kernels, where they work and activations are sparse; else return None.
+
+    An `offset` [d_out] is added to each token.
+    """
+    dtype = product_dtype(W_dec)
+    if isinstance(acts, DenseActs) or not (triton := triton_for(W_dec, dtype)):
+        return None
+    rows, places = kept_or_own(W_dec, dtype).to(dtype).detach(), acts.places
+    with torch.no_grad():
+        x_hat = triton.bag_sums(acts.values, places.latents, places.starts, rows, places.filled, offset)
+    return Decoded(x_hat, rows, acts, W_dec)
+
+
+class _Known(torch.autograd.Function):
+    """Sums over what was decoded, from whose gradients that of x_hat is written at once in the type of products.
+
+    Autograd would write it in fp32, read that for the gradient of the offset and once more to narrow it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        W_dec: Tensor,
+        offset: Tensor,
+        rows: Tensor,
+        places: Places,
+        gradient: Gradient,
+        n_saved: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(values, rows, *tensors[:n_saved])
+        ctx.places, ctx.W_dec, ctx.gradient, ctx.n_others = places, W_dec, gradient, 4 + len(tensors)
+        return tuple(one.view_as(one) for one in tensors[n_saved:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, rows, *saved = ctx.saved_tensors
+        grad, grad_offset = ctx.gradient(*saved, *grads, rows.dtype)
+        acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
+        # Each level of a token has its own.
+        grad = grad.flatten(end_dim=-2)
+        return *_gradients(acts, rows, ctx.W_dec, grad, needed), grad_offset, *[None] * ctx.n_others
+
+
+def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens.
 
     The sums are fp32 or wider. Their order is fixed, unless a latent has many tokens: a GPU shares those among several
-    programs, which torch's deterministic mode forbids. Of `weights`, which have this gradient, a GPU may measure it.
+    programs, which torch's deterministic mode forbids.
+    """
+    return by_latent(acts, dense)[0]
+
+
+def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return `transposed_product` and the sum of each latent's activations [d_sae].
+
+    Of `weights`, which have this gradient, a GPU may measure it.
     """
     if triton := triton_for(dense):
-        return _summed(triton, acts, dense, None, weights)[0]
+        summed = _summed(triton, acts, dense, None, weights)
+        return summed.sums, summed.totals
     order, starts = acts.places.by_latent(acts.d_sae)
     # index_select, since indexing with one tensor takes three times as long on a CPU.
-    tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
-    return bag_sums(values, tokens, starts, dense)
+    tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
+    totals = values.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, acts.values)
+    return bag_sums(values, tokens, starts, dense), totals
 
 
 def both_products(
@@ -88,21 +177,20 @@ def both_products(
     A GPU gathers rows of `dense` once for both.
     """
     if triton := triton_for(dense):
-        return _summed(triton, acts, dense, rows, weights)
+        summed = _summed(triton, acts, dense, rows, weights)
+        return summed.sums, summed.products
     return transposed_product(acts, dense), row_products(dense, rows, acts.places)
 
 
-def _summed(
-    triton: ModuleType, acts: SparseActs, dense: Tensor, rows: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Any]:
+def _summed(triton: ModuleType, acts: SparseActs, dense: Tensor, rows: Tensor | None, weights: Tensor | None) -> Any:
     splits, measures, measured = not torch.are_deterministic_algorithms_enabled(), None, None
     if weights is not None and triton.holds_rows(dense) and (measures := row_measures.of(weights)):
         unit_rows = None if measures.dots is None else weights.detach()
         measured = triton.Measured(measures.squares, measures.dots, unit_rows)
-    sums, products, shared = triton.sum_by_latent(acts, dense, rows, splits=splits, measured=measured)
+    summed = triton.sum_by_latent(acts, dense, rows, splits=splits, measured=measured)
     if measures:
-        measures.note(sums, shared)
-    return sums, products
+        measures.note(summed.sums, summed.shared)
+    return summed
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:

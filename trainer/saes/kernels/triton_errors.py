@@ -17,6 +17,8 @@ from trainer.saes.losses import Moments, Sums
 # Rows that a program adds up, those and the columns that it holds at a time: 16 numbers of each sum a thread, which has
 # all rows of its columns, or 8 where it has the sums of several levels, so that none spill.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
+# Numbers of a program that sums two tensors, 16 a thread.
+_SUMMED = 4096
 
 
 class Nested(NamedTuple):
@@ -49,16 +51,29 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
     return Nested(errors, x_hat, Sums(error, centred), inner[0].square if inner else error.square.new_zeros(()))
 
 
-def nested_gradients(errors: Tensor, of_whole: Tensor, of_inner: Tensor) -> Tensor:
+def nested_gradients(
+    errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of parts [n_tokens, n_levels, d_out] from those of Σ‖error‖² of all levels and of the other
-    prefixes, 0-dim."""
+    prefixes, 0-dim; they have `dtype`. Summed over tokens those of an offset are fp32 [d_out]."""
     n_rows, n_levels, n_columns = errors.shape
-    out = torch.empty_like(errors)
+    out, grid = torch.empty_like(errors, dtype=dtype), _grid(n_rows, n_columns)
+    sums = errors.new_empty(grid[0], n_columns)
     with torch.cuda.device_of(errors):
-        _sum_gradients[_grid(n_rows, n_columns)](
-            out, errors, of_whole, of_inner, n_rows, n_columns, LEVELS=n_levels, ROWS=2, **_TILE
-        )
-    return out
+        _sum_gradients[grid](out, sums, errors, of_whole, of_inner, n_rows, n_columns, LEVELS=n_levels, ROWS=2, **_TILE)
+    return out, sums.sum(dim=0)
+
+
+def sum_of(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return Σ(part + other)², 0-dim, and part + other in the type of `part`, which may have 16 bits."""
+    each, n_values = torch.empty_like(part, memory_format=torch.contiguous_format), part.numel()
+    n_programs = triton.cdiv(n_values, _SUMMED)
+    squares = other.new_empty(n_programs)
+    if n_programs:
+        with torch.cuda.device_of(part):
+            tensors = each, squares, part.contiguous(), other.contiguous()
+            _add_and_square[n_programs,](*tensors, n_values, TILE=_SUMMED, num_warps=8)
+    return squares.sum(), each
 
 
 def _summed(
@@ -94,9 +109,11 @@ def try_out(device: torch.device) -> None:
     assert sums.centred is not None, "the kernel sums both"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
-    gradients = nested_gradients(levels.errors, sums.error.square.new_ones(()), sums.error.square.new_ones(()))
+    gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
+    square, narrow = sum_of(y.bfloat16(), y)
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
+    are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 4 * y.square().sum(), (narrow == 2 * y).all()]
     if not (errors == 3 - 2 * y).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 
@@ -146,12 +163,13 @@ def _sum_errors(
 
 @triton.jit
 def _sum_gradients(
-    out, errors, of_whole, of_inner, n_rows, n_columns,
+    out, out_sums, errors, of_whole, of_inner, n_rows, n_columns,
     LEVELS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of all levels: each is that of the next one, and what its own prefix adds."""
+    """Write the gradients of all levels: each is that of the next one, and what its own prefix adds; sum the first."""
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     whole, inner = 2 * tl.load(of_whole), 2 * tl.load(of_inner)
+    totals = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for begin in range(0, OF_PROGRAM, ROWS):
         rows = tl.program_id(0) * OF_PROGRAM + begin + tl.arange(0, ROWS)
         inside = (rows < n_rows)[:, None] & (columns < n_columns)[None, :]
@@ -163,4 +181,17 @@ def _sum_gradients(
                 gradient = whole * error
             else:
                 gradient += inner * error
-            tl.store(out + places, gradient, mask=inside)
+            tl.store(out + places, gradient.to(out.dtype.element_ty), mask=inside)
+        totals += gradient
+    at = out_sums + tl.program_id(0).to(tl.int64) * n_columns + columns
+    tl.store(at, tl.sum(totals, axis=0), mask=columns < n_columns)
+
+
+@triton.jit
+def _add_and_square(out_each, out_squares, part, other, n_values, TILE: tl.constexpr):
+    """Add some numbers of two tensors, and sum the squares of what comes of it."""
+    places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = places < n_values
+    each = tl.load(part + places, mask=inside, other=0).to(tl.float32) + tl.load(other + places, mask=inside, other=0)
+    tl.store(out_each + places, each.to(out_each.dtype.element_ty), mask=inside)
+    tl.store(out_squares + tl.program_id(0), tl.sum(each * each, axis=0))

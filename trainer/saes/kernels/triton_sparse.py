@@ -35,10 +35,17 @@ DENSE_BYTES = 20 * 10**6
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
-def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
+def bag_sums(
+    values: Tensor,
+    indices: Tensor,
+    starts: Tensor,
+    rows: Tensor,
+    filled: Filled | None = None,
+    offset: Tensor | None = None,
+) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The order of the sums is fixed. Entries that are not `filled` are in no bag.
+    The order of the sums is fixed. Entries that are not `filled` are in no bag. An `offset` [d] is added to each sum.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
@@ -46,7 +53,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
     shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns, n_bags)
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
-        tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
+        tensors = out, values.contiguous(), indices, starts, rows.contiguous(), offset, n_filled
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(rows):
             _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
@@ -63,37 +70,41 @@ class Measured(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums of latents, fp32 [d_sae, d], and products of entries, fp32 [n].
+    """Sums of latents, fp32 [d_sae, d], products of entries, fp32 [n], and sums of the values alone, fp32 [d_sae].
 
     `shared` [m] are latents that several programs have summed, together with some that one has.
     """
 
     sums: Tensor
     products: Tensor | None
+    totals: Tensor
     shared: Tensor | None
 
 
 def sum_by_latent(
     acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool, measured: Measured | None = None
 ) -> Summed:
-    """Return actsᵀ dense, for `dense` [n_tokens, d].
+    """Return actsᵀ dense, for `dense` [n_tokens, d], and the sum of each latent's activations.
 
     With `rows` [d_sae, d] also return the product of each entry's row of `dense` and its latent's row: what is gathered
     serves both. The order of these sums is fixed. With `splits` a latent's entries beyond its first `LONGEST` are added
     to its row atomically, in any order. Entries that are not `filled` are no latent's and get 0. Where programs have
     whole rows (`holds_rows`), the sums may be `measured`, all but those that are shared.
     """
-    (order, starts), filled = acts.places.by_latent(acts.d_sae), acts.places.filled
+    places, d_sae = acts.places, acts.d_sae
+    (order, starts), filled = places.by_latent(d_sae), places.filled
     n_entries, (n_parts, _) = len(order), _parts(dense)
     shape = _pieces(dense)
-    sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
+    sums = dense.new_empty(d_sae, dense.shape[1], dtype=torch.float32)
+    totals = dense.new_empty(d_sae, dtype=torch.float32)
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
     tensors = {
         "out": sums,
         "out_products": products,
+        "out_totals": totals,
         "values": acts.values.index_select(0, order),
-        "tokens": acts.places.tokens.index_select(0, order),
+        "tokens": places.tokens_by_latent(d_sae),
         "order": order,
         "starts": starts,
         "dense": dense.contiguous(),
@@ -101,30 +112,24 @@ def sum_by_latent(
         "n_filled": None if filled is None else filled.n,
     }
     longest = LONGEST if splits else n_entries
-    sizes = {"n_entries": n_entries, "n_latents": acts.d_sae, "n_columns": dense.shape[1], "longest": longest}
+    sizes = {"n_entries": n_entries, "n_latents": d_sae, "n_columns": dense.shape[1], "longest": longest}
     measuring = (measured or Measured(None))._asdict()
-    shared = _latents_of_windows(starts, n_entries, longest) if n_entries > longest else None
+    # Only these have entries in a window beyond their first `longest`.
+    shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
-            _sum_by_latent[acts.d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
+            _sum_by_latent[d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
             if shared is not None:
                 measuring = dict.fromkeys(measuring)
                 _sum_by_latent[len(shared), n_parts](**tensors, **measuring, latents=shared, **sizes, **shape)
     if products is not None:
         products = products[0] if n_parts == 1 else products.sum(dim=0)
-    return Summed(sums, products, shared)
+    return Summed(sums, products, totals, shared)
 
 
 def holds_rows(dense: Tensor) -> bool:
     """Tell whether one program of `sum_by_latent` has whole rows, so that it can measure them."""
     return _parts(dense)[0] == 1
-
-
-def _latents_of_windows(starts: Tensor, n_entries: int, longest: int) -> Tensor:
-    """Return whose entries lie at the beginning of each window of `longest`: the only ones there beyond their first."""
-    windows = torch.arange(0, n_entries, longest, device=starts.device)
-    # The last of several latents that begin at the same entry is the one that has it.
-    return torch.searchsorted(starts, windows, right=True) - 1
 
 
 def _parts(dense: Tensor) -> tuple[int, int]:
@@ -194,10 +199,11 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
     measured = Measured(squares, dots, unit_rows)
-    sums, products, _ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
+    sums, products, totals, _ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
     assert products is not None, "rows were given"
     whole = torch.tensor([[n // 2 * 4 + 1.0], [3.0]], device=device)
     are_right = (sums == whole).all() & (products[: n + 1] == width * (1 + 2 * tokens[: n + 1])).all()
+    are_right &= (totals == totals.new_tensor([n, 1.0])).all()
     # Those of the first latent are to be measured once more.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] - 3 * width**0.5).abs() < 1e-3))
 
@@ -219,7 +225,8 @@ def _tile(entries: int, n_columns: int, n_bags: int) -> dict[str, int]:
 
 @triton.jit
 def _sum_bags(
-    out, values, indices, starts, rows, n_filled, n_entries, n_columns, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr
+    out, values, indices, starts, rows, offset, n_filled, n_entries, n_columns,
+    ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum one bag in one block of columns."""
     bag = tl.program_id(0)
@@ -232,13 +239,16 @@ def _sum_bags(
         entries = begin + tl.arange(0, ENTRIES)
         value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
         total += value[:, None] * _gather(rows, indices, entries, last, columns, n_columns)
-    tl.store(out + bag.to(tl.int64) * n_columns + columns, tl.sum(total, axis=0), mask=columns < n_columns)
+    summed = tl.sum(total, axis=0)
+    if offset is not None:
+        summed += tl.load(offset + columns, mask=columns < n_columns, other=0)
+    tl.store(out + bag.to(tl.int64) * n_columns + columns, summed, mask=columns < n_columns)
 
 
 @triton.jit
 def _sum_by_latent(
-    out, out_products, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows, latents,
-    n_filled, n_entries, n_latents, n_columns, longest, of_part, NEAR: tl.constexpr, FAR: tl.constexpr,
+    out, out_products, out_totals, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows,
+    latents, n_filled, n_entries, n_latents, n_columns, longest, of_part, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
 
@@ -265,11 +275,13 @@ def _sum_by_latent(
     right = tl.where((first < last) | (latents is None), right, left)
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
+    total = 0.0
     if rows is not None:
         near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
     for entry in range(first, last):
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
+        total += value
         product = 0.0
         # The small piece first: in the other order sm_120 spills.
         if FAR > 1:
@@ -282,6 +294,8 @@ def _sum_by_latent(
         if rows is not None:
             product += tl.sum(numbers * near_row, axis=0)
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product)
+    if part == 0:
+        _put(out_totals + latent, total, (first < last) | (latents is None), latents is not None)
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
         _put(out + row + far, far_total, far < right, latents is not None)

@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from trainer.optimizers import row_adam
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import sparse, top_k, triton_errors, triton_top_k
+from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.losses import Sums
 from trainer.training.learner import Learner
 
@@ -96,16 +97,35 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
     torch.testing.assert_close(found.sums.centred.total.double(), centred.sum(dim=0), rtol=1e-5, atol=1e-4)
     (0.3 * square + 0.7 * inner).backward()
     weights = torch.tensor([0.3, 0.7], device=DEVICE)
-    gradients = triton_errors.nested_gradients(found.errors, *weights)
     assert exact.grad is not None
-    torch.testing.assert_close(gradients.double(), exact.grad, rtol=1e-5, atol=1e-5)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        gradients, total = triton_errors.nested_gradients(found.errors, *weights, dtype)
+        assert gradients.dtype == dtype
+        torch.testing.assert_close(gradients.double(), exact.grad, rtol=tolerance, atol=1e-5)
+        torch.testing.assert_close(total.double(), exact.grad[:, 0].sum(dim=0), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 129), (70, 300)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    explained, error = numbers(*shape, seed=0).to(dtype), numbers(*shape, seed=1)
+    square, each = triton_errors.sum_of(explained, error)
+    exact = explained.double() + error
+    torch.testing.assert_close(square.double(), exact.square().sum(), rtol=1e-5, atol=0)
+    assert each.dtype == dtype
+    # The interpreter cuts off what a GPU rounds.
+    torch.testing.assert_close(each.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
-@pytest.mark.parametrize("architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu"])
-def test_an_sae_learns_and_reports_the_same_by_kernels(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("products", [None, triton_sparse], ids=["errors alone", "with products"])
+@pytest.mark.parametrize(
+    "architecture", ["topk", "batch_topk", "matryoshka_batch_topk", "jumprelu", "gated", "standard"]
+)
+def test_an_sae_learns_and_reports_the_same_by_kernels(
+    architecture: str, products: ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
     # Few rows suffice in the interpreter, which is slow.
     monkeypatch.setattr(triton_top_k, "LEAST_ROWS", 1)
@@ -114,6 +134,7 @@ def test_an_sae_learns_and_reports_the_same_by_kernels(architecture: str, monkey
         x = numbers(24, 20, seed=number)
         for one, errors, choices in ((with_kernels, triton_errors, triton_top_k), (without, None, None)):
             monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
+            monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=errors and products: kernels)
             monkeypatch.setattr(top_k, "_working_triton", lambda device, kernels=choices: kernels)
             one.begin_step(number)
             # In two parts: sums of a step are over both.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
@@ -42,8 +42,8 @@ def test_chosen_pre_activations_are_those_of_the_dense_product() -> None:
     x, W_enc, b_enc, bias = inputs()
     expected = (x - bias) @ W_enc + b_enc
     mask = a_mask()
-    sparse = encode(x, W_enc, b_enc, bias, partial(chosen, mask))
-    dense = encode(x, W_enc, b_enc, bias, lambda pre_acts: None)
+    sparse = encode(centre(x, bias), W_enc, b_enc, bias, partial(chosen, mask))
+    dense = encode(centre(x, bias), W_enc, b_enc, bias, lambda pre_acts: None)
     assert isinstance(sparse, SparseActs)
     assert isinstance(dense, DenseActs)
     torch.testing.assert_close(sparse.dense(), expected * mask)
@@ -57,7 +57,7 @@ def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor 
     choose = (lambda pre_acts: None) if mask is None else partial(chosen, mask)
 
     def values(W_enc: Tensor, b_enc: Tensor, bias: Tensor) -> Tensor:
-        return encode(x, W_enc, b_enc, bias, choose).values
+        return encode(centre(x, bias), W_enc, b_enc, bias, choose).values
 
     assert torch.autograd.gradcheck(values, tuple(weights))
 
@@ -73,11 +73,11 @@ def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: b
         return chosen(a_mask(), pre_acts) if is_sparse else None
 
     with torch.autocast("cpu", torch.bfloat16):
-        acts = encode(x, W_enc, b_enc, b_dec, choose)
+        acts = encode(centre(x, b_dec), W_enc, b_enc, b_dec, choose)
     assert dtypes == [torch.bfloat16]
     assert acts.values.dtype == torch.float32
     grads = torch.autograd.grad(acts.values.square().sum(), weights)
-    exact = encode(x, W_enc, b_enc, b_dec, choose)
+    exact = encode(centre(x, b_dec), W_enc, b_enc, b_dec, choose)
     for gradient, reference in zip(grads, torch.autograd.grad(exact.values.square().sum(), weights), strict=True):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, reference, rtol=0, atol=0.02 * float(reference.abs().max()))
@@ -96,8 +96,8 @@ def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
         # Evaluation in inference mode comes between.
         with torch.inference_mode(len(results) in (0, 6)):
             choose = places if is_sparse else lambda pre_acts: None
-            weights = (tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias))
-            results.append(encode(batch, *weights, choose).dense())
+            weights = [tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias)]
+            results.append(encode(centre(batch, weights[2]), *weights, choose).dense())
     for (batch, is_sparse), dense in zip(batches, results, strict=True):
         expected = (batch.double() - bias) @ W_enc + b_enc
         mask = a_mask()[: len(batch)] if is_sparse else 1

@@ -39,8 +39,8 @@ def test_every_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
-    outputs = {"out", "out_products", "out_squares", "out_dots"}
-    types |= dict.fromkeys((outputs | {"values", "unit_rows"}) & types.keys(), "*fp32")
+    outputs = {"out", "out_products", "out_totals", "out_squares", "out_dots"}
+    types |= dict.fromkeys((outputs | {"values", "unit_rows", "offset"}) & types.keys(), "*fp32")
     types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
     types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
     options: dict[str, Any] = kernels._tile(32, 768, 4096)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.runtime import narrow_copy
 from trainer.saes.kernels import sparse, triton_sparse
-from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.encode import centre, encode
 from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
@@ -109,6 +109,26 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 @CASES
 def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
     assert_near(sparse.decode(case.acts, case.rows), case.matrix() @ case.rows.double())
+
+
+@CASES
+def test_what_is_decoded_may_have_an_offset(case: Case) -> None:
+    offset = torch.randn(case.rows.shape[1], device=DEVICE)
+    with torch.autocast(DEVICE.type, case.rows.dtype, enabled=case.rows.dtype == torch.bfloat16):
+        found = sparse.decoded(case.acts, case.rows, offset)
+    assert found is not None
+    assert_near(found.x_hat, case.matrix() @ case.rows.double() + offset)
+
+
+@CASES
+@pytest.mark.parametrize("longest", [256, 3])
+def test_the_activations_of_each_latent_are_summed_beside_its_rows(
+    case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "LONGEST", longest)
+    sums, totals = sparse.by_latent(case.acts, case.dense)
+    assert_near(sums, case.matrix().T @ case.dense.double())
+    assert_near(totals, case.matrix().sum(dim=0))
 
 
 @CASES
@@ -207,7 +227,7 @@ def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
     x = torch.randn(n_tokens, d_in, device=DEVICE)
 
     W_enc, b_enc, W_dec, b_dec = weights.values()
-    acts = encode(x, W_enc, b_enc, b_dec, partial(k_per_token, k=k))
+    acts = encode(centre(x, b_dec), W_enc, b_enc, b_dec, partial(k_per_token, k=k))
     loss = (sparse.decode(acts.with_values(acts.values.relu()), W_dec) + b_dec - x).square().sum()
     grads = torch.autograd.grad(loss, list(weights.values()))
 
@@ -253,7 +273,7 @@ def test_the_gradient_of_the_input_bias_reads_the_copy_of_the_weights(dtype: tor
     )
     narrow_copy.keep(W_enc)
     with torch.autocast(DEVICE.type, dtype):
-        encode(x.detach(), W_enc, b_enc, b_dec, partial(k_per_token, k=3)).values.sum().backward()
+        encode(centre(x, b_dec), W_enc, b_enc, b_dec, partial(k_per_token, k=3)).values.sum().backward()
     assert b_enc.grad is not None
     assert b_dec.grad is not None
     assert_near(b_dec.grad, -W_enc.detach().to(dtype).double() @ b_enc.grad.double())
