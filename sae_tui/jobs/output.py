@@ -6,12 +6,16 @@ import functools
 from pathlib import Path
 
 from trainer.contract.paths import DataDir
+from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.settings import tokens_of_data
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hook_names import other_names
 from trainer.contract.settings.job_file import is_extraction, parse_extraction, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
+
+# Why an extraction begins anew.
+NO_SHARD = "it had finished no shard"
 
 
 def output_of(data: DataDir, job: Job) -> str | None:
@@ -24,6 +28,12 @@ def output_of(data: DataDir, job: Job) -> str | None:
     folders = map(extraction.folder, extraction.model.hooks)
     has_rows = any(any(folder.glob("*.safetensors")) for folder in folders)
     return str(Path(extraction.extract.output)) if has_rows else None
+
+
+def rows_stored(job: Job) -> int:
+    """Return after how many rows an extraction would go on: those of whole shards, whatever its progress was."""
+    extraction = _extraction(job.config)
+    return n_stored_rows(extraction) if extraction else 0
 
 
 def name_of_output(job: Job) -> str:

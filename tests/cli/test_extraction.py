@@ -16,6 +16,7 @@ from jobs.conftest import wait_for
 from support.extractions import extraction_job, run, run_ranks
 from support.tiny_models import make_model, sentences
 
+from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.store.job_store import Control
@@ -67,10 +68,13 @@ def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an
     wait_for(lambda: len(digests(rows)) > stored, "another shard", 120)
     shell.run("stop", 1)
     wait_for(lambda: shell.json("job", 1)["state"] == "stopped", "the end")
+    n_stored = n_stored_rows(job)
     stopped = shell.json("job", 1)
     assert 0 < stopped["step"] < N_ROWS
     assert stopped["output_path"] == str(rows)
-    assert "resumes after the last whole shard" in shell.run("resume", 1, "--wait").stdout
+    assert n_stored in range(1024, N_ROWS, 1024)
+    said = f"resumes after the {n_stored:,} rows of its whole shards"
+    assert said in shell.run("resume", 1, "--wait").stdout
     finished = shell.json("job", 1)
     assert (finished["state"], finished["step"]) == ("finished", N_ROWS)
     assert finished["peak_memory_bytes"] > 0

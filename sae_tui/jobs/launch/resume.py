@@ -19,6 +19,7 @@ from sae_tui.jobs.launch.launching import (
     with_whole_python,
 )
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.output import NO_SHARD
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
@@ -27,6 +28,7 @@ from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.planning.model_placement import refusal_of_model_gpus
+from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
@@ -58,7 +60,8 @@ class Plan(msgspec.Struct, frozen=True):
     def sentence(self) -> str:
         """`resumes from step 501`: what follows "job 5"."""
         if self.counts == "row":
-            return f"resumes after the last whole shard of its {self.step:,} rows"
+            begins = f"starts from the first row: {NO_SHARD}"
+            return f"resumes after the {self.step:,} rows of its whole shards" if self.step else begins
         if not self.has_checkpoint:
             return "starts from step 0: it had saved no checkpoint"
         return f"resumes from step {self.step}"
@@ -131,7 +134,7 @@ def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequ
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if job.state == JobState.FINISHED:
         raise JobFileError([Problem("extract.n_tokens", f"job {job.id} has finished; clone it to extract more")])
-    return Plan(config, where, job.step, counts="row")
+    return Plan(config, where, n_stored_rows(config), counts="row")
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
 from sae_tui.jobs.known_failures import Remedy, remedy
-from sae_tui.jobs.output import extracts, output_of
+from sae_tui.jobs.output import NO_SHARD, extracts, rows_stored
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir, RunPaths
@@ -107,9 +107,8 @@ def _resumes(data: DataDir, job: Job, known_cause: Remedy | None) -> str:
     if not helps or not paths.job_file.exists():
         return ""
     if extracts(job.config):
-        if output_of(data, job):
-            return f"resumes it after the last whole shard of its {job.step:,} rows"
-        return "starts it again: it had finished no shard"
+        n_rows = rows_stored(job)
+        return f"resumes it after the {n_rows:,} rows of its whole shards" if n_rows else f"starts it again: {NO_SHARD}"
     step = _saved_step(paths)
     if step is None:
         return ""

@@ -13,7 +13,7 @@ from support.tiny_models import make_model, sentences
 
 from trainer.contract.errors import UsageError
 from trainer.contract.planning.check_job import Machine, check
-from trainer.contract.planning.stored_extraction import what_is_there
+from trainer.contract.planning.stored_extraction import n_stored_rows, what_is_there
 from trainer.contract.settings.extract import PARTS, STATE, ExtractJob
 
 Make = Callable[..., ExtractJob]
@@ -63,6 +63,7 @@ def test_the_folder_of_another_extraction_is_said_to_be_refused_as_it_is(make: M
 def test_an_extraction_that_was_stopped_is_said_to_go_on(make: Make) -> None:
     run(job := make(), *stop_after(150))
     assert what_is_there(job).endswith("holds the first 128 rows of this extraction: it goes on after them")
+    assert (n_stored_rows(job), n_stored_rows(make(n_tokens=200))) == (128, 0)
 
 
 def test_the_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) -> None:
@@ -77,6 +78,7 @@ def test_the_rows_of_several_processes_are_added_up(make: Make, tmp_path: Path) 
         part = state | {"shards": [of_hook[:n] for of_hook in state["shards"]]}
         (output / PARTS / str(rank) / STATE).write_text(json.dumps(part))
     assert "holds the first 80 rows of this extraction" in what_is_there(job)
+    assert n_stored_rows(job) == 80
 
 
 def test_shards_of_something_else_are_said_to_be_refused(make: Make) -> None:

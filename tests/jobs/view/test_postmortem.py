@@ -11,9 +11,12 @@ import msgspec
 import pytest
 from support.extractions import extraction_job
 
+from sae_tui.jobs.launch.resume import prepare
 from sae_tui.jobs.view.postmortem import _traceback, examine
 from trainer.contract.errors import UserError
+from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.extract import STATE, identity
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
@@ -42,21 +45,32 @@ def test_any_other_exception_shows_its_last_frames(tmp_path: Path) -> None:
     assert any("left_by" in line for line in shown)
 
 
-def test_a_killed_extraction_goes_on_after_its_last_whole_shard(tmp_path: Path) -> None:
+def test_a_killed_extraction_goes_on_after_the_rows_that_are_stored_not_those_told(tmp_path: Path) -> None:
     extraction = extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows")
     (data := DataDir(tmp_path / "data")).create()
     row = Job(name="x", config=dump_job(extraction), user="me", host="here", device="cpu", gpu_source="none")
     with closing(Control(data.control_db)) as control:
         job_id = control.create_job(msgspec.structs.replace(row, error="rank 0 was killed (SIGKILL)", attempt=1))
         control.transition(job_id, JobState.FAILED)
-        job = msgspec.structs.replace(control.job(job_id), step=76_644)
+        job = control.job(job_id)
     data.run(job_id).create()
-    data.run(job_id).job_file.touch()
-    told = examine(data, job)
-    assert told
-    assert told.resumes == "starts it again: it had finished no shard"
-    (folder := extraction.folder("mlp_out.0")).mkdir(parents=True)
-    (folder / "shard-00000.safetensors").touch()
-    told = examine(data, job)
-    assert told
-    assert told.resumes == "resumes it after the last whole shard of its 76,644 rows"
+    write_own(data.run(job_id).job_file, job.config)
+
+    def promised(n_told: int) -> tuple[str, str]:
+        """Return what is said beside the failure, and by the resume itself."""
+        one = msgspec.structs.replace(job, step=n_told)
+        told = examine(data, one)
+        assert told
+        return told.resumes, prepare(data, one, pytest.fail).sentence
+
+    # What is read and not stored is read again.
+    none = "starts it again: it had finished no shard", "starts from the first row: it had finished no shard"
+    assert promised(76_644) == none
+    # Progress is told every few seconds, so that whole shards may be stored before any of it is.
+    Path(extraction.extract.output).mkdir()
+    state = {"job": identity(extraction), "shards": [[{"n_tokens": 65_536}, {"n_tokens": 65_536}]] * 2}
+    (file := Path(extraction.extract.output) / STATE).write_text(json.dumps(state))
+    rows = "after the 131,072 rows of its whole shards"
+    assert promised(0) == promised(140_000) == (f"resumes it {rows}", f"resumes {rows}")
+    file.write_text(json.dumps(state | {"job": {"text.context": 1}}))
+    assert promised(140_000) == none

@@ -11,6 +11,7 @@ from trainer.contract.planning.choose_mode import Place, settle
 from trainer.contract.planning.hardware import CPU, assumed_speeds
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Workload
+from trainer.contract.wording import gibibytes
 from trainer.parallel import arrange
 from trainer.parallel.process_group import World
 from trainer.parallel.threads import Threads, on_all
@@ -32,6 +33,9 @@ def test_ranks_take_no_more_than_they_were_given(make_job, start_ranks, tmp_path
     assert plan
     assert plan.mode != "ddp"
     assert plan.needs_bytes <= (ddp + tensor) // 2
+    # Which is not what is free.
+    least = gibibytes((ddp + tensor) // 2)
+    assert plan.reason == f"{plan.mode} on 2: no other mode fits into the {least} that each rank may take"
 
 
 @pytest.mark.parametrize(("cards", "agreed"), [(("bf16", "fp16"), "fp16"), (("fp16", "tf32"), "tf32")])

@@ -14,7 +14,7 @@ from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.wording import gibibytes, rate
+from trainer.contract.wording import distinct_sizes, gibibytes, rate
 
 # Tokens of the smallest micro-batch that is tried where nothing larger fits.
 LEAST_BATCH = 64
@@ -24,7 +24,10 @@ LEAST_GAIN, _LEAST_GAIN_OF_CPUS = 1.1, 1.05
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What a job is to run on: the speed of its ranks, and the free bytes of the fullest device."""
+    """What a job is to run on: the speed of its ranks, and the bytes that each may take of its device.
+
+    They are what is free on the fullest device, or less where the job may not take all of it.
+    """
 
     speeds: Speeds
     free_bytes: int | None = None
@@ -126,10 +129,11 @@ def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
     """Explain the choice, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:
-        return f"{choice}: needs least memory, {gibibytes(best.needs_bytes)}, but that is more than is free"
+        needs, may_take = distinct_sizes(best.needs_bytes, place.free_bytes or 0)
+        return f"{choice}: needs least memory, {needs}, but each rank may take only {may_take}"
     others = [way for way in ways if way is not best]
     if not any(way.fits for way in others):
-        return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that are free"
+        return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that each rank may take"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
     times = next_best.time.total_s / best.time.total_s
     speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"

@@ -41,6 +41,13 @@ def check_what_is_there(job: ExtractJob) -> list[Problem]:
     return [Problem("extract.output", sentence, "error" if is_refused else "warning")] if sentence else []
 
 
+def n_stored_rows(job: ExtractJob) -> int:
+    """Return how many rows of this extraction are in whole shards, after which it would go on; 0 of another's."""
+    output = Path(job.extract.output)
+    state = read_json(output / STATE, _State)
+    return _n_rows(output, state) if state and not _changed(job, state) else 0
+
+
 def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     """Return the sentence on what lies in extract.output, and whether this job would be refused for it."""
     output = Path(job.extract.output)
@@ -49,12 +56,17 @@ def _whats_there(job: ExtractJob) -> tuple[str, bool]:
     if state is None or not n_rows:
         strangers = "" if state else _strangers(job)
         return strangers, bool(strangers)
-    if changed := [path for path, value in identity(job).items() if state.job.get(path) != value]:
+    if changed := _changed(job, state):
         other = f"{output} holds an extraction of another {changed[0]}, {show(state.job.get(changed[0]))}"
         return f"{other}: this one would be refused; choose another folder", True
     if state.is_finished:
         return f"{output} holds this extraction, finished with {n_rows:,} rows: nothing is left to do", False
     return f"{output} holds the first {n_rows:,} rows of this extraction: it goes on after them", False
+
+
+def _changed(job: ExtractJob, state: _State) -> list[str]:
+    """Return the paths of the settings by which the rows that are stored are another extraction's."""
+    return [path for path, value in identity(job).items() if state.job.get(path) != value]
 
 
 def _n_rows(output: Path, state: _State) -> int:
