@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from support.box import ESC, Box
 from support.terminal import Terminal
 
@@ -16,6 +18,16 @@ def row_of(terminal: Terminal, text: str) -> int:
     return next(y for y, line in enumerate(terminal.screen.display) if text in line)
 
 
+def is_box(terminal: Terminal, y: int, page: str) -> bool:
+    """Tell whether what is typed into stands out from its line and the page."""
+    line = backgrounds(terminal, y)
+    return line[30] not in (page, line[0])
+
+
+def differs_from_below(terminal: Terminal, y: int) -> bool:
+    return backgrounds(terminal, y + 1)[40] != backgrounds(terminal, y)[40]
+
+
 def footer(terminal: Terminal) -> str:
     return terminal.screen.display[-1].rstrip()
 
@@ -23,9 +35,9 @@ def footer(terminal: Terminal) -> str:
 def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
     box.record_job("done", JobState.FINISHED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
-    terminal.wait_for("100%")
     # A full bar is full, and one that is not has a rail of another colour.
-    assert "━" * 10 + " 100%" in terminal.text
+    terminal.wait_for("━" * 10 + " 100%")
+    terminal.wait_for(lambda screen: re.search("Power.*━─", screen) is not None)
     page, y = backgrounds(terminal, row_of(terminal, "NAME"))[0], row_of(terminal, "Power")
     bar = terminal.screen.display[y].index("━")
     rail = terminal.screen.display[y].index("─")
@@ -34,15 +46,14 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     assert backgrounds(terminal, 23)[0] != page
     terminal.send("n")
     terminal.wait_for("expansion_factor")
-    y = row_of(terminal, "expansion_factor")
-    assert backgrounds(terminal, y)[30] not in (page, backgrounds(terminal, y)[0])
+    # A frame may come in two pieces.
+    terminal.wait_for(lambda _: is_box(terminal, row_of(terminal, "expansion_factor"), page))
     terminal.send(ESC)
     terminal.wait_for(lambda screen: "JOB NAME" in screen and "expansion_factor" not in screen)
     terminal.read(0.3)
     terminal.send("R")
     terminal.wait_for("Name of job 1")
-    y = row_of(terminal, "Name of job 1")
-    assert backgrounds(terminal, y + 1)[40] != backgrounds(terminal, y)[40]
+    terminal.wait_for(lambda _: differs_from_below(terminal, row_of(terminal, "Name of job 1")))
 
 
 def test_sixteen_gpus_have_their_numbers_on_the_launch_screen(box: Box) -> None:
