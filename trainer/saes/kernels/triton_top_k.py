@@ -1,9 +1,10 @@
 """The largest of each row or of all on a GPU: which they are is decided by bits, so that it is always exact.
 
 A matrix is read once, in groups of neighbouring columns. The k groups with the largest maxima hold the k largest, and
-only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself, bit by
-bit; of all, which many programs share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in
-the order of columns, and nothing depends on the order of programs.
+only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself,
+between two that are known, until as many as are wanted are above or no other bound is left; of all, which many programs
+share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in the order of columns, and nothing
+depends on the order of programs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ SHARED_TILE, COUNTS = 2**13, 2**10
 LEAST_SHARE = 64
 # Of the types whose bits are ordered: infinity, and how many bits there are.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
+# A step so long that a search goes by halves from the beginning.
+_BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
@@ -204,7 +207,10 @@ def _largest_of_rows(
     inout_maxima += row * n_groups
     out_columns += row * k
     out_values += row * k
-    lowest = 1 - 2 ** (BITS - 1)
+    # What is outside is below all numbers.
+    lowest: tl.constexpr = 1 - 2 ** (BITS - 1)
+    # The largest of what tiles have at the same place.
+    largest = tl.full([AT_ONCE], lowest, tl.int32)
     for first in range(0, n_groups, AT_ONCE):
         groups = first + tl.arange(0, AT_ONCE)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -212,28 +218,39 @@ def _largest_of_rows(
         ordered = _ordered(tl.load(bits + columns, mask=inside, other=0), INFINITY, BITS)
         maxima = tl.max(tl.where(inside, ordered.to(tl.int32), lowest), axis=1)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
+        largest = tl.maximum(largest, maxima)
     # Until all threads have stored what others read.
     tl.debug_barrier()
 
+    # Each place has another maximum, and there are at least as many places as are wanted or as there are groups.
+    tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
+    high = tl.max(largest, axis=0)
+    low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
     groups = tl.arange(0, GROUPS)
-    ranks = _ranks(tl.load(inout_maxima + groups, mask=groups < n_groups, other=0), BITS)
-    chosen = _are_largest(tl.where(groups < n_groups, ranks, -1), k, BITS)
-    tl.store(out_columns + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, groups, mask=chosen)
+    maxima = tl.load(inout_maxima + groups, mask=groups < n_groups, other=lowest).to(tl.int32)
+    n_kept = tl.minimum(k, n_groups)
+    bound, n_above = _search(maxima, n_kept, low, high, _BY_HALVES, BITS)
+    chosen, nth = _choose(maxima, n_kept, bound, n_above)
+    tl.store(out_columns + nth - 1, groups, mask=chosen)
     tl.debug_barrier()
 
     kept = tl.arange(0, KEPT)
-    is_kept = kept < tl.minimum(k, n_groups)
+    is_kept = kept < n_kept
     groups = tl.load(out_columns + kept, mask=is_kept, other=0).to(tl.int32)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = is_kept[:, None] & (columns < n_columns)
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    ranks = tl.where(inside, _ranks(_ordered(numbers, INFINITY, BITS), BITS), -1)
-    chosen = _are_largest(tl.reshape(ranks, [KEPT * GROUP]), k, BITS)
-    places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS).to(tl.int32), lowest)
+    candidates = tl.reshape(ordered, [KEPT * GROUP])
+    # k maxima reach the bound of groups, and few other numbers do, so that the bound sought is near: looked for first
+    # where bf16 has the next numbers.
+    low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), _BY_HALVES)
+    bound, n_above = _search(candidates, k, low, high, step, BITS)
+    chosen, nth = _choose(candidates, k, bound, n_above)
     # Until all have read which groups were chosen.
     tl.debug_barrier()
-    tl.store(out_columns + places, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
-    tl.store(out_values + places, tl.reshape(numbers, [KEPT * GROUP]), mask=chosen)
+    tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
+    tl.store(out_values + nth - 1, tl.reshape(numbers, [KEPT * GROUP]), mask=chosen)
 
 
 @triton.jit
@@ -244,9 +261,12 @@ def _keep_strongest(
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
-    ordered = _ordered(numbers, INFINITY, BITS)
-    chosen = _are_largest(tl.where(inside, _ranks(ordered, BITS), -1), k, BITS)
     # What is ordered above 0 is positive, or no number.
+    ordered = tl.maximum(_ordered(numbers, INFINITY, BITS).to(tl.int32), 0)
+    n_positive = tl.sum((ordered > 0).to(tl.int32), axis=0)
+    high = tl.where(n_positive > k, tl.max(ordered, axis=0), 0)
+    bound, n_above = _search(ordered, k, 0, high, _BY_HALVES, BITS)
+    chosen, _ = _choose(ordered, k, bound, n_above)
     tl.store(out_bits + start + columns, tl.where(chosen & (ordered > 0), numbers, 0), mask=inside)
 
 
@@ -333,10 +353,10 @@ def _write_chosen(
 
 @triton.jit
 def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the ranks of some values; outside they are below 0."""
+    """Return the ranks of some values of 16 bits, from 0 on; outside they are below 0."""
     inside = places < n_values
     ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
-    return tl.where(inside, _ranks(ordered, BITS), -1)
+    return tl.where(inside, ordered.to(tl.int32) + 2 ** (BITS - 1), -1)
 
 
 @triton.jit
@@ -368,21 +388,31 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _ranks(ordered, BITS: tl.constexpr):
-    """Return the same from 0 on, in a type that also has numbers below."""
+def _search(ordered, k, low, high, step, BITS: tl.constexpr):
+    """Return a bound that no more than k exceed, and how many do: if fewer than k, at least k reach it.
+
+    None exceeds `high`, at least k reach `low`. The bound is sought from `low` on in steps that grow, then by halves.
+    """
+    # Two bits at a time were slower on an H200: it is the comparisons that take the time.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
-    return ordered.to(wide) + 2 ** (BITS - 1)
+    low, high, step = tl.cast(low, wide), tl.cast(high, wide), tl.cast(step, wide)
+    n_above = 0
+    while (low < high) & (n_above != k):
+        step = tl.minimum(step, (high - low) // 2)
+        n = tl.sum((ordered > (low + step).to(tl.int32)).to(tl.int32), axis=0)
+        if n <= k:
+            high, n_above = low + step, n
+        else:
+            low += step + 1
+            step *= 4
+    return high.to(tl.int32), n_above
 
 
 @triton.jit
-def _are_largest(ranks, k, BITS: tl.constexpr):
-    """Tell which of ranks [n] are the k largest, of equal ones the first; ranks below 0 never are."""
-    # The largest bound that k of them reach. Two bits at a time were slower on an H200: it is the comparisons that take
-    # the time.
-    bound = tl.full((), 0, ranks.dtype)
-    for place in range(BITS):
-        higher = bound | (tl.full((), 1, ranks.dtype) << (BITS - 1 - place))
-        bound = tl.where(tl.sum((ranks >= higher).to(tl.int32), axis=0) >= k, higher, bound)
-    above, equal = ranks > bound, ranks == bound
-    n_above = tl.sum(above.to(tl.int32), axis=0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= k - n_above))
+def _choose(ordered, k, bound, n_above):
+    """Tell which [n] are the k largest, of those equal to the bound the first; and of each how many are up to it."""
+    above, equal = ordered > bound, ordered == bound
+    # Neither count reaches 2^16.
+    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    n_equal, n_wanted = counts >> 16, k - n_above
+    return above | (equal & (n_equal <= n_wanted)), (counts & 0xFFFF) + tl.minimum(n_equal, n_wanted)
