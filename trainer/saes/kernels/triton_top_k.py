@@ -69,8 +69,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
                 AT_ONCE=min(TILE_BYTES // (group * values.dtype.itemsize), triton.next_power_of_2(n_groups)),
                 KEPT=triton.next_power_of_2(k),
                 **_of_type(values),
-                # Of 32 bits ranks take two registers each.
-                num_warps=4 if values.dtype.itemsize == 2 else 8,
+                num_warps=4,
             )
     return columns, largest
 
@@ -214,9 +213,8 @@ def _largest_of_rows(
     for first in range(0, n_groups, AT_ONCE):
         groups = first + tl.arange(0, AT_ONCE)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = columns < n_columns
-        ordered = _ordered(tl.load(bits + columns, mask=inside, other=0), INFINITY, BITS)
-        maxima = tl.max(tl.where(inside, ordered.to(tl.int32), lowest), axis=1)
+        numbers = tl.load(bits + columns, mask=columns < n_columns, other=INFINITY - 2 ** (BITS - 1))
+        maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
         largest = tl.maximum(largest, maxima)
     # Until all threads have stored what others read.
@@ -240,7 +238,7 @@ def _largest_of_rows(
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = is_kept[:, None] & (columns < n_columns)
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS).to(tl.int32), lowest)
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest)
     candidates = tl.reshape(ordered, [KEPT * GROUP])
     # k maxima reach the bound of groups, and few other numbers do, so that the bound sought is near: looked for first
     # where bf16 has the next numbers.
@@ -250,7 +248,10 @@ def _largest_of_rows(
     # Until all have read which groups were chosen.
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
-    tl.store(out_values + nth - 1, tl.reshape(numbers, [KEPT * GROUP]), mask=chosen)
+    tl.debug_barrier()
+    # All candidates' bits, kept until here, took so many registers that sm_80 spilled.
+    columns = tl.load(out_columns + kept, mask=kept < k, other=0)
+    tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
 
 @triton.jit
@@ -262,7 +263,7 @@ def _keep_strongest(
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
     # What is ordered above 0 is positive, or no number.
-    ordered = tl.maximum(_ordered(numbers, INFINITY, BITS).to(tl.int32), 0)
+    ordered = tl.maximum(_ordered(numbers, INFINITY, BITS), 0)
     n_positive = tl.sum((ordered > 0).to(tl.int32), axis=0)
     high = tl.where(n_positive > k, tl.max(ordered, axis=0), 0)
     bound, n_above = _search(ordered, k, 0, high, _BY_HALVES, BITS)
@@ -278,8 +279,7 @@ def _write_maxima(
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # Indices are below 2^31, as `fits_all` sees to.
     places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    ordered = _ordered(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
-    largest = tl.max(ordered.to(tl.int32), axis=1)
+    largest = _largest_of_each(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
     # What puts bits in order also undoes it; NaN has become the one of all ones.
     numbers = tl.where(largest < 0, largest ^ (2 ** (BITS - 1) - 1), largest)
     tl.store(out_maxima + groups, numbers.to(out_maxima.dtype.element_ty), mask=groups < n_groups)
@@ -356,7 +356,7 @@ def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr
     """Return the ranks of some values of 16 bits, from 0 on; outside they are below 0."""
     inside = places < n_values
     ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
-    return tl.where(inside, ordered.to(tl.int32) + 2 ** (BITS - 1), -1)
+    return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
 
 
 @triton.jit
@@ -379,12 +379,28 @@ def _digit_of(counts, n):
 
 
 @triton.jit
+def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
+    """Return the largest of each row of the floating-point numbers of these bits, as `_ordered` does of a number.
+
+    A number takes one instruction to be widened and two or three to be compared: with all else 6 on sm_90, where it was
+    13 to order each, which took an H200 twice as long as to read them.
+    """
+    # First what a thread has read at once, so that threads exchange one number instead of three.
+    wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
+    largest, least = tl.max(wide, axis=2), tl.min(wide, axis=2)
+    # Unsigned, numbers with a minus are above the others: the farthest from 0, or NaN.
+    highest = tl.max(wide.to(tl.uint32, bitcast=True), axis=2).to(tl.int32, bitcast=True)
+    is_nan = (largest > INFINITY) | ((highest < 0) & (highest > INFINITY - 2 ** (BITS - 1)))
+    all_ones = 2 ** (BITS - 1) - 1
+    return tl.max(tl.where(is_nan, all_ones, tl.where(largest < 0, least ^ all_ones, largest)), axis=1)
+
+
+@triton.jit
 def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return integers in the order of the floating-point numbers of these bits; NaN is above all."""
-    largest = 2 ** (BITS - 1) - 1
-    size = bits & largest
-    ordered = tl.where(bits < 0, bits ^ largest, bits)
-    return tl.where(size > INFINITY, size | largest, ordered)
+    """Return int32 in the order of the floating-point numbers of these bits; NaN is above all."""
+    wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
+    size = wide & all_ones
+    return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
 
 
 @triton.jit
