@@ -28,8 +28,13 @@ LAUNCH, HOST_LAUNCH = 2.5e-6, 38e-6
 HOST_RECORDED = 0.4e-3
 # How many times as long torch takes where operands are of several shapes or types, which it reads one number at a time.
 _UNEVEN = 2
-# Seconds for a candidate of a row and a bit of its bound, of those that look through groups and through whole rows.
-_OF_GROUPS, _OF_ROWS = 6.5e-13, 3.7e-13
+# Seconds for an instruction of one of the threads that look through rows, which take longer for these than to read:
+# 11,550 and 5,280 in each of 128 threads a row took 0.327 and 0.145 ms. By sm_90's code they are, for a number that is
+# read, for a candidate, and for a candidate in a round of the search for a bound:
+_INSTRUCTION, _READ, _LOOKED_AT, _IN_ROUND = 5.4e-14, 6.3, 50, 5.5
+# Rounds for groups' maxima, for numbers of the chosen groups, and for AuxK's rows with more than k positive numbers. In
+# bf16, of an SAE trained on data/sample: 8.4 and 2.6 on average, 10 and 8 at most; of normal noise 10, 15 at most.
+_GROUP_ROUNDS, _NUMBER_ROUNDS, _ROW_ROUNDS = 9, 3, 10
 # Seconds of a round of programs that share a search, and of a weight of a small tensor for Adam.
 _ROUND, _SMALL_ADAM = 20e-6, 1.05e-9
 # Seconds for each value that torch.topk looks at, by its bytes: two to eight passes over the matrix.
@@ -210,16 +215,19 @@ def _row_kernel(op: Op) -> Cost:
 
 
 def _selecting_kernel(op: Op) -> Cost:
-    """Count a kernel that looks through a row per program: its bytes, and for each bit of a bound all candidates."""
-    n_rows, _ = op.argument("bits").shape
+    """Count a kernel that looks through a row per program: its bytes, or the instructions of its threads."""
+    n_rows, n_columns = op.argument("bits").shape
+    moved = op.bytes
     if op.name == "_keep_strongest":
-        moved, candidates = op.bytes, _OF_ROWS * op.argument("COLUMNS")
+        # Half of the rows, as of noise around 0, have more than k positive numbers; the others need no search.
+        instructions = op.argument("COLUMNS") * (18 + (22 + 4 * _ROW_ROUNDS) / 2)
     else:
-        numbers = op.argument("bits")
-        moved = op.bytes + op.argument("GROUP") * numbers.dtype.itemsize * n_rows * op.argument("k")
-        candidates = _OF_GROUPS * (op.argument("GROUPS") + op.argument("KEPT") * op.argument("GROUP"))
-    seconds = moved / BANDWIDTH / REACHED + candidates * n_rows * op.argument("BITS")
-    return Cost(1, max(seconds, LAUNCH), "selecting kernel")
+        groups, numbers = op.argument("GROUPS"), op.argument("KEPT") * op.argument("GROUP")
+        moved += op.argument("GROUP") * op.argument("bits").dtype.itemsize * n_rows * op.argument("k")
+        in_rounds = _IN_ROUND * (groups * _GROUP_ROUNDS + numbers * _NUMBER_ROUNDS)
+        instructions = _READ * n_columns + _LOOKED_AT * (groups + numbers) + in_rounds
+    seconds = max(moved / BANDWIDTH / REACHED, instructions * n_rows * _INSTRUCTION, LAUNCH)
+    return Cost(1, seconds, "selecting kernel")
 
 
 def _sharing_kernel(op: Op) -> Cost:

@@ -1,9 +1,10 @@
 """The largest of each row or of all on a GPU: which they are is decided by bits, so that it is always exact.
 
 A matrix is read once, in groups of neighbouring columns. The k groups with the largest maxima hold the k largest, and
-only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself, bit by
-bit; of all, which many programs share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in
-the order of columns, and nothing depends on the order of programs.
+only they are read again. What an exact bound is follows from counts: of each row, which a program has by itself,
+between two that are known, until as many as are wanted are above or no other bound is left; of all, which many programs
+share, by two digits of 8 bits. Of equal numbers the first are taken. Results are in the order of columns, and nothing
+depends on the order of programs.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from torch import Tensor
 
 from trainer.contract.planning.activation_memory import GROUP
 
-# Groups of a row whose maxima a program holds, numbers of the chosen groups, and bytes that it reads at a time. With
-# twice the bytes sm_86 and sm_89 spill.
+# Groups of a row whose maxima a program holds, numbers of the chosen groups, and bytes that it reads at a time. Twice
+# the bytes save no instruction and take up to a third more registers.
 MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
 # Columns of the smallest group: 16 bytes of bf16, what a thread reads at once.
 LEAST_GROUP = 8
@@ -33,6 +34,8 @@ SHARED_TILE, COUNTS = 2**13, 2**10
 LEAST_SHARE = 64
 # Of the types whose bits are ordered: infinity, and how many bits there are.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
+# A step so long that a search goes by halves from the beginning.
+_BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
@@ -66,8 +69,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
                 AT_ONCE=min(TILE_BYTES // (group * values.dtype.itemsize), triton.next_power_of_2(n_groups)),
                 KEPT=triton.next_power_of_2(k),
                 **_of_type(values),
-                # Of 32 bits ranks take two registers each.
-                num_warps=4 if values.dtype.itemsize == 2 else 8,
+                num_warps=4,
             )
     return columns, largest
 
@@ -204,36 +206,52 @@ def _largest_of_rows(
     inout_maxima += row * n_groups
     out_columns += row * k
     out_values += row * k
-    lowest = 1 - 2 ** (BITS - 1)
+    # What is outside is below all numbers.
+    lowest: tl.constexpr = 1 - 2 ** (BITS - 1)
+    # The largest of what tiles have at the same place.
+    largest = tl.full([AT_ONCE], lowest, tl.int32)
     for first in range(0, n_groups, AT_ONCE):
         groups = first + tl.arange(0, AT_ONCE)
         columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        inside = columns < n_columns
-        ordered = _ordered(tl.load(bits + columns, mask=inside, other=0), INFINITY, BITS)
-        maxima = tl.max(tl.where(inside, ordered.to(tl.int32), lowest), axis=1)
+        numbers = tl.load(bits + columns, mask=columns < n_columns, other=INFINITY - 2 ** (BITS - 1))
+        maxima = _largest_of_each(numbers, INFINITY, BITS)
         tl.store(inout_maxima + groups, maxima, mask=groups < n_groups)
+        largest = tl.maximum(largest, maxima)
     # Until all threads have stored what others read.
     tl.debug_barrier()
 
+    # Each place has another maximum, and there are at least as many places as are wanted or as there are groups.
+    tl.static_assert(AT_ONCE >= KEPT or AT_ONCE >= GROUPS)
+    high = tl.max(largest, axis=0)
+    low = tl.min(tl.where(tl.arange(0, AT_ONCE) < n_groups, largest, high), axis=0)
     groups = tl.arange(0, GROUPS)
-    ranks = _ranks(tl.load(inout_maxima + groups, mask=groups < n_groups, other=0), BITS)
-    chosen = _are_largest(tl.where(groups < n_groups, ranks, -1), k, BITS)
-    tl.store(out_columns + tl.cumsum(chosen.to(tl.int32), axis=0) - 1, groups, mask=chosen)
+    maxima = tl.load(inout_maxima + groups, mask=groups < n_groups, other=lowest).to(tl.int32)
+    n_kept = tl.minimum(k, n_groups)
+    bound, n_above = _search(maxima, n_kept, low, high, _BY_HALVES, BITS)
+    chosen, nth = _choose(maxima, n_kept, bound, n_above)
+    tl.store(out_columns + nth - 1, groups, mask=chosen)
     tl.debug_barrier()
 
     kept = tl.arange(0, KEPT)
-    is_kept = kept < tl.minimum(k, n_groups)
+    is_kept = kept < n_kept
     groups = tl.load(out_columns + kept, mask=is_kept, other=0).to(tl.int32)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = is_kept[:, None] & (columns < n_columns)
     numbers = tl.load(bits + columns, mask=inside, other=0)
-    ranks = tl.where(inside, _ranks(_ordered(numbers, INFINITY, BITS), BITS), -1)
-    chosen = _are_largest(tl.reshape(ranks, [KEPT * GROUP]), k, BITS)
-    places = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest)
+    candidates = tl.reshape(ordered, [KEPT * GROUP])
+    # k maxima reach the bound of groups, and few other numbers do, so that the bound sought is near: looked for first
+    # where bf16 has the next numbers.
+    low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), _BY_HALVES)
+    bound, n_above = _search(candidates, k, low, high, step, BITS)
+    chosen, nth = _choose(candidates, k, bound, n_above)
     # Until all have read which groups were chosen.
     tl.debug_barrier()
-    tl.store(out_columns + places, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
-    tl.store(out_values + places, tl.reshape(numbers, [KEPT * GROUP]), mask=chosen)
+    tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
+    tl.debug_barrier()
+    # All candidates' bits, kept until here, took so many registers that sm_80 spilled.
+    columns = tl.load(out_columns + kept, mask=kept < k, other=0)
+    tl.store(out_values + kept, tl.load(bits + columns, mask=kept < k, other=0), mask=kept < k)
 
 
 @triton.jit
@@ -244,10 +262,14 @@ def _keep_strongest(
     start, columns = tl.program_id(0).to(tl.int64) * n_columns, tl.arange(0, COLUMNS)
     inside = columns < n_columns
     numbers = tl.load(bits + start + columns, mask=inside, other=0)
-    ordered = _ordered(numbers, INFINITY, BITS)
-    chosen = _are_largest(tl.where(inside, _ranks(ordered, BITS), -1), k, BITS)
     # What is ordered above 0 is positive, or no number.
-    tl.store(out_bits + start + columns, tl.where(chosen & (ordered > 0), numbers, 0), mask=inside)
+    ordered = _ordered(numbers, INFINITY, BITS)
+    chosen = ordered > 0
+    # So it is with one row in a hundred of dead latents, and with half of those that are symmetric around 0.
+    if tl.sum(chosen.to(tl.int32), axis=0) > k:
+        bound, n_above = _search(ordered, k, 1, tl.max(ordered, axis=0), _BY_HALVES, BITS)
+        chosen, _ = _choose(ordered, k, bound, n_above)
+    tl.store(out_bits + start + columns, tl.where(chosen, numbers, 0), mask=inside)
 
 
 @triton.jit
@@ -258,8 +280,7 @@ def _write_maxima(
     groups = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     # Indices are below 2^31, as `fits_all` sees to.
     places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    ordered = _ordered(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
-    largest = tl.max(ordered.to(tl.int32), axis=1)
+    largest = _largest_of_each(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
     # What puts bits in order also undoes it; NaN has become the one of all ones.
     numbers = tl.where(largest < 0, largest ^ (2 ** (BITS - 1) - 1), largest)
     tl.store(out_maxima + groups, numbers.to(out_maxima.dtype.element_ty), mask=groups < n_groups)
@@ -333,10 +354,10 @@ def _write_chosen(
 
 @triton.jit
 def _ranks_at(bits, places, n_values, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return the ranks of some values; outside they are below 0."""
+    """Return the ranks of some values of 16 bits, from 0 on; outside they are below 0."""
     inside = places < n_values
     ordered = _ordered(tl.load(bits + places, mask=inside, other=0), INFINITY, BITS)
-    return tl.where(inside, _ranks(ordered, BITS), -1)
+    return tl.where(inside, ordered + 2 ** (BITS - 1), -1)
 
 
 @triton.jit
@@ -359,30 +380,56 @@ def _digit_of(counts, n):
 
 
 @triton.jit
+def _largest_of_each(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
+    """Return the largest of each row of the floating-point numbers of these bits, as `_ordered` does of a number.
+
+    A number takes one instruction to be widened and two or three to be compared: with all else 6 on sm_90, where it was
+    13 to order each, which took an H200 twice as long as to read them.
+    """
+    # First what a thread has read at once, so that threads exchange one number instead of three.
+    wide = tl.reshape(bits.to(tl.int32), [bits.shape[0], bits.shape[1] // 8, 8])
+    largest, least = tl.max(wide, axis=2), tl.min(wide, axis=2)
+    # Unsigned, numbers with a minus are above the others: the farthest from 0, or NaN.
+    highest = tl.max(wide.to(tl.uint32, bitcast=True), axis=2).to(tl.int32, bitcast=True)
+    is_nan = (largest > INFINITY) | ((highest < 0) & (highest > INFINITY - 2 ** (BITS - 1)))
+    all_ones = 2 ** (BITS - 1) - 1
+    return tl.max(tl.where(is_nan, all_ones, tl.where(largest < 0, least ^ all_ones, largest)), axis=1)
+
+
+@triton.jit
 def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return integers in the order of the floating-point numbers of these bits; NaN is above all."""
-    largest = 2 ** (BITS - 1) - 1
-    size = bits & largest
-    ordered = tl.where(bits < 0, bits ^ largest, bits)
-    return tl.where(size > INFINITY, size | largest, ordered)
+    """Return int32 in the order of the floating-point numbers of these bits; NaN is above all."""
+    wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
+    size = wide & all_ones
+    return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
 
 
 @triton.jit
-def _ranks(ordered, BITS: tl.constexpr):
-    """Return the same from 0 on, in a type that also has numbers below."""
+def _search(ordered, k, low, high, step, BITS: tl.constexpr):
+    """Return a bound that no more than k exceed, and how many do: if fewer than k, at least k reach it.
+
+    None exceeds `high`, at least k reach `low`. The bound is sought from `low` on in steps that grow, then by halves.
+    """
+    # Two bits at a time were slower on an H200: it is the comparisons that take the time.
     wide: tl.constexpr = tl.int64 if BITS == 32 else tl.int32
-    return ordered.to(wide) + 2 ** (BITS - 1)
+    low, high, step = tl.cast(low, wide), tl.cast(high, wide), tl.cast(step, wide)
+    n_above = 0
+    while (low < high) & (n_above != k):
+        step = tl.minimum(step, (high - low) // 2)
+        n = tl.sum((ordered > (low + step).to(tl.int32)).to(tl.int32), axis=0)
+        if n <= k:
+            high, n_above = low + step, n
+        else:
+            low += step + 1
+            step *= 4
+    return high.to(tl.int32), n_above
 
 
 @triton.jit
-def _are_largest(ranks, k, BITS: tl.constexpr):
-    """Tell which of ranks [n] are the k largest, of equal ones the first; ranks below 0 never are."""
-    # The largest bound that k of them reach. Two bits at a time were slower on an H200: it is the comparisons that take
-    # the time.
-    bound = tl.full((), 0, ranks.dtype)
-    for place in range(BITS):
-        higher = bound | (tl.full((), 1, ranks.dtype) << (BITS - 1 - place))
-        bound = tl.where(tl.sum((ranks >= higher).to(tl.int32), axis=0) >= k, higher, bound)
-    above, equal = ranks > bound, ranks == bound
-    n_above = tl.sum(above.to(tl.int32), axis=0)
-    return above | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= k - n_above))
+def _choose(ordered, k, bound, n_above):
+    """Tell which [n] are the k largest, of those equal to the bound the first; and of each how many are up to it."""
+    above, equal = ordered > bound, ordered == bound
+    # Neither count reaches 2^16.
+    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << 16), axis=0)
+    n_equal, n_wanted = counts >> 16, k - n_above
+    return above | (equal & (n_equal <= n_wanted)), (counts & 0xFFFF) + tl.minimum(n_equal, n_wanted)

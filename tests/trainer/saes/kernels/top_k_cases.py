@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,14 @@ def some_cases() -> Iterator[pytest.param]:
     yield pytest.param(torch.zeros(2, 300), 20, id="all equal")
     yield pytest.param(-rows(2, 300).abs() - 1, 20, id="all below zero")
     yield pytest.param(rows(2, 9000), 3, id="more than are read at a time")
+    yield pytest.param(rows(2, 777), 777, id="all of a row of many groups")
+    yield pytest.param(rows(3, 1003).sort(dim=1).values, 40, id="the largest side by side")
+    yield pytest.param(rows(3, 700) * 10.0 ** (6 * rows(3, 700, seed=1)).clamp(-30, 30), 50, id="of all sizes")
+    yield pytest.param(torch.arange(1000).expand(2, 1000) % 3 - 1.0, 334, id="as many above the next as are wanted")
+    few_positive = -rows(3, 400).abs()
+    few_positive[:, ::11] *= -1
+    yield pytest.param(few_positive, 36, id="one positive number fewer than k")
+    yield pytest.param(few_positive, 30, id="few more positive numbers than k")
     odd = rows(6, 200)
     odd[0, ::3] = torch.nan
     odd[1, 7] = -torch.nan
@@ -74,6 +83,22 @@ def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int,
     kept = triton_top_k.strongest(values.to(DEVICE), k).cpu()
     is_kept = torch.zeros_like(values, dtype=torch.bool).scatter(1, expected(values, k), True) & ~(values <= 0)
     assert torch.equal(kept.nan_to_num(nan=7e4), torch.where(is_kept, values, 0).nan_to_num(nan=7e4))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
+    chance = random.Random(seed)
+    n = chance.choice([chance.randint(1, 40), chance.randint(41, 2500)])
+    k = chance.choice([1, n, chance.randint(1, n)])
+    values = rows(2, n, seed) * chance.choice([1e-3, 1.0, 100.0]) - chance.choice([0, 0, 1])
+    if chance.random() < 0.5:
+        values = values.round()
+    odd = chance.choices([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -0.0], k=3)
+    for number, share in zip(odd, chance.choices([0.0, 0.01, 0.3, 1.0], weights=[5, 2, 2, 1], k=3), strict=True):
+        values[torch.rand(2, n, generator=torch.Generator().manual_seed(seed)) < share] = number
+    dtype = chance.choice(DTYPES)
+    test_the_largest_are_those_of_a_full_sort(values, k, dtype)
+    test_so_are_those_that_are_kept_in_place_if_positive(values, k, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
