@@ -104,7 +104,8 @@ class ErrorKernels:
 class UpdateKernels:
     """A stand-in for those of an update."""
 
-    Matrix, Constants, fits = triton_update.Matrix, triton_update.Constants, staticmethod(triton_update.fits)
+    Matrix, Vector, Constants = triton_update.Matrix, triton_update.Vector, triton_update.Constants
+    fits = staticmethod(triton_update.fits)
 
     @staticmethod
     def measure(*arguments: object) -> None:
@@ -113,6 +114,8 @@ class UpdateKernels:
     @staticmethod
     def step(*arguments: object) -> None:
         """Change weights and moments in place."""
+
+    step_vector = step
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Adam's step of an SAE's matrices on a GPU, with what belongs before and after it, in one pass over each latent."""
+"""Adam's step of an SAE's weights on a GPU, with what belongs before and after it, in one pass over each latent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class RowAdam(RowStep):
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
         groups = {one: group for group, one in optimizer.with_group()}
-        self._groups = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
+        self._matrices = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
+        self._vectors = {one: group for one, group in groups.items() if _is_vector(one)}
         self._stepped: list[nn.Parameter] = []
         self._measures: dict[nn.Parameter, RowMeasures] = {}
         # Those of all matrices, one after the other.
@@ -37,25 +38,25 @@ class RowAdam(RowStep):
         step = cls(optimizer, codec, kernels) if kernels else None
         if step is None or not step._may_have_all():
             return None
-        step._copies = {one: narrow_copy.keep(one) for one in step._groups}
+        step._copies = {one: narrow_copy.keep(one) for one in step._matrices}
         step._make_room_for_measures()
         return step
 
     def _may_have_all(self) -> bool:
         """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
-        rows = [self._by_latent(one, one) for one in self._groups]
+        rows = [self._by_latent(one, one) for one in self._matrices]
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
     def _make_room_for_measures(self) -> None:
-        sizes = [one.shape[self._dim(one)] for one in self._groups]
-        self._squares = next(iter(self._groups)).new_zeros(sum(sizes))
-        for one, squares in zip(self._groups, self._squares.split(sizes), strict=True):
+        sizes = [one.shape[self._dim(one)] for one in self._matrices]
+        self._squares = next(iter(self._matrices)).new_zeros(sum(sizes))
+        for one, squares in zip(self._matrices, self._squares.split(sizes), strict=True):
             is_unit = self._unit_rows(one) is not None
             self._measures[one] = RowMeasures(squares, torch.zeros_like(squares) if is_unit else None)
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._groups
+        return parameter in self._matrices
 
     def let_sums_be_measured(self) -> None:
         for parameter, measures in self._measures.items():
@@ -63,7 +64,7 @@ class RowAdam(RowStep):
 
     @torch.no_grad()
     def measure(self) -> Tensor:
-        self._stepped = [one for one in self._groups if one.grad is not None]
+        self._stepped = [one for one in self._matrices if one.grad is not None]
         for one, measures in self._measures.items():
             if one.grad is None:
                 measures.squares.zero_()
@@ -80,16 +81,20 @@ class RowAdam(RowStep):
         assert found_inf is not None, "set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
         matrices = {one: self._matrix(one) for one in self._stepped}
-        torch._foreach_add_([matrix.n_steps for matrix in matrices.values()], [1 - found_inf] * len(matrices))
+        vectors = {one: self._vector(one) for one in self._vectors if one.grad is not None}
+        n_steps = [one.n_steps for one in (*matrices.values(), *vectors.values())]
+        torch._foreach_add_(n_steps, [1 - found_inf] * len(n_steps))
         following = {one: by for one, by in self._optimizer.followers.items() if {one, by.parameter} <= matrices.keys()}
         led = {by.parameter for by in following.values()}
         for one, matrix in matrices.items():
             if one not in led:
-                ids, group = self._optimizer.latent_axes[one].ids, self._groups[one]
-                constants = self._kernels.Constants(betas_of(group), ids, divisor, found_inf)
-                by = following.get(one)
-                self._kernels.step(matrix, constants, *((matrices[by.parameter], by.share) if by else ()))
-        for one in matrices:
+                constants = self._kernels.Constants(betas_of(self._matrices[one]), divisor, found_inf)
+                by, ids = following.get(one), self._optimizer.latent_axes[one].ids
+                self._kernels.step(matrix, ids, constants, *((matrices[by.parameter], by.share) if by else ()))
+        for one, vector in vectors.items():
+            constants = self._kernels.Constants(betas_of(self._vectors[one]), divisor, found_inf)
+            self._kernels.step_vector(vector, constants)
+        for one in (*matrices, *vectors):
             one.grad = None
 
     def _matrix(self, parameter: nn.Parameter) -> Any:
@@ -103,11 +108,20 @@ class RowAdam(RowStep):
             self._gradient(parameter),
             state | moments,
             state["step"],
-            rate_of(self._groups[parameter], parameter),
+            rate_of(self._matrices[parameter], parameter),
             dim,
             self._measures[parameter].dots,
             None if narrow is None else self._by_latent(parameter, narrow),
         )
+
+    def _vector(self, parameter: nn.Parameter) -> Any:
+        state, grad = self._optimizer.state[parameter], parameter.grad
+        assert grad is not None
+        if not state:
+            # As torch's Adam has it, which goes on with it where there are no kernels.
+            state.update(step=parameter.new_zeros(()), **CODECS["fp32"].new(parameter, 0))
+        rate = rate_of(self._vectors[parameter], parameter)
+        return self._kernels.Vector(parameter.detach(), grad.contiguous(), state, state["step"], rate)
 
     def _unit_rows(self, parameter: nn.Parameter) -> Tensor | None:
         is_unit = any(parameter is held for held in self._optimizer.unit_rows)
@@ -123,6 +137,10 @@ class RowAdam(RowStep):
 
     def _dim(self, parameter: nn.Parameter) -> int:
         return self._optimizer.latent_axes[parameter].dim
+
+
+def _is_vector(parameter: nn.Parameter) -> bool:
+    return parameter.dim() == 1 and parameter.dtype == torch.float32 and parameter.is_contiguous()
 
 
 def kernels_for(weights: Tensor) -> ModuleType | None:

@@ -386,6 +386,39 @@ def test_the_weights_are_those_of_float64() -> None:
     torch.testing.assert_close(weights.detach().double(), exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
+def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, beta1: float) -> None:
+    matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
+    optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
+    optimizer.latent_axes = {matrix: LatentAxis(0, torch.arange(2, device=DEVICE))}
+    by_rows = optimizer.by_rows()
+    assert by_rows is not None
+    exact = vector.detach().double()
+    m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
+    for number in range(7):
+        # Sizes of many orders, as of latents that are rare and frequent.
+        vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
+        grad, is_bad = vector.grad.double() / 3, number in (0, 4)
+        optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)
+        optimizer.grad_scale = torch.full((), 3.0, device=DEVICE)
+        before = vector.detach().clone()
+        # The last is torch's.
+        if number < 6:
+            by_rows.measure()
+            by_rows.step()
+            assert vector.grad is None
+        optimizer.step()
+        if is_bad:
+            assert torch.equal(vector, before)
+            continue
+        count += 1
+        m, v = beta1 * m + (1 - beta1) * grad, 0.999 * v + 0.001 * grad**2
+        exact = exact - 1e-2 * m / (1 - beta1**count) / ((v / (1 - 0.999**count)).sqrt() + 6.25e-10)
+    torch.testing.assert_close(vector.detach().double(), exact, rtol=1e-5, atol=1e-6)
+    assert float(optimizer.state[vector]["step"]) == count == 5
+
+
 def test_matrices_that_do_not_lie_by_latents_are_left_to_the_optimizer() -> None:
     weights = nn.Parameter(rows(6, 8, 1))
     for axis, is_stepped in ((LatentAxis(0, torch.arange(6)), True), (LatentAxis(1, torch.arange(8)), False)):
@@ -405,6 +438,7 @@ def test_the_kernels_pass_their_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_update, "step", lambda matrix, constants: None)
-    with pytest.raises(RuntimeError, match="wrong results"):
-        triton_update.try_out(DEVICE)
+    for name in ("step", "step_vector"):
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="wrong results"):
+            patched.setattr(triton_update, name, lambda *_: None)
+            triton_update.try_out(DEVICE)
