@@ -105,11 +105,13 @@ class UpdateKernels:
     """A stand-in for those of an update."""
 
     Matrix, Vector, Constants = triton_update.Matrix, triton_update.Vector, triton_update.Constants
-    fits = staticmethod(triton_update.fits)
+    fits, n_parts = staticmethod(triton_update.fits), staticmethod(triton_update.n_parts)
 
     @staticmethod
     def measure(*arguments: object) -> None:
         """Write to what there is."""
+
+    measure_vector = measure
 
     @staticmethod
     def step(*arguments: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Optimizer, RowStep, rate_of
+from trainer.optimizers.base import Optimizer, RowStep, Squares, rate_of
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
 from trainer.runtime import narrow_copy, row_measures
@@ -24,11 +24,12 @@ class RowAdam(RowStep):
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
         groups = {one: group for group, one in optimizer.with_group()}
         self._matrices = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
-        self._vectors = {one: group for one, group in groups.items() if _is_vector(one)}
-        self._stepped: list[nn.Parameter] = []
+        self._vectors = {one: group for one, group in groups.items() if self._takes(one)}
         self._measures: dict[nn.Parameter, RowMeasures] = {}
-        # Those of all matrices, one after the other.
-        self._squares = torch.empty(0)
+        # Of vectors, and of all that is of latents, one after the other.
+        self._parts: dict[nn.Parameter, Tensor] = {}
+        self._of_latents = torch.empty(0)
+        self._of_all = torch.empty(0)
         self._copies: dict[nn.Parameter, NarrowCopy] = {}
 
     @classmethod
@@ -48,39 +49,62 @@ class RowAdam(RowStep):
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
+    def _takes(self, one: nn.Parameter) -> bool:
+        """Tell whether it takes a vector: one that is not of latents is measured by one program, as a row is."""
+        is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
+        return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
+
     def _make_room_for_measures(self) -> None:
-        sizes = [one.shape[self._dim(one)] for one in self._matrices]
-        self._squares = next(iter(self._matrices)).new_zeros(sum(sizes))
-        for one, squares in zip(self._matrices, self._squares.split(sizes), strict=True):
+        axes = self._optimizer.latent_axes
+        of_latents = {one: one.shape[self._dim(one)] for one in self._matrices}
+        of_latents |= {one: self._kernels.n_parts(len(one)) for one in self._vectors if one in axes}
+        others = [one for one in self._vectors if one not in axes]
+        like = next(iter(self._matrices))
+        self._of_latents = like.new_zeros(sum(of_latents.values()))
+        self._of_all = like.new_zeros(len(others), dtype=torch.float64)
+        parts = dict(zip(of_latents, self._of_latents.split([*of_latents.values()]), strict=True))
+        for one in self._matrices:
             is_unit = self._unit_rows(one) is not None
-            self._measures[one] = RowMeasures(squares, torch.zeros_like(squares) if is_unit else None)
+            self._measures[one] = RowMeasures(parts[one], torch.zeros_like(parts[one]) if is_unit else None)
+        self._parts = {one: parts[one] for one in self._vectors if one in axes}
+        self._parts |= dict(zip(others, self._of_all[:, None].unbind(), strict=True))
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._matrices
+        return parameter in self._matrices or parameter in self._vectors
 
     def let_sums_be_measured(self) -> None:
         for parameter, measures in self._measures.items():
             row_measures.keep(parameter, measures)
 
     @torch.no_grad()
-    def measure(self) -> Tensor:
-        self._stepped = [one for one in self._matrices if one.grad is not None]
+    def measure(self) -> Squares:
         for one, measures in self._measures.items():
             if one.grad is None:
                 measures.squares.zero_()
-                continue
-            gradient, unit_rows = self._gradient(one), self._unit_rows(one)
-            unsure = measures.take(gradient)
-            for rows in [None] if unsure is None else unsure:
-                self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, rows)
-        return self._squares.sum(dtype=torch.float64)
+            else:
+                self._measure(one, measures)
+        for one, parts in self._parts.items():
+            if one.grad is None:
+                parts.zero_()
+            else:
+                self._kernels.measure_vector(one.grad.contiguous(), parts)
+        # That of b_dec alone is a sum already.
+        of_all = self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
+        return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
+
+    def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
+        """Measure the rows of a matrix's gradient that were not while they were summed."""
+        gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
+        unsure = measures.take(gradient)
+        for rows in [None] if unsure is None else unsure:
+            self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, rows)
 
     @torch.no_grad()
     def step(self) -> None:
         found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
         assert found_inf is not None, "set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
-        matrices = {one: self._matrix(one) for one in self._stepped}
+        matrices = {one: self._matrix(one) for one in self._matrices if one.grad is not None}
         vectors = {one: self._vector(one) for one in self._vectors if one.grad is not None}
         n_steps = [one.n_steps for one in (*matrices.values(), *vectors.values())]
         torch._foreach_add_(n_steps, [1 - found_inf] * len(n_steps))
@@ -137,10 +161,6 @@ class RowAdam(RowStep):
 
     def _dim(self, parameter: nn.Parameter) -> int:
         return self._optimizer.latent_axes[parameter].dim
-
-
-def _is_vector(parameter: nn.Parameter) -> bool:
-    return parameter.dim() == 1 and parameter.dtype == torch.float32 and parameter.is_contiguous()
 
 
 def kernels_for(weights: Tensor) -> ModuleType | None:

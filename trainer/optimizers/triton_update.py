@@ -85,6 +85,18 @@ def measure(
             _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, **_tile(grad.shape[1]))
 
 
+def n_parts(n: int) -> int:
+    """Return how many programs have a part of a vector."""
+    return -(-n // _PART)
+
+
+def measure_vector(grad: Tensor, squares: Tensor) -> None:
+    """Write the squared length of each part of a vector's gradient [n] to `squares` [n_parts], or of all to one."""
+    if n := len(grad):
+        with torch.cuda.device_of(grad):
+            _measure_part[len(squares),](grad, squares, n, **_part(n if len(squares) == 1 else _PART))
+
+
 def step(matrix: Matrix, ids: Tensor, constants: Constants, follower: Matrix | None = None, share: float = 0.0) -> None:
     """Take Adam's step of the latents of these numbers, int64 [n_latents]; change no bit where `found_inf` is 1.
 
@@ -110,7 +122,7 @@ def step_vector(vector: Vector, constants: Constants) -> None:
     if n := len(vector.weight):
         moments = vector.moments
         with torch.cuda.device_of(vector.weight):
-            _step_part[triton.cdiv(n, _PART),](
+            _step_part[n_parts(n),](
                 vector.weight,
                 vector.grad,
                 vector.n_steps,
@@ -119,7 +131,7 @@ def step_vector(vector: Vector, constants: Constants) -> None:
                 moments["exp_avg_sq"],
                 **_numbers(constants),
                 n=n,
-                **_part(),
+                **_part(_PART),
             )
 
 
@@ -127,15 +139,17 @@ def try_out(device: torch.device) -> None:
     """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     weight, grad = torch.eye(2, 16, device=device), torch.ones(2, 16, device=device)
     squares, dots, one = torch.empty(2, device=device), torch.empty(2, device=device), torch.ones((), device=device)
+    parts = torch.empty(1, device=device, dtype=torch.float64)
     measure(grad, weight, squares, dots)
+    measure_vector(grad[0], parts)
     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
     matrix = Matrix(weight, grad, moments, one, one, latent_dim=0, dots=dots)
     constants = Constants(Betas(0.9, 0.999, 1e-9), one, torch.zeros_like(one))
     step(matrix, torch.arange(2, device=device), constants)
     vector = Vector(torch.full((2,), 1.25, device=device), grad[0, :2], {name: dots * 0 for name in moments}, one, one)
     step_vector(vector, constants)
-    is_right = torch.allclose(squares, 15 * one) and torch.allclose(weight.abs(), one / 4, rtol=1e-4)
-    if not is_right or not torch.allclose(vector.weight, one / 4, rtol=1e-4):
+    measured = torch.allclose(squares, 15 * one) and bool(parts == 16)
+    if not measured or not all(torch.allclose(w.abs(), one / 4, rtol=1e-4) for w in (weight, vector.weight)):
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -157,8 +171,9 @@ def _numbers(constants: Constants) -> dict[str, Any]:
     }
 
 
-def _part() -> dict[str, Any]:
-    return {"PART": _PART, "num_warps": _PART // (32 * _PER_THREAD), "enable_fp_fusion": True}
+def _part(n: int) -> dict[str, Any]:
+    size = max(_PART, triton.next_power_of_2(n))
+    return {"PART": size, "num_warps": min(size // (32 * _PER_THREAD), _MOST_WARPS), "enable_fp_fusion": True}
 
 
 def _tile(width: int) -> dict[str, Any]:
@@ -211,6 +226,15 @@ def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, vectors, BL
         # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
         g -= dot * unit
     tl.store(out_squares + row, tl.sum(g * g, axis=0))
+
+
+@triton.jit
+def _measure_part(grad, out_squares, n, PART: tl.constexpr):
+    """Measure a part of a vector's gradient."""
+    part = tl.program_id(0)
+    at = part * PART + tl.arange(0, PART)
+    g = tl.load(grad + at, mask=at < n, other=0)
+    tl.store(out_squares + part, tl.sum(g * g, axis=0))
 
 
 @triton.jit

@@ -74,6 +74,16 @@ def test_some_rows_are_measured_as_all_are() -> None:
     assert not some[:, [0, 2, 3]].any()
 
 
+@pytest.mark.parametrize("n", [1, 1024, 2500])
+def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
+    grad = rows(1, n, 1)[0]
+    parts = torch.empty(triton_update.n_parts(n), device=DEVICE)
+    whole = torch.empty(1, dtype=torch.float64, device=DEVICE)
+    for squares in (parts, whole):
+        triton_update.measure_vector(grad, squares)
+        torch.testing.assert_close(squares.double().sum(), grad.double().square().sum(), rtol=1e-6, atol=0)
+
+
 class Twin(Group):
     """Two replicas, of which the other always has what this one has, and steps nothing."""
 
@@ -200,7 +210,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
 
 def assert_measured(one: Learner) -> None:
     """Assert that a step's gradients are measured as float64 does it."""
-    square, dims = one._update.measure().of_latents, one.sae.latent_dims()
+    (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
+    torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
     expected = sum(vector.grad.double().square().sum() for vector in vectors)
     for weights in (one.sae.W_enc, one.sae.W_dec):
@@ -391,7 +402,7 @@ def test_the_weights_are_those_of_float64() -> None:
 def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, beta1: float) -> None:
     matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
     optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
-    optimizer.latent_axes = {matrix: LatentAxis(0, torch.arange(2, device=DEVICE))}
+    optimizer.latent_axes = {one: LatentAxis(0, torch.arange(len(one), device=DEVICE)) for one in (matrix, vector)}
     by_rows = optimizer.by_rows()
     assert by_rows is not None
     exact = vector.detach().double()
@@ -438,7 +449,8 @@ def test_the_kernels_pass_their_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("step", "step_vector"):
-        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="wrong results"):
+    for name in ("measure", "measure_vector", "step", "step_vector"):
+        with monkeypatch.context() as patched:
             patched.setattr(triton_update, name, lambda *_: None)
-            triton_update.try_out(DEVICE)
+            with pytest.raises(RuntimeError, match="wrong results"):
+                triton_update.try_out(DEVICE)
