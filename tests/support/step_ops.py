@@ -23,7 +23,16 @@ from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import (
+    foreseen,
+    silence,
+    sparse,
+    top_k,
+    triton_errors,
+    triton_silence,
+    triton_sparse,
+    triton_top_k,
+)
 from trainer.training import gradients, triton_scale
 from trainer.training.learner import Learner
 
@@ -145,6 +154,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
             mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
+            mock.patch.object(silence, "_working_triton", return_value=triton_silence),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):

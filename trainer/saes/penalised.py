@@ -149,10 +149,10 @@ class Penalised(Sae):
         self._foresight = Foresight()
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def end_step(self, n_tokens: Tensor) -> None:
         n_active = sum_of(self.step_sums[: self.n_own].sum(), self.latents.group)
-        self.penalty.steer(n_active, self.n_tokens_in_step())
-        super().end_step()
+        self.penalty.steer(n_active, n_tokens)
+        super().end_step(n_tokens)
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
