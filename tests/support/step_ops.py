@@ -96,10 +96,11 @@ class Op:
     @property
     def bytes(self) -> int:
         """Bytes that are read and written if each operand passes once; where only `some_rows` are looked at, these."""
-        some = dict(self.arguments).get("some_rows")
-        if some is None:
+        named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
+        if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
-        return sum(one.bytes * some.numel // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
+        n = sum(one.numel for one in named if one is not None)
+        return sum(one.bytes * n // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
 
     def argument(self, name: str) -> Any:
         """Return what a kernel is called with."""

@@ -69,8 +69,11 @@ class RowStep(ABC):
         """Return the squares of what it steps; of rows of length 1 only what lies across them."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it."""
+    def step(self, taken: Tensor) -> None:
+        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it.
+
+        `taken` (fp32, 0-dim) is 1 unless the step is skipped.
+        """
 
     @abstractmethod
     def steps(self, parameter: nn.Parameter) -> bool:

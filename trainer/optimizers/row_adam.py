@@ -96,18 +96,20 @@ class RowAdam(RowStep):
         """Measure the rows of a matrix's gradient that were not while they were summed."""
         gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
         unsure = measures.take(gradient)
-        for rows in [None] if unsure is None else unsure:
-            self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, rows)
+        # Of the last entries of a few latents, and of those that have died, at once.
+        pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
+        for rows in pairs:
+            self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, taken: Tensor) -> None:
         found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
         assert found_inf is not None, "set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
         matrices = {one: self._matrix(one) for one in self._matrices if one.grad is not None}
         vectors = {one: self._vector(one) for one in self._vectors if one.grad is not None}
         n_steps = [one.n_steps for one in (*matrices.values(), *vectors.values())]
-        torch._foreach_add_(n_steps, [1 - found_inf] * len(n_steps))
+        torch._foreach_add_(n_steps, [taken] * len(n_steps))
         following = {one: by for one, by in self._optimizer.followers.items() if {one, by.parameter} <= matrices.keys()}
         led = {by.parameter for by in following.values()}
         for one, matrix in matrices.items():

@@ -71,18 +71,24 @@ def fits(width: int) -> bool:
 
 
 def measure(
-    grad: Tensor, unit_rows: Tensor | None, squares: Tensor, dots: Tensor | None, some_rows: Tensor | None = None
+    grad: Tensor,
+    unit_rows: Tensor | None,
+    squares: Tensor,
+    dots: Tensor | None,
+    some_rows: Tensor | None = None,
+    more_rows: Tensor | None = None,
 ) -> None:
-    """Write the squared length of each row of a gradient to `squares` [n], or of `some_rows` [m], given by number.
+    """Write the squared length of each row of a gradient to `squares` [n], or of some and more, given by number [m].
 
     With `unit_rows` write the product of each gradient with its row of these to `dots` [n], and to `squares` that of
     the part across it.
     """
-    n_rows = len(grad) if some_rows is None else len(some_rows)
+    n_some = 0 if some_rows is None else len(some_rows)
+    n_rows = len(grad) if some_rows is None else n_some + (0 if more_rows is None else len(more_rows))
     if n_rows:
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(grad):
-            _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, **_tile(grad.shape[1]))
+            _measure_rows[n_rows,](grad, unit_rows, dots, squares, some_rows, more_rows, n_some, **_tile(grad.shape[1]))
 
 
 def n_parts(n: int) -> int:
@@ -211,10 +217,14 @@ def _bits(moment: Tensor) -> Tensor:
 
 
 @triton.jit
-def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, vectors, BLOCKS: tl.constexpr):
+def _measure_rows(grad, unit_rows, out_dots, out_squares, some_rows, more_rows, n_some, vectors, BLOCKS: tl.constexpr):
     """Measure one row of a gradient."""
     row, width = tl.program_id(0), vectors * _VECTOR
-    if some_rows is not None:
+    if more_rows is not None:
+        is_more = row >= n_some
+        more = tl.load(more_rows + row - n_some, mask=is_more, other=0)
+        row = tl.where(is_more, more, tl.load(some_rows + row, mask=row < n_some, other=0))
+    elif some_rows is not None:
         row = tl.load(some_rows + row)
     columns = tl.arange(0, BLOCKS * _BLOCK)
     start, inside = row.to(tl.int64) * width, columns < width

@@ -56,13 +56,14 @@ class Verdict(NamedTuple):
 
     `divisor` is the number by which the optimizer has to divide gradients; None for 1. Where a step `skips` (bool),
     since the norm is not finite, `bad` is 1, and `bad_gradient` is, unless it was made so because activations were
-    lost. `n_tokens` are those of the step; of one that is skipped none.
+    lost; `taken` is 1 where it does not. `n_tokens` are those of the step; of one that is skipped none.
     """
 
     divisor: Tensor | None
     skips: Tensor
     bad: Tensor
     bad_gradient: Tensor
+    taken: Tensor
     n_tokens: Tensor
 
 
@@ -97,7 +98,7 @@ class Verdicts:
         self.norm.copy_(norm)
         self.skipped += torch.stack([bad, bad_gradient, bad - bad_gradient])
         self.skipped[1].mul_(bad)
-        return Verdict(divisor, skips, bad, bad_gradient, n_tokens.masked_fill(skips, 0))
+        return Verdict(divisor, skips, bad, bad_gradient, 1 - bad, n_tokens.masked_fill(skips, 0))
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:

@@ -231,7 +231,7 @@ class Learner:
         verdict = self._verdicts.of(of_latents, squares.of_all, self.loss_scale.factor, *came)
         self.loss_scale.update(verdict.bad_gradient)
         self.optimizer.grad_scale, self.optimizer.found_inf = verdict.divisor, verdict.bad
-        self._update.take(verdict.skips)
+        self._update.take(verdict)
         self.stepped.end()
         self.sae.zero_grad()
         self.sae.end_step(verdict.n_tokens)

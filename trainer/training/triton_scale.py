@@ -21,15 +21,15 @@ def judge(
     largest: float,
 ) -> tuple[Tensor, ...]:
     """Return what a `gradients.Verdict` has, as `Verdicts.of` does, and write to its `norm` and `skipped`."""
-    divisor, bad, bad_gradient, counted = torch.empty(4, device=factor.device).unbind()
+    divisor, bad, bad_gradient, taken, of_step = torch.empty(5, device=factor.device).unbind()
     skips = torch.empty((), dtype=torch.bool, device=factor.device)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(factor):
         _judge[1,](
-            norm, skipped, divisor, skips, bad, bad_gradient, counted,
+            norm, skipped, divisor, skips, bad, bad_gradient, taken, of_step,
             of_latents, of_all, factor, n_tokens, overflowed, float(expected), largest, num_warps=1,
         )  # fmt: skip
-    return divisor, skips, bad, bad_gradient, counted
+    return divisor, skips, bad, bad_gradient, taken, of_step
 
 
 def try_out(device: torch.device) -> None:
@@ -38,14 +38,14 @@ def try_out(device: torch.device) -> None:
     norm, skipped = numbers[0].float(), torch.ones(3, device=device)
     given = numbers[0], numbers[1], numbers[2].float(), numbers[3].float(), numbers[4].bool()
     divisor, *others = judge(norm, skipped, *given, 128, 2.5)
-    are_right = [float(one) for one in others] == [0, 0, 0, 64] and skipped.tolist() == [1, 0, 1]
+    are_right = [float(one) for one in others] == [0, 0, 0, 1, 64] and skipped.tolist() == [1, 0, 1]
     if norm != 5 or not 2 <= divisor < 2.00001 or not are_right:
         raise RuntimeError("the kernels give wrong results")
 
 
 @triton.jit
 def _judge(
-    out_norm, inout_skipped, out_divisor, out_skips, out_bad, out_bad_gradient, out_counted,
+    out_norm, inout_skipped, out_divisor, out_skips, out_bad, out_bad_gradient, out_taken, out_n_tokens,
     of_latents, of_all, factor, n_tokens, overflowed, expected, largest,
 ):  # fmt: skip
     """Write the norm without its scale, the divisor that takes that out and clips, and whether the norm is finite."""
@@ -63,7 +63,8 @@ def _judge(
     tl.store(out_skips, skips)
     tl.store(out_bad, bad)
     tl.store(out_bad_gradient, bad_gradient)
-    tl.store(out_counted, tl.where(skips, 0.0, came))
+    tl.store(out_taken, 1 - bad)
+    tl.store(out_n_tokens, tl.where(skips, 0.0, came))
     tl.store(inout_skipped, tl.load(inout_skipped) + bad)
     tl.store(inout_skipped + 1, (tl.load(inout_skipped + 1) + bad_gradient) * bad)
     tl.store(inout_skipped + 2, tl.load(inout_skipped + 2) + bad - bad_gradient)

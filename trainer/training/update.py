@@ -11,7 +11,7 @@ from trainer.optimizers.base import Optimizer, RowStep, Squares
 from trainer.parallel.group import dense
 from trainer.saes.base import Sae
 from trainer.training.following import Following
-from trainer.training.gradients import total_square
+from trainer.training.gradients import Verdict, total_square
 from trainer.training.zero_shards import Stepped
 
 
@@ -26,8 +26,9 @@ class Update:
         self._sae.project_gradient(self._stepped.rows)
         return self._squares(self._stepped.parameters)
 
-    def take(self, skips: Tensor) -> None:
-        """Step the weights and bring them into their range; where `skips` (0-dim bool), change no bit."""
+    def take(self, verdict: Verdict) -> None:
+        """Step the weights and bring them into their range; where that is the verdict, change no bit."""
+        skips = verdict.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
             self._sae.normalise_decoder(skips, self._stepped.rows)
@@ -60,7 +61,7 @@ class RowUpdate(Update):
         others = self._squares(self._others)
         return Squares(by_rows.of_latents + others.of_latents, by_rows.of_all + others.of_all)
 
-    def take(self, skips: Tensor) -> None:
-        self._by_rows.step()
+    def take(self, verdict: Verdict) -> None:
+        self._by_rows.step(verdict.taken)
         self._optimizer.step()
         self._sae.constrain(self._stepped.rows)

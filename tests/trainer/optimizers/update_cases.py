@@ -72,6 +72,9 @@ def test_some_rows_are_measured_as_all_are() -> None:
     triton_update.measure(grad, weight, *some, torch.tensor([4, 1, 4], device=DEVICE))
     assert torch.equal(some[:, [4, 1]], whole[:, [4, 1]])
     assert not some[:, [0, 2, 3]].any()
+    triton_update.measure(grad, weight, *some, torch.tensor([1], device=DEVICE), torch.tensor([3, 4], device=DEVICE))
+    assert torch.equal(some[:, [1, 3, 4]], whole[:, [1, 3, 4]])
+    assert not some[:, [0, 2]].any()
 
 
 @pytest.mark.parametrize("n", [1, 1024, 2500])
@@ -195,8 +198,8 @@ class Measuring:
 
     def measure(self, *arguments: Any) -> None:
         triton_update.measure(*arguments)
-        some_rows = arguments[4]
-        self.asked.append(None if some_rows is None else some_rows.tolist())
+        some_rows = arguments[4:]
+        self.asked.append([row for some in some_rows for row in some.tolist()] if some_rows else None)
 
 
 @pytest.fixture
@@ -367,7 +370,7 @@ def test_a_latent_takes_the_same_step_whichever_others_its_rank_has(moments: str
         for number in range(2):
             weights.grad, encoder.grad = rows(7, 72, 10 + number)[some], rows(7, 72, 20 + number)[some].T
             by_rows.measure()
-            by_rows.step()
+            by_rows.step(1 - optimizer.found_inf)
         return [weights.detach(), encoder.detach().T, optimizer.state[encoder]["exp_avg"].T]
 
     whole = stepped(torch.arange(7, device=DEVICE))
@@ -389,7 +392,7 @@ def test_the_weights_are_those_of_float64() -> None:
         weights.grad = rows(4, 36, 10 + number)
         grad = weights.grad.double()
         by_rows.measure()
-        by_rows.step()
+        by_rows.step(1 - optimizer.found_inf)
         grad -= (grad * exact).sum(dim=1, keepdim=True) * exact
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
         exact = exact - 1e-2 * m / (1 - 0.9**number) / ((v / (1 - 0.999**number)).sqrt() + 6.25e-10)
@@ -417,7 +420,7 @@ def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, bet
         # The last is torch's.
         if number < 6:
             by_rows.measure()
-            by_rows.step()
+            by_rows.step(1 - optimizer.found_inf)
             assert vector.grad is None
         optimizer.step()
         if is_bad:

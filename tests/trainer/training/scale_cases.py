@@ -38,7 +38,7 @@ def test_the_kernel_tells_what_single_operations_do(
     found = gradients.Verdict(*triton_scale.judge(by_kernel.norm, by_kernel.skipped, *given, 4096, largest))
     torch.testing.assert_close(by_kernel.norm, by_torch.norm, rtol=1e-6, atol=0, equal_nan=True)
     assert torch.equal(by_kernel.skipped, by_torch.skipped)
-    for name in ("skips", "bad", "bad_gradient", "n_tokens"):
+    for name in ("skips", "bad", "bad_gradient", "taken", "n_tokens"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     if not expected.skips:
         divisor = number(1.0) if expected.divisor is None else expected.divisor
