@@ -23,7 +23,16 @@ from trainer.contract.settings.job import JobConfig
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import (
+    foreseen,
+    silence,
+    sparse,
+    top_k,
+    triton_errors,
+    triton_silence,
+    triton_sparse,
+    triton_top_k,
+)
 from trainer.training import gradients, triton_scale
 from trainer.training.learner import Learner
 
@@ -87,10 +96,11 @@ class Op:
     @property
     def bytes(self) -> int:
         """Bytes that are read and written if each operand passes once; where only `some_rows` are looked at, these."""
-        some = dict(self.arguments).get("some_rows")
-        if some is None:
+        named = [dict(self.arguments).get(name) for name in ("some_rows", "more_rows")]
+        if named[0] is None:
             return sum(one.bytes for one in (*self.reads, *self.writes))
-        return sum(one.bytes * some.numel // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
+        n = sum(one.numel for one in named if one is not None)
+        return sum(one.bytes * n // max(one.shape[0], 1) for one in (*self.reads, *self.writes))
 
     def argument(self, name: str) -> Any:
         """Return what a kernel is called with."""
@@ -145,6 +155,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
             mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
+            mock.patch.object(silence, "_working_triton", return_value=triton_silence),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):

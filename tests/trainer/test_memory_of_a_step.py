@@ -19,7 +19,7 @@ from trainer.contract.settings.job_file import members
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import silence, sparse, top_k, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.sparse_acts import SparseActs
 from trainer.training import gradients
 from trainer.training.learner import Learner
@@ -109,15 +109,20 @@ class ErrorKernels:
 class UpdateKernels:
     """A stand-in for those of an update."""
 
-    Matrix, Constants, fits = triton_update.Matrix, triton_update.Constants, staticmethod(triton_update.fits)
+    Matrix, Vector, Constants = triton_update.Matrix, triton_update.Vector, triton_update.Constants
+    fits, n_parts = staticmethod(triton_update.fits), staticmethod(triton_update.n_parts)
 
     @staticmethod
     def measure(*arguments: object) -> None:
         """Write to what there is."""
 
+    measure_vector = measure
+
     @staticmethod
     def step(*arguments: object) -> None:
         """Change weights and moments in place."""
+
+    step_vector = step
 
 
 @pytest.fixture
@@ -126,6 +131,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
+    monkeypatch.setattr(silence, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():
         yield

@@ -46,8 +46,15 @@ class Follower(NamedTuple):
     share: float
 
 
+class Squares(NamedTuple):
+    """Σ‖g‖² of the gradients of latents and of those that are of all latents alike, fp64, 0-dim."""
+
+    of_latents: Tensor
+    of_all: Tensor
+
+
 class RowStep(ABC):
-    """Steps matrices, each latent's weights in one pass, where an optimizer can do so.
+    """Steps matrices, each latent's weights in one pass, and vectors, where an optimizer can do so.
 
     It takes the part of a gradient along a row of length 1 out, and scales the row back: what the caller of `step` does
     otherwise. Followers go with what they follow.
@@ -58,12 +65,15 @@ class RowStep(ABC):
         """Let whoever sums up a gradient measure it; nobody may add to it where torch does not see it."""
 
     @abstractmethod
-    def measure(self) -> Tensor:
-        """Return Σ‖g‖² of the matrices' gradients, fp64, 0-dim; of rows of length 1 only what lies across them."""
+    def measure(self) -> Squares:
+        """Return the squares of what it steps; of rows of length 1 only what lies across them."""
 
     @abstractmethod
-    def step(self) -> None:
-        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it."""
+    def step(self, taken: Tensor) -> None:
+        """Step what was measured, and leave no gradient of it, so that the optimizer's own `step` passes over it.
+
+        `taken` (fp32, 0-dim) is 1 unless the step is skipped.
+        """
 
     @abstractmethod
     def steps(self, parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""Adam's step of an SAE's matrices on a GPU, with what belongs before and after it, in one pass over each latent."""
+"""Adam's step of an SAE's weights on a GPU, with what belongs before and after it, in one pass over each latent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Optimizer, RowStep, rate_of
+from trainer.optimizers.base import Optimizer, RowStep, Squares, rate_of
 from trainer.optimizers.codecs import CODECS
 from trainer.optimizers.tiled import betas_of
 from trainer.runtime import narrow_copy, row_measures
@@ -23,11 +23,13 @@ class RowAdam(RowStep):
     def __init__(self, optimizer: Optimizer, codec: str, kernels: ModuleType) -> None:
         self._optimizer, self._codec, self._kernels = optimizer, CODECS[codec], kernels
         groups = {one: group for group, one in optimizer.with_group()}
-        self._groups = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
-        self._stepped: list[nn.Parameter] = []
+        self._matrices = {one: groups[one] for one in optimizer.latent_axes if one.dim() == 2}
+        self._vectors = {one: group for one, group in groups.items() if self._takes(one)}
         self._measures: dict[nn.Parameter, RowMeasures] = {}
-        # Those of all matrices, one after the other.
-        self._squares = torch.empty(0)
+        # Of vectors, and of all that is of latents, one after the other.
+        self._parts: dict[nn.Parameter, Tensor] = {}
+        self._of_latents = torch.empty(0)
+        self._of_all = torch.empty(0)
         self._copies: dict[nn.Parameter, NarrowCopy] = {}
 
     @classmethod
@@ -37,59 +39,88 @@ class RowAdam(RowStep):
         step = cls(optimizer, codec, kernels) if kernels else None
         if step is None or not step._may_have_all():
             return None
-        step._copies = {one: narrow_copy.keep(one) for one in step._groups}
+        step._copies = {one: narrow_copy.keep(one) for one in step._matrices}
         step._make_room_for_measures()
         return step
 
     def _may_have_all(self) -> bool:
         """Tell whether each latent's weights lie side by side in memory, and a program can hold them."""
-        rows = [self._by_latent(one, one) for one in self._groups]
+        rows = [self._by_latent(one, one) for one in self._matrices]
         fits = (one.is_contiguous() and self._kernels.fits(one.shape[1]) for one in rows)
         return bool(rows) and all(fits) and all(one.dtype == torch.float32 for one in rows)
 
+    def _takes(self, one: nn.Parameter) -> bool:
+        """Tell whether it takes a vector: one that is not of latents is measured by one program, as a row is."""
+        is_vector = one.dim() == 1 and one.dtype == torch.float32 and one.is_contiguous()
+        return is_vector and (one in self._optimizer.latent_axes or self._kernels.fits(len(one)))
+
     def _make_room_for_measures(self) -> None:
-        sizes = [one.shape[self._dim(one)] for one in self._groups]
-        self._squares = next(iter(self._groups)).new_zeros(sum(sizes))
-        for one, squares in zip(self._groups, self._squares.split(sizes), strict=True):
+        axes = self._optimizer.latent_axes
+        of_latents = {one: one.shape[self._dim(one)] for one in self._matrices}
+        of_latents |= {one: self._kernels.n_parts(len(one)) for one in self._vectors if one in axes}
+        others = [one for one in self._vectors if one not in axes]
+        like = next(iter(self._matrices))
+        self._of_latents = like.new_zeros(sum(of_latents.values()))
+        self._of_all = like.new_zeros(len(others), dtype=torch.float64)
+        parts = dict(zip(of_latents, self._of_latents.split([*of_latents.values()]), strict=True))
+        for one in self._matrices:
             is_unit = self._unit_rows(one) is not None
-            self._measures[one] = RowMeasures(squares, torch.zeros_like(squares) if is_unit else None)
+            self._measures[one] = RowMeasures(parts[one], torch.zeros_like(parts[one]) if is_unit else None)
+        self._parts = {one: parts[one] for one in self._vectors if one in axes}
+        self._parts |= dict(zip(others, self._of_all[:, None].unbind(), strict=True))
 
     def steps(self, parameter: nn.Parameter) -> bool:
-        return parameter in self._groups
+        return parameter in self._matrices or parameter in self._vectors
 
     def let_sums_be_measured(self) -> None:
         for parameter, measures in self._measures.items():
             row_measures.keep(parameter, measures)
 
     @torch.no_grad()
-    def measure(self) -> Tensor:
-        self._stepped = [one for one in self._groups if one.grad is not None]
+    def measure(self) -> Squares:
         for one, measures in self._measures.items():
             if one.grad is None:
                 measures.squares.zero_()
-                continue
-            gradient, unit_rows = self._gradient(one), self._unit_rows(one)
-            unsure = measures.take(gradient)
-            for rows in [None] if unsure is None else unsure:
-                self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, rows)
-        return self._squares.sum(dtype=torch.float64)
+            else:
+                self._measure(one, measures)
+        for one, parts in self._parts.items():
+            if one.grad is None:
+                parts.zero_()
+            else:
+                self._kernels.measure_vector(one.grad.contiguous(), parts)
+        # That of b_dec alone is a sum already.
+        of_all = self._of_all[0] if len(self._of_all) == 1 else self._of_all.sum()
+        return Squares(self._of_latents.sum(dtype=torch.float64), of_all)
+
+    def _measure(self, matrix: nn.Parameter, measures: RowMeasures) -> None:
+        """Measure the rows of a matrix's gradient that were not while they were summed."""
+        gradient, unit_rows = self._gradient(matrix), self._unit_rows(matrix)
+        unsure = measures.take(gradient)
+        # Of the last entries of a few latents, and of those that have died, at once.
+        pairs = [()] if unsure is None else [unsure[at : at + 2] for at in range(0, len(unsure), 2)]
+        for rows in pairs:
+            self._kernels.measure(gradient, unit_rows, measures.squares, measures.dots, *rows)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, taken: Tensor) -> None:
         found_inf, divisor = self._optimizer.found_inf, self._optimizer.grad_scale
         assert found_inf is not None, "set before a step"
         divisor = torch.ones_like(found_inf) if divisor is None else divisor
-        matrices = {one: self._matrix(one) for one in self._stepped}
-        torch._foreach_add_([matrix.n_steps for matrix in matrices.values()], [1 - found_inf] * len(matrices))
+        matrices = {one: self._matrix(one) for one in self._matrices if one.grad is not None}
+        vectors = {one: self._vector(one) for one in self._vectors if one.grad is not None}
+        n_steps = [one.n_steps for one in (*matrices.values(), *vectors.values())]
+        torch._foreach_add_(n_steps, [taken] * len(n_steps))
         following = {one: by for one, by in self._optimizer.followers.items() if {one, by.parameter} <= matrices.keys()}
         led = {by.parameter for by in following.values()}
         for one, matrix in matrices.items():
             if one not in led:
-                ids, group = self._optimizer.latent_axes[one].ids, self._groups[one]
-                constants = self._kernels.Constants(betas_of(group), ids, divisor, found_inf)
-                by = following.get(one)
-                self._kernels.step(matrix, constants, *((matrices[by.parameter], by.share) if by else ()))
-        for one in matrices:
+                constants = self._kernels.Constants(betas_of(self._matrices[one]), divisor, found_inf)
+                by, ids = following.get(one), self._optimizer.latent_axes[one].ids
+                self._kernels.step(matrix, ids, constants, *((matrices[by.parameter], by.share) if by else ()))
+        for one, vector in vectors.items():
+            constants = self._kernels.Constants(betas_of(self._vectors[one]), divisor, found_inf)
+            self._kernels.step_vector(vector, constants)
+        for one in (*matrices, *vectors):
             one.grad = None
 
     def _matrix(self, parameter: nn.Parameter) -> Any:
@@ -103,11 +134,20 @@ class RowAdam(RowStep):
             self._gradient(parameter),
             state | moments,
             state["step"],
-            rate_of(self._groups[parameter], parameter),
+            rate_of(self._matrices[parameter], parameter),
             dim,
             self._measures[parameter].dots,
             None if narrow is None else self._by_latent(parameter, narrow),
         )
+
+    def _vector(self, parameter: nn.Parameter) -> Any:
+        state, grad = self._optimizer.state[parameter], parameter.grad
+        assert grad is not None
+        if not state:
+            # As torch's Adam has it, which goes on with it where there are no kernels.
+            state.update(step=parameter.new_zeros(()), **CODECS["fp32"].new(parameter, 0))
+        rate = rate_of(self._vectors[parameter], parameter)
+        return self._kernels.Vector(parameter.detach(), grad.contiguous(), state, state["step"], rate)
 
     def _unit_rows(self, parameter: nn.Parameter) -> Tensor | None:
         is_unit = any(parameter is held for held in self._optimizer.unit_rows)

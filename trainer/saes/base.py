@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
+from trainer.saes.kernels.silence import take_in
 from trainer.saes.kernels.sparse import decode, decoded
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
@@ -289,15 +290,12 @@ class Sae(nn.Module, ABC):
         return self.step_sums[self.n_own]
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """Take in the sums of all micro-batches and ranks, and clear them.
+    def end_step(self, n_tokens: Tensor) -> None:
+        """Take in the sums of all micro-batches and ranks, of `n_tokens` (0-dim), and clear them.
 
-        Sums that were zeroed because the step was skipped change nothing.
+        Those of no tokens, as a step has that is skipped, change nothing.
         """
-        fired, counted = self.step_sums[: self.n_own], self.step_sums[self.n_own]
-        self.n_tokens_since_fired.add_(counted.long()).masked_fill_(fired > 0, 0)
-        self.learn_from(self.step_sums[self.n_own :])
-        self.step_sums.zero_()
+        self.learn_from(take_in(self.n_tokens_since_fired, self.step_sums, n_tokens))
 
     def decide(self, n_tokens: int) -> Hashable | None:
         """Decide what the host has to of the next pass in training, before it is queued; on one GPU, with whole steps.

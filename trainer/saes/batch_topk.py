@@ -75,7 +75,7 @@ class BatchTopK(TopK):
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)
         n_tokens, smallest = sums[0], sums[2] / sums[0]
-        average = self.threshold + self._threshold_rate * (smallest - self.threshold)
+        average = torch.lerp(self.threshold, smallest, self._threshold_rate)
         # The first value is taken whole: an average with 0 would let too many through for long.
         new = torch.where(self.threshold > 0, average, smallest)
         torch.where(n_tokens > 0, new, self.threshold, out=self.threshold)

@@ -83,10 +83,10 @@ class Penalty(nn.Module):
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
         """Take in how many activations a step had; change nothing after a skipped step, which has no tokens."""
-        ratio = n_active / (self._k * n_tokens.clamp_min(1))
+        came, ratio = n_tokens > 0, n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
-        self.deviation.copy_(torch.where(n_tokens > 0, deviation, self.deviation))
-        self.integral += self._steering.integral_gain * deviation * (n_tokens > 0)
+        torch.where(came, deviation, self.deviation, out=self.deviation)
+        self.integral += self._steering.integral_gain * deviation * came
         # The integral does not go on falling once the weight is at its lower bound.
         self.integral.clamp_min_(self._steering.lowest - 1)
 
@@ -149,10 +149,10 @@ class Penalised(Sae):
         self._foresight = Foresight()
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def end_step(self, n_tokens: Tensor) -> None:
         n_active = sum_of(self.step_sums[: self.n_own].sum(), self.latents.group)
-        self.penalty.steer(n_active, self.n_tokens_in_step())
-        super().end_step()
+        self.penalty.steer(n_active, n_tokens)
+        super().end_step(n_tokens)
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,21 +51,54 @@ def total_square(gradients: list[Tensor], device: torch.device | None = None) ->
     return torch.stack([norm.square().sum() for norm in norms]).sum()
 
 
-@torch.no_grad()
-def scaled(
-    of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, expected: int, largest: float
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return what `prepare` does, from the squares of gradients (fp64) of `n_tokens` where so many were `expected`.
+class Verdict(NamedTuple):
+    """What a step has to know of its gradient; all are 0-dim, and stay on the device.
 
-    `factor` is the loss scale; all are 0-dim.
+    `divisor` is the number by which the optimizer has to divide gradients; None for 1. Where a step `skips` (bool),
+    since the norm is not finite, `bad` is 1, and `bad_gradient` is, unless it was made so because activations were
+    lost; `taken` is 1 where it does not. `n_tokens` are those of the step; of one that is skipped none.
     """
-    if factor.is_cuda and (triton := _working_triton(factor.device)):
-        by_kernel: tuple[Tensor, Tensor, Tensor] = triton.prepare(
-            of_latents, of_all, factor, n_tokens, expected, largest
-        )
-        return by_kernel
-    norm = (of_latents + of_all).sqrt().float()
-    return prepare(norm, factor * (n_tokens / expected), largest)
+
+    divisor: Tensor | None
+    skips: Tensor
+    bad: Tensor
+    bad_gradient: Tensor
+    taken: Tensor
+    n_tokens: Tensor
+
+
+class Verdicts:
+    """Judges the gradients of steps of `expected` tokens and clips their norms to `largest` (0: never).
+
+    `norm` (0-dim) is the last gradient's without the loss scale. `skipped` [3] are the steps skipped in this log
+    interval, those in a row up to now, and those of the interval's whose gradient was made infinite because activations
+    were lost. They change in place, as all that outlives a step: a recorded one repeats what is done to memory, and
+    nothing else.
+    """
+
+    def __init__(self, device: torch.device, expected: int, largest: float) -> None:
+        self._expected, self._largest = expected, largest
+        self.norm, self.skipped = torch.zeros((), device=device), torch.zeros(3, device=device)
+
+    @torch.no_grad()
+    def of(
+        self, of_latents: Tensor, of_all: Tensor, factor: Tensor, n_tokens: Tensor, overflowed: Tensor | None
+    ) -> Verdict:
+        """Judge a gradient by the squares of its parts (fp64), the loss scale `factor` and the tokens that came.
+
+        `overflowed` (bool) tells whether activations were lost; None: never. All are 0-dim.
+        """
+        if factor.is_cuda and (triton := _working_triton(factor.device)):
+            given = of_latents, of_all, factor, n_tokens, overflowed
+            return Verdict(*triton.judge(self.norm, self.skipped, *given, self._expected, self._largest))
+        norm = (of_latents + of_all).sqrt().float()
+        norm, divisor, skips = prepare(norm, factor * (n_tokens / self._expected), self._largest)
+        bad = skips.float()
+        bad_gradient = bad if overflowed is None else bad * ~overflowed
+        self.norm.copy_(norm)
+        self.skipped += torch.stack([bad, bad_gradient, bad - bad_gradient])
+        self.skipped[1].mul_(bad)
+        return Verdict(divisor, skips, bad, bad_gradient, 1 - bad, n_tokens.masked_fill(skips, 0))
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:

@@ -34,7 +34,7 @@ from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
 from trainer.training.following import Following
-from trainer.training.gradients import LossScale, scaled
+from trainer.training.gradients import LossScale, Verdicts
 from trainer.training.sharded_state import ShardedState, under
 from trainer.training.update import RowUpdate, Update
 from trainer.training.zero_shards import Stepped, SteppedShare
@@ -106,10 +106,7 @@ class Learner:
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
-        # Steps skipped in this log interval, those in a row up to now, and those of the interval's whose gradient was
-        # made infinite because activations were lost.
-        self._skips = torch.zeros(3, device=device)
-        self.grad_norm = torch.zeros((), device=device)
+        self._verdicts = Verdicts(device, self.tokens_per_step, self._train.grad_clip)
         # The rate of this step, of all groups that have none of their own: no number before the first.
         self._rate = math.nan
         # What takes its steps as a whole, where anything does.
@@ -230,25 +227,14 @@ class Learner:
         self.stepped.begin()
         squares = self._update.measure()
         of_latents = sum_of(sum_of(squares.of_latents, self.stepped.others), self.latents.group)
-        counted = self.loss_scale.factor, self.sae.n_tokens_in_step(), self.tokens_per_step
-        norm, self.optimizer.grad_scale, skips = scaled(of_latents, squares.of_all, *counted, self._train.grad_clip)
-        bad = skips.float()
-        # In place, as all that outlives a step: a recorded one repeats what is done to memory, and nothing else.
-        self.grad_norm.copy_(norm)
-        overflowed = self.sae.has_overflowed()
-        bad_gradient = bad if overflowed is None else bad * ~overflowed
-        self.loss_scale.update(bad_gradient)
-        self.optimizer.found_inf = bad
-        self._update.take(skips)
+        came = self.sae.n_tokens_in_step(), self.sae.has_overflowed()
+        verdict = self._verdicts.of(of_latents, squares.of_all, self.loss_scale.factor, *came)
+        self.loss_scale.update(verdict.bad_gradient)
+        self.optimizer.grad_scale, self.optimizer.found_inf = verdict.divisor, verdict.bad
+        self._update.take(verdict)
         self.stepped.end()
         self.sae.zero_grad()
-        self.sae.step_sums.masked_fill_(skips, 0)
-        self.sae.end_step()
-        if overflowed is None:
-            self._skips[:2].add_(bad)
-        else:
-            self._skips += torch.stack([bad, bad_gradient, bad - bad_gradient])
-        self._skips[1].mul_(bad)
+        self.sae.end_step(verdict.n_tokens)
         if counts:
             self.count_step()
 
@@ -312,10 +298,11 @@ class Learner:
 
     def take_state(self) -> Tensor:
         """Return `StepState` in float64, still on the device, and count skipped steps anew."""
-        lr = self._skips.new_full((1,), self._rate, dtype=torch.float64)
-        state = torch.cat([self._skips.double(), self.grad_norm.double()[None], lr])
+        skipped = self._verdicts.skipped
+        lr = skipped.new_full((1,), self._rate, dtype=torch.float64)
+        state = torch.cat([skipped.double(), self.grad_norm.double()[None], lr])
         # Those in a row go on.
-        self._skips[::2].zero_()
+        skipped[::2].zero_()
         return state
 
     def values(self, totals: dict[str, Tensor], state: StepState | None = None) -> dict[str, float]:
@@ -325,6 +312,11 @@ class Learner:
         state = state or StepState.of(self.take_state())
         own = {"lr": state.lr, "grad_norm": state.grad_norm, "skipped_steps": float(state.skipped)}
         return self.interval.values(totals) | own
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the last step's gradient, 0-dim."""
+        return self._verdicts.norm
 
     @property
     def has_loss_scale(self) -> bool:

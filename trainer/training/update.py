@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from trainer.optimizers.base import Optimizer, RowStep
+from trainer.optimizers.base import Optimizer, RowStep, Squares
 from trainer.parallel.group import dense
 from trainer.saes.base import Sae
 from trainer.training.following import Following
-from trainer.training.gradients import total_square
+from trainer.training.gradients import Verdict, total_square
 from trainer.training.zero_shards import Stepped
-
-
-class Squares(NamedTuple):
-    """Σ‖g‖² of the gradients of latents and of those that are of all latents alike, fp64, 0-dim."""
-
-    of_latents: Tensor
-    of_all: Tensor
 
 
 class Update:
@@ -31,37 +24,44 @@ class Update:
     def measure(self) -> Squares:
         """Take out of the gradients what the step must not see, and return the squares of what is left."""
         self._sae.project_gradient(self._stepped.rows)
-        return self._squares()
+        return self._squares(self._stepped.parameters)
 
-    def take(self, skips: Tensor) -> None:
-        """Step the weights and bring them into their range; where `skips` (0-dim bool), change no bit."""
+    def take(self, verdict: Verdict) -> None:
+        """Step the weights and bring them into their range; where that is the verdict, change no bit."""
+        skips = verdict.skips
         with self._following.apart(skips) if self._following else contextlib.nullcontext():
             self._optimizer.step()
             self._sae.normalise_decoder(skips, self._stepped.rows)
         self._sae.constrain(self._stepped.rows)
 
-    def _squares(self, by_rows: RowStep | None = None) -> Squares:
-        """Return the squares of all gradients but those that are measured `by_rows`."""
+    def _squares(self, names: Iterable[str]) -> Squares:
+        """Return the squares of these parameters' gradients."""
         dims, device = self._sae.latent_dims(), self._sae.W_dec.device
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, parameter in self._stepped.parameters.items():
-            if parameter.grad is not None and not (by_rows and by_rows.steps(parameter)):
-                parts[name in dims].append(dense(parameter.grad))
+        for name in names:
+            grad = self._stepped.parameters[name].grad
+            if grad is not None:
+                parts[name in dims].append(dense(grad))
         return Squares(total_square(parts[True], device), total_square(parts[False], device))
 
 
 class RowUpdate(Update):
-    """The matrices are stepped a latent at a time, so that each of their weights is read and written once."""
+    """The matrices are stepped a latent at a time, so that each of their weights is read and written once; so are all
+    vectors. A skip connection is the optimizer's."""
 
     def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, by_rows: RowStep) -> None:
         super().__init__(sae, stepped, optimizer, None)
         self._by_rows = by_rows
+        self._others = [name for name, one in stepped.parameters.items() if not by_rows.steps(one)]
 
     def measure(self) -> Squares:
-        of_matrices, others = self._by_rows.measure(), self._squares(self._by_rows)
-        return others._replace(of_latents=others.of_latents + of_matrices)
+        by_rows = self._by_rows.measure()
+        if not self._others:
+            return by_rows
+        others = self._squares(self._others)
+        return Squares(by_rows.of_latents + others.of_latents, by_rows.of_all + others.of_all)
 
-    def take(self, skips: Tensor) -> None:
-        self._by_rows.step()
+    def take(self, verdict: Verdict) -> None:
+        self._by_rows.step(verdict.taken)
         self._optimizer.step()
         self._sae.constrain(self._stepped.rows)

@@ -72,6 +72,19 @@ def test_some_rows_are_measured_as_all_are() -> None:
     triton_update.measure(grad, weight, *some, torch.tensor([4, 1, 4], device=DEVICE))
     assert torch.equal(some[:, [4, 1]], whole[:, [4, 1]])
     assert not some[:, [0, 2, 3]].any()
+    triton_update.measure(grad, weight, *some, torch.tensor([1], device=DEVICE), torch.tensor([3, 4], device=DEVICE))
+    assert torch.equal(some[:, [1, 3, 4]], whole[:, [1, 3, 4]])
+    assert not some[:, [0, 2]].any()
+
+
+@pytest.mark.parametrize("n", [1, 1024, 2500])
+def test_vectors_are_measured_in_parts_or_as_a_whole(n: int) -> None:
+    grad = rows(1, n, 1)[0]
+    parts = torch.empty(triton_update.n_parts(n), device=DEVICE)
+    whole = torch.empty(1, dtype=torch.float64, device=DEVICE)
+    for squares in (parts, whole):
+        triton_update.measure_vector(grad, squares)
+        torch.testing.assert_close(squares.double().sum(), grad.double().square().sum(), rtol=1e-6, atol=0)
 
 
 class Twin(Group):
@@ -185,8 +198,8 @@ class Measuring:
 
     def measure(self, *arguments: Any) -> None:
         triton_update.measure(*arguments)
-        some_rows = arguments[4]
-        self.asked.append(None if some_rows is None else some_rows.tolist())
+        some_rows = arguments[4:]
+        self.asked.append([row for some in some_rows for row in some.tolist()] if some_rows else None)
 
 
 @pytest.fixture
@@ -200,7 +213,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measuring:
 
 def assert_measured(one: Learner) -> None:
     """Assert that a step's gradients are measured as float64 does it."""
-    square, dims = one._update.measure().of_latents, one.sae.latent_dims()
+    (square, of_all), dims = one._update.measure(), one.sae.latent_dims()
+    torch.testing.assert_close(of_all, one.sae.b_dec.grad.double().square().sum(), rtol=1e-6, atol=0)
     vectors = [vector for name, vector in one.sae.named_parameters() if name in dims and vector.dim() == 1]
     expected = sum(vector.grad.double().square().sum() for vector in vectors)
     for weights in (one.sae.W_enc, one.sae.W_dec):
@@ -356,7 +370,7 @@ def test_a_latent_takes_the_same_step_whichever_others_its_rank_has(moments: str
         for number in range(2):
             weights.grad, encoder.grad = rows(7, 72, 10 + number)[some], rows(7, 72, 20 + number)[some].T
             by_rows.measure()
-            by_rows.step()
+            by_rows.step(1 - optimizer.found_inf)
         return [weights.detach(), encoder.detach().T, optimizer.state[encoder]["exp_avg"].T]
 
     whole = stepped(torch.arange(7, device=DEVICE))
@@ -378,12 +392,45 @@ def test_the_weights_are_those_of_float64() -> None:
         weights.grad = rows(4, 36, 10 + number)
         grad = weights.grad.double()
         by_rows.measure()
-        by_rows.step()
+        by_rows.step(1 - optimizer.found_inf)
         grad -= (grad * exact).sum(dim=1, keepdim=True) * exact
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
         exact = exact - 1e-2 * m / (1 - 0.9**number) / ((v / (1 - 0.999**number)).sqrt() + 6.25e-10)
         exact /= exact.norm(dim=1, keepdim=True)
     torch.testing.assert_close(weights.detach().double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 2500])
+def test_vectors_are_stepped_as_float64_does_it_and_as_torch_goes_on(n: int, beta1: float) -> None:
+    matrix, vector = nn.Parameter(rows(2, 4, 1)), nn.Parameter(rows(1, n, 2)[0])
+    optimizer = Adam([matrix, vector], 1e-2, beta1=beta1, beta2=0.999, state="int8")
+    optimizer.latent_axes = {one: LatentAxis(0, torch.arange(len(one), device=DEVICE)) for one in (matrix, vector)}
+    by_rows = optimizer.by_rows()
+    assert by_rows is not None
+    exact = vector.detach().double()
+    m, v, count = torch.zeros_like(exact), torch.zeros_like(exact), 0
+    for number in range(7):
+        # Sizes of many orders, as of latents that are rare and frequent.
+        vector.grad = 10 ** -rows(1, n, 3)[0].abs() * rows(1, n, 10 + number)[0]
+        grad, is_bad = vector.grad.double() / 3, number in (0, 4)
+        optimizer.found_inf = torch.full((), float(is_bad), device=DEVICE)
+        optimizer.grad_scale = torch.full((), 3.0, device=DEVICE)
+        before = vector.detach().clone()
+        # The last is torch's.
+        if number < 6:
+            by_rows.measure()
+            by_rows.step(1 - optimizer.found_inf)
+            assert vector.grad is None
+        optimizer.step()
+        if is_bad:
+            assert torch.equal(vector, before)
+            continue
+        count += 1
+        m, v = beta1 * m + (1 - beta1) * grad, 0.999 * v + 0.001 * grad**2
+        exact = exact - 1e-2 * m / (1 - beta1**count) / ((v / (1 - 0.999**count)).sqrt() + 6.25e-10)
+    torch.testing.assert_close(vector.detach().double(), exact, rtol=1e-5, atol=1e-6)
+    assert float(optimizer.state[vector]["step"]) == count == 5
 
 
 def test_matrices_that_do_not_lie_by_latents_are_left_to_the_optimizer() -> None:
@@ -405,6 +452,8 @@ def test_the_kernels_pass_their_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_update, "step", lambda matrix, constants: None)
-    with pytest.raises(RuntimeError, match="wrong results"):
-        triton_update.try_out(DEVICE)
+    for name in ("measure", "measure_vector", "step", "step_vector"):
+        with monkeypatch.context() as patched:
+            patched.setattr(triton_update, name, lambda *_: None)
+            with pytest.raises(RuntimeError, match="wrong results"):
+                triton_update.try_out(DEVICE)

@@ -27,12 +27,12 @@ def test_silence_is_counted_in_the_tokens_that_came_until_a_latent_is_dead() -> 
     fired = fired_in(sae(x, x))
     assert fired.any()
     assert not fired[5]
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     assert sae.n_tokens_since_fired.tolist() == torch.where(fired, 0, 80).tolist()
     assert not sae.dead().any()
     assert not sae.may_have_dead()
     sae(x, x)
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     assert torch.equal(sae.dead(), ~fired)
     assert sae.may_have_dead()
 
@@ -41,12 +41,12 @@ def test_the_hosts_bound_on_silence_is_lowered_to_the_longest_even_if_steps_have
     sae, x = random_topk(), batch(80)
     for _ in range(3):
         sae(x, x)
-        sae.end_step()
+        sae.end_step(sae.n_tokens_in_step())
         sae.count_step(80)
     sae.n_tokens_since_fired.clamp_max_(90)
     slack = sae.silence_slack()
     assert slack.tolist() == [3 * 80 - int(sae.n_tokens_since_fired.max())]
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     sae.count_step(80)
     sae.take_silence_slack(float(slack))
     assert sae._longest_silence == int(sae.n_tokens_since_fired.max()) + 80
@@ -59,7 +59,7 @@ def test_a_latent_that_fires_in_any_micro_batch_or_on_any_rank_is_alive() -> Non
     # What the exchange between ranks does.
     first.step_sums.add_(second.step_sums)
     assert float(first.n_tokens_in_step()) == 60
-    first.end_step()
+    first.end_step(first.n_tokens_in_step())
     assert torch.equal(first.n_tokens_since_fired == 0, fired)
     assert first.step_sums.abs().sum() == 0
 
@@ -81,11 +81,11 @@ def test_nothing_is_counted_outside_training() -> None:
 def test_sums_of_no_tokens_change_nothing_that_is_kept() -> None:
     sae, x = random_topk(d_out=7), batch()
     sae(x, batch(33, 7))
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     before = {name: value.clone() for name, value in sae.state_dict().items()}
     sae(x, batch(33, 7))
     sae.step_sums.zero_()
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     for name, value in sae.state_dict().items():
         assert torch.equal(value, before[name]), name
 

@@ -80,7 +80,7 @@ def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(resc
     for name, loss in pairs.items():
         torch.testing.assert_close(output.losses[name], loss * len(x))
         assert_same(gradients(sae, output.losses[name]), gradients(twin, loss * len(x)))
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     torch.testing.assert_close(sae.threshold, twin.topk_threshold)
 
 
@@ -106,7 +106,7 @@ def test_a_batch_without_any_activation_breaks_nothing() -> None:
     sae.b_enc.data[:] = -1e6
     output = sae(x, x)
     sae.objective(output.losses).backward()
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     assert (sae.threshold, int((output.acts.values > 0).sum())) == (0, 0)
     torch.testing.assert_close(output.x_hat, sae.b_dec.expand(len(x), -1))
 
@@ -117,7 +117,7 @@ def test_a_batch_without_any_activation_breaks_nothing() -> None:
 def learn(sae: BatchTopK, x: Tensor) -> float:
     """Do a step without an update, and return the smallest active value of its batch."""
     values = sae(x, x).acts.values
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     return values[values > 0].min().item()
 
 
@@ -136,7 +136,7 @@ def test_the_threshold_of_micro_batches_and_ranks_is_weighted_by_their_tokens() 
     second(parts[1], parts[1])
     # What the exchange between ranks does.
     first.step_sums.add_(second.step_sums)
-    first.end_step()
+    first.end_step(first.n_tokens_in_step())
     assert float(first.threshold) == pytest.approx(0.25 * alone[0] + 0.75 * alone[1])
 
 
@@ -150,7 +150,7 @@ def test_a_skipped_step_leaves_the_threshold_alone() -> None:
         bad[3, 2] = torch.nan
         sae(bad, bad)
         sae.step_sums.zero_()
-        sae.end_step()
+        sae.end_step(sae.n_tokens_in_step())
         assert torch.equal(sae.threshold, before)
 
 

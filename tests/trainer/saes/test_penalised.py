@@ -436,6 +436,6 @@ def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:
     first.step_sums.add_(second.step_sums)
     whole(torch.cat(parts), torch.cat(parts))
     for sae in (first, whole):
-        sae.end_step()
+        sae.end_step(sae.n_tokens_in_step())
     torch.testing.assert_close(first.penalty.deviation, whole.penalty.deviation)
     assert first.penalty.deviation != 0

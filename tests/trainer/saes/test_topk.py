@@ -161,10 +161,10 @@ def test_auxk_does_not_pull_the_living_towards_what_suits_the_dead() -> None:
 def test_the_residual_variance_of_a_step_serves_the_next_and_that_of_a_skipped_step_is_not_taken() -> None:
     sae, x = random_topk(), batch()
     mse = run(sae, x).losses["mse"]
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     torch.testing.assert_close(sae.auxk.residual_variance, mse.detach() / len(x))
     before = sae.auxk.residual_variance.clone()
-    sae.end_step()
+    sae.end_step(sae.n_tokens_in_step())
     assert torch.equal(sae.auxk.residual_variance, before)
 
 

@@ -21,7 +21,7 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
-from trainer.saes.kernels import foreseen, sparse, top_k, triton_errors, triton_sparse
+from trainer.saes.kernels import foreseen, silence, sparse, top_k, triton_errors, triton_silence, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import gradients, recorded_step, triton_scale
@@ -40,6 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
+    monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Of few tokens the numbers of active latents differ much from one batch to the next.

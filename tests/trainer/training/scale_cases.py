@@ -24,17 +24,25 @@ def number(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("factor", [1.0, 2.0**15])
 @pytest.mark.parametrize("n_tokens", [0, 777, 4096])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 0.3])
+@pytest.mark.parametrize("overflowed", [None, False, True])
 def test_the_kernel_tells_what_single_operations_do(
-    square: float, factor: float, n_tokens: int, largest: float
+    square: float, factor: float, n_tokens: int, largest: float, overflowed: bool | None
 ) -> None:
-    of_latents, of_all = number(square, torch.float64), number(square / 3, torch.float64)
-    scale = number(factor) * (number(n_tokens) / 4096)
-    norm, divisor, skips = gradients.prepare((of_latents + of_all).sqrt().float(), scale, largest)
-    found = triton_scale.prepare(of_latents, of_all, number(factor), number(n_tokens), 4096, largest)
-    assert bool(found[2]) == bool(skips)
-    torch.testing.assert_close(found[0], norm, rtol=1e-6, atol=0, equal_nan=True)
-    if not skips:
-        torch.testing.assert_close(found[1], number(1.0) if divisor is None else divisor, rtol=1e-6, atol=0)
+    squares = number(square, torch.float64), number(square / 3, torch.float64)
+    lost = None if overflowed is None else torch.tensor(overflowed, device=DEVICE)
+    given = *squares, number(factor), number(n_tokens), lost
+    by_kernel, by_torch = (gradients.Verdicts(DEVICE, 4096, largest) for _ in range(2))
+    for one in (by_kernel, by_torch):
+        one.skipped.copy_(torch.tensor([5.0, 3.0, 2.0]))
+    expected = by_torch.of(*given)
+    found = gradients.Verdict(*triton_scale.judge(by_kernel.norm, by_kernel.skipped, *given, 4096, largest))
+    torch.testing.assert_close(by_kernel.norm, by_torch.norm, rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(by_kernel.skipped, by_torch.skipped)
+    for name in ("skips", "bad", "bad_gradient", "taken", "n_tokens"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    if not expected.skips:
+        divisor = number(1.0) if expected.divisor is None else expected.divisor
+        torch.testing.assert_close(found.divisor, divisor, rtol=1e-6, atol=0)
 
 
 def test_the_kernel_passes_its_own_trial() -> None:
@@ -42,7 +50,7 @@ def test_the_kernel_passes_its_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = triton_scale.prepare
-    monkeypatch.setattr(triton_scale, "prepare", lambda *given: right(*given[:4], 64, 2.5))
+    right = triton_scale.judge
+    monkeypatch.setattr(triton_scale, "judge", lambda *given: right(*given[:-2], 64, 2.5))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_scale.try_out(DEVICE)

@@ -1,0 +1,84 @@
+"""The kernel that ends a step against torch's operations; `test_triton_silence.py` runs this in its own process.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+
+from trainer.parallel.base import Parallel
+from trainer.saes.kernels import silence, triton_silence
+from trainer.training.learner import Learner
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.mark.parametrize("n", [0, 1, 1024, 2500])
+@pytest.mark.parametrize("n_others", [2, 3, 16])
+@pytest.mark.parametrize("n_tokens", [0, 4096])
+@pytest.mark.parametrize("bad", [1.5, torch.nan, torch.inf])
+def test_the_kernel_does_what_single_operations_do(n: int, n_others: int, n_tokens: int, bad: float) -> None:
+    generator = torch.Generator().manual_seed(n)
+    silent = torch.randint(2**40, (n,), generator=generator).to(DEVICE)
+    sums = (torch.randint(3, (n + n_others,), generator=generator) * 7.0).to(DEVICE)
+    sums[n + 1] = bad
+    came = torch.full((), float(n_tokens), device=DEVICE)
+    # What lies beside them is not theirs.
+    given = [(silent.clone(), torch.cat([sums, sums + 1])) for _ in range(2)]
+    found = triton_silence.take_in(given[0][0], given[0][1][: n + n_others], came)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(silence, "_working_triton", lambda device: None)
+        expected = silence.take_in(given[1][0], given[1][1][: n + n_others], came)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(*given, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "sae", [{"architecture": "batch_topk"}, {"architecture": "jumprelu"}, {"architecture": "matryoshka_batch_topk"}]
+)
+def test_whole_steps_end_alike_and_skipped_ones_change_nothing(
+    sae: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of({"d_sae": 12, "k": 3} | sae, {"batch_size": 16, "precision": "fp32", "lr": 1e-2})
+    by_kernel, by_torch = (Learner(job, 16, None, Parallel(DEVICE)) for _ in range(2))
+    used = []
+
+    def kernel(*given: Any) -> Any:
+        used.append(given)
+        return triton_silence.take_in(*given)
+
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for one, take_in in ((by_kernel, kernel), (by_torch, silence.take_in)):
+        monkeypatch.setattr("trainer.saes.base.take_in", take_in)
+        one.initialise(x, x)
+        for number in range(4):
+            before = {name: tensor.clone() for name, tensor in one.state.tensors()}
+            batch = x[16 * number : 16 * number + 16].clone()
+            # A step that is skipped.
+            batch[3, 2] = torch.nan if number == 2 else batch[3, 2]
+            one.begin_step(number)
+            one.accumulate(batch, batch)
+            one.update()
+            assert not one.sae.step_sums.any()
+            changed = [name for name, now in one.state.tensors() if not torch.equal(before.get(name, now * 0), now)]
+            assert bool(changed) == (number != 2), changed
+    assert len(used) == 4
+    found, expected = dict(by_kernel.state.tensors()), dict(by_torch.state.tensors())
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+def test_the_kernel_passes_its_own_trial() -> None:
+    triton_silence.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_silence, "take_in", lambda silence, sums, n_tokens: sums[2:].clone())
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_silence.try_out(DEVICE)
