@@ -104,7 +104,7 @@ class MatryoshkaBatchTopK(BatchTopK):
     def _by_level(self, acts: SparseActs) -> SparseActs:
         """Return activations with a token's levels as tokens: its entries are ordered by latent."""
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
-        bags = acts.places.tokens * n_levels + acts.at(self.level_of)
+        bags = torch.add(acts.at(self.level_of), acts.places.tokens, alpha=n_levels)
         return acts._replace(places=acts.places.regroup(bags, n_tokens * n_levels))
 
     def _of_levels(self, parts: Tensor) -> Tensor:
