@@ -19,6 +19,8 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 # Entries of a latent that one program adds up; one of more is shared by several. A latent active for every one of 4,096
 # tokens would else keep one program busy long after all others are done.
 LONGEST = 256
+# Activations whose sum is taken at a time.
+OF_TOTAL = tl.constexpr(32)
 # Numbers a program holds at a time, 32 for each of its threads.
 TILE = 4096
 # Where as many programs fill a GPU, each holds so few numbers that one warp has them: an H200 took 0.14 ms for the sums
@@ -275,13 +277,11 @@ def _sum_by_latent(
     right = tl.where((first < last) | (latents is None), right, left)
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
-    total = 0.0
     if rows is not None:
         near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
     for entry in range(first, last):
         value = tl.load(values + entry).to(tl.float32)
         token = tl.load(tokens + entry).to(tl.int64) * n_columns
-        total += value
         product = 0.0
         # The small piece first: in the other order sm_120 spills.
         if FAR > 1:
@@ -295,6 +295,11 @@ def _sum_by_latent(
             product += tl.sum(numbers * near_row, axis=0)
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product)
     if part == 0:
+        # Not in the loop, where sm_80 spilled for one number more.
+        total = 0.0
+        for entry in range(first, last, OF_TOTAL):
+            entries = entry + tl.arange(0, OF_TOTAL)
+            total += tl.sum(tl.load(values + entries, mask=entries < last, other=0).to(tl.float32), axis=0)
         _put(out_totals + latent, total, (first < last) | (latents is None), latents is not None)
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
