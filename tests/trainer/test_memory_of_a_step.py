@@ -46,6 +46,10 @@ class Kernels:
         return triton_sparse.Summed(sums, products, sums.new_empty(acts.d_sae), None)
 
     @staticmethod
+    def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
+        """Add in place."""
+
+    @staticmethod
     def holds_rows(dense: Tensor) -> bool:
         return True
 

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.runtime import row_measures
 from trainer.runtime.narrow_copy import kept_or_own
+from trainer.saes.kernels.sparse import add_rows
 
 
 class RowGradient(NamedTuple):
@@ -29,7 +30,7 @@ class RowGradient(NamedTuple):
 
     def add_to(self, whole: Tensor) -> None:
         """Add the rows to a gradient of all latents, of the parameter's shape."""
-        whole.movedim(self.dim, 0).index_add_(0, self.latents, self.rows.to(whole.dtype))
+        add_rows(whole.movedim(self.dim, 0), self.latents, self.rows)
 
 
 class RowGradients:

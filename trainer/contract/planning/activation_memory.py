@@ -203,8 +203,9 @@ class _Chosen(_Pass):
     def backward(self) -> float:
         """Return the bytes where the gradients of all weights are made, beside those of AuxK's candidates."""
         weights = 4 * self.n_own * self.d_in + self.matrix
-        # Rows of 16 bits are widened a matrix at a time.
-        widened = 4 * self.n_candidates * max(self.d_in, self.width) * (self.product == 2)
+        # A CPU widens rows of 16 bits, a matrix at a time.
+        widened = 4 * self.n_candidates * max(self.d_in, self.width)
+        widened *= self.product == 2 and self.work.device == "cpu"
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets + self.spare
         decoded = self.matrix + self.narrow * self.width + self._levels_backward()
         return beside + self.product * self.of_candidates + max(weights + widened, decoded)

@@ -19,6 +19,8 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 # Entries of a latent that one program adds up; one of more is shared by several. A latent active for every one of 4,096
 # tokens would else keep one program busy long after all others are done.
 LONGEST = 256
+# Columns of a row that a program adds.
+ADDED = 1024
 # Activations whose sum is taken at a time.
 OF_TOTAL = tl.constexpr(32)
 # Numbers a program holds at a time, 32 for each of its threads.
@@ -72,33 +74,34 @@ class Measured(NamedTuple):
 
 
 class Summed(NamedTuple):
-    """Sums of latents, fp32 [d_sae, d], products of entries, fp32 [n], and sums of the values alone, fp32 [d_sae].
+    """Sums of latents, fp32 [d_sae, d], and products of entries, fp32 [n], or else sums of activations, fp32 [d_sae].
 
     `shared` [m] are latents that several programs have summed, together with some that one has.
     """
 
     sums: Tensor
     products: Tensor | None
-    totals: Tensor
+    totals: Tensor | None
     shared: Tensor | None
 
 
 def sum_by_latent(
     acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool, measured: Measured | None = None
 ) -> Summed:
-    """Return actsᵀ dense, for `dense` [n_tokens, d], and the sum of each latent's activations.
+    """Return actsᵀ dense, for `dense` [n_tokens, d].
 
-    With `rows` [d_sae, d] also return the product of each entry's row of `dense` and its latent's row: what is gathered
-    serves both. The order of these sums is fixed. With `splits` a latent's entries beyond its first `LONGEST` are added
-    to its row atomically, in any order. Entries that are not `filled` are no latent's and get 0. Where programs have
-    whole rows (`holds_rows`), the sums may be `measured`, all but those that are shared.
+    Without `rows` also return the sum of each latent's activations. With `rows` [d_sae, d] also return the product of
+    each entry's row of `dense` and its latent's row: what is gathered serves both. The order of these sums is fixed.
+    With `splits` a latent's entries beyond its first `LONGEST` are added to its row atomically, in any order. Entries
+    that are not `filled` are no latent's and get 0. Where programs have whole rows (`holds_rows`), the sums may be
+    `measured`, all but those that are shared.
     """
     places, d_sae = acts.places, acts.d_sae
     (order, starts), filled = places.by_latent(d_sae), places.filled
     n_entries, (n_parts, _) = len(order), _parts(dense)
     shape = _pieces(dense)
     sums = dense.new_empty(d_sae, dense.shape[1], dtype=torch.float32)
-    totals = dense.new_empty(d_sae, dtype=torch.float32)
+    totals = dense.new_empty(d_sae, dtype=torch.float32) if rows is None else None
     make = dense.new_empty if filled is None else dense.new_zeros
     products = None if rows is None else make(n_parts, n_entries, dtype=torch.float32)
     tensors = {
@@ -177,6 +180,18 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, f
     return out[0] if n_parts == 1 else out.sum(dim=0)
 
 
+def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
+    """Add rows [n, d], of any type, to those of some latents [n] of fp32 [d_sae, d], in place; each is named once."""
+    n_rows, n_columns = rows.shape
+    columns = _power_of_two(n_columns, least=16, most=ADDED)
+    if rows.numel():
+        grid = n_rows, triton.cdiv(n_columns, columns)
+        with torch.cuda.device_of(whole):
+            _add_rows[grid](whole, latents, rows.contiguous(), n_columns, COLUMNS=columns, num_warps=4)
+    # As torch does of what it changes itself.
+    torch.autograd.graph.increment_version(whole)
+
+
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Run every kernel once with rows of this type.
 
@@ -187,7 +202,8 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
-    if not (sums == n).all() or not (products == 16).all() or not _sums_of_latents_are_right(device, dtype):
+    add_rows(sums, starts, rows)
+    if not (sums == n + 1).all() or not (products == 16).all() or not _sums_of_latents_are_right(device, dtype):
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -201,11 +217,13 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
     measured = Measured(squares, dots, unit_rows)
-    sums, products, totals, _ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
+    sums, products, *_ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
     assert products is not None, "rows were given"
     whole = torch.tensor([[n // 2 * 4 + 1.0], [3.0]], device=device)
     are_right = (sums == whole).all() & (products[: n + 1] == width * (1 + 2 * tokens[: n + 1])).all()
-    are_right &= (totals == totals.new_tensor([n, 1.0])).all()
+    totals = sum_by_latent(acts, dense, splits=True).totals
+    assert totals is not None, "no rows were given"
+    are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
     # Those of the first latent are to be measured once more.
     return bool(are_right & (squares[1] < 1e-3) & ((dots[1] - 3 * width**0.5).abs() < 1e-3))
 
@@ -294,8 +312,8 @@ def _sum_by_latent(
         if rows is not None:
             product += tl.sum(numbers * near_row, axis=0)
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product)
-    if part == 0:
-        # Not in the loop, where sm_80 spilled for one number more.
+    # Neither in the loop nor beside products: sm_80 and sm_90 spilled.
+    if out_totals is not None and part == 0:
         total = 0.0
         for entry in range(first, last, OF_TOTAL):
             entries = entry + tl.arange(0, OF_TOTAL)
@@ -316,6 +334,16 @@ def _sum_by_latent(
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
         tl.store(out_squares + latent, square)
+
+
+@triton.jit
+def _add_rows(inout_whole, some_rows, rows, n_columns, COLUMNS: tl.constexpr):
+    """Add some columns of one row."""
+    row, columns = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    at = inout_whole + tl.load(some_rows + row).to(tl.int64) * n_columns + columns
+    inside = columns < n_columns
+    added = tl.load(rows + row.to(tl.int64) * n_columns + columns, mask=inside, other=0).to(tl.float32)
+    tl.store(at, tl.load(at, mask=inside, other=0) + added, mask=inside)
 
 
 @triton.jit
