@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.runtime.triton_kernels import working_kernels
+from trainer.saes.kernels import sparse
 from trainer.saes.kernels.sparse import Decoded
 
 
@@ -74,8 +75,10 @@ def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
     Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction: with a gradient the
     living latents would be pulled towards errors that are easy for dead ones.
     """
-    triton = triton_for(error)
-    if triton is None or explained.dtype == error.dtype:
+    # In a type in which products work, sums do too: a card may know no bf16, which the trial of errors does not show.
+    is_narrow = explained.dtype != error.dtype and sparse.triton_for(explained)
+    triton = triton_for(error) if is_narrow else None
+    if triton is None:
         return _sum(explained, error, 1)[0] / variance
     square, each = triton.sum_of(explained.detach(), error)
     return _Square.apply(explained, each, square) / variance  # type: ignore[no-untyped-call,no-any-return]
@@ -103,8 +106,10 @@ class _Square(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (error,) = ctx.saved_tensors
-        # Where x has 16 bits it is narrowed in the same pass, unless it was before.
-        return torch.mul(error, 2 * grad, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
+        # Where x has 16 bits it is narrowed in the same pass, unless it was before. A GPU would round a single number
+        # to the type of narrow errors, and all of the gradient be off by up to 1 in 256; a vector of one it does not.
+        twice = (2 * grad).reshape(1)
+        return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
 
 
 def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from support.fake_gpu import job_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.optimizers import row_adam
 from trainer.parallel.base import Parallel
@@ -115,6 +117,48 @@ def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int
     assert each.dtype == dtype
     # The interpreter cuts off what a GPU rounds.
     torch.testing.assert_close(each.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+class NumbersAreRounded(TorchDispatchMode):
+    """Multiplies by single numbers as a GPU does, which rounds them to the type of the matrix; a CPU does not."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mul" in func.__name__ and isinstance(args[1], Tensor) and not args[1].dim():
+            args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
+    monkeypatch.setattr(sparse, "_working_triton", lambda *_: triton_sparse)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_gradient_of_narrow_errors_has_a_factor_that_is_not_rounded() -> None:
+    explained, error = numbers(33, 40, seed=0).bfloat16(), numbers(33, 40, seed=1)
+    _, each = triton_errors.sum_of(explained, error)
+    explained.requires_grad_()
+    with NumbersAreRounded():  # type: ignore[no-untyped-call]
+        losses.auxk_error(error, explained, torch.full((), 1.7, device=DEVICE)).backward()
+    assert explained.grad is not None
+    assert torch.equal(explained.grad, (each.float() * (2 / 1.7)).bfloat16())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_card_without_bf16_has_the_kernels_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As with Triton 3.2 before sm_80.
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no bf16")
+
+    narrow, error = numbers(5, 7, seed=0).bfloat16(), numbers(5, 7, seed=1)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", fail)
+    triton_errors.try_out(DEVICE)
+    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
+    monkeypatch.setattr(triton_errors, "sum_of", fail)
+    found = losses.auxk_error(error, narrow, torch.ones((), device=DEVICE))
+    torch.testing.assert_close(found, (narrow + error).square().sum())
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
