@@ -43,7 +43,8 @@ class Kernels:
         acts.places.tokens_by_latent(acts.d_sae)
         products = None if rows is None else acts.values.new_empty(len(acts.values))
         sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
-        return triton_sparse.Summed(sums, products, sums.new_empty(acts.d_sae), None)
+        totals = sums.new_empty(acts.d_sae) if rows is None else None
+        return triton_sparse.Summed(sums, products, totals, None)
 
     @staticmethod
     def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
@@ -106,7 +107,7 @@ class ErrorKernels:
         return torch.empty_like(errors, dtype=dtype), errors.new_empty(errors.shape[-1])
 
     @staticmethod
-    def sum_of(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         return other.new_empty(()), torch.empty_like(part)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.silence import take_in
-from trainer.saes.kernels.sparse import decode, decoded
+from trainer.saes.kernels.sparse import decode, decode_by_kernels
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
@@ -197,12 +198,19 @@ class Sae(nn.Module, ABC):
 
         By kernels x_hat has no gradient; in training nobody asks it for one.
         """
-        may = self.training and self.W_skip is None and self.latents.group.size == 1
-        triton = triton_for(y, self.b_dec) if may else None
-        if triton and (by_kernels := decoded(acts, self.W_dec, self.b_dec)):
-            return by_kernels.x_hat, errors_of_decoded(y, by_kernels, self.b_dec, self.y_mean, triton)
+        kernels = self.kernels_of_errors(y)
+        if kernels and (decoded := decode_by_kernels(acts, self.W_dec, self.b_dec)):
+            return decoded.x_hat, errors_of_decoded(y, decoded, self.b_dec, self.y_mean, kernels)
         x_hat = self.decode_acts(acts, x)
         return x_hat, errors_of(y, x_hat, self.y_mean)
+
+    def kernels_of_errors(self, y: Tensor) -> ModuleType | None:
+        """Return the kernels of the errors of targets y where they may take what is decoded at once, in training.
+
+        That is where nothing is added to what this rank's latents write but b_dec.
+        """
+        may = self.training and self.W_skip is None and self.latents.group.size == 1
+        return triton_for(y, self.b_dec) if may else None
 
     def offset(self, x: Tensor) -> Tensor:
         """Return what is added to what the latents write for x [n, d_in]: b_dec [d_out]; with a skip [n, d_out].

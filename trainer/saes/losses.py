@@ -80,7 +80,7 @@ def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
     triton = triton_for(error) if is_narrow else None
     if triton is None:
         return _sum(explained, error, 1)[0] / variance
-    square, each = triton.sum_of(explained.detach(), error)
+    square, each = triton.add_and_square(explained.detach(), error)
     return _Square.apply(explained, each, square) / variance  # type: ignore[no-untyped-call,no-any-return]
 
 

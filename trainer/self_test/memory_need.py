@@ -57,7 +57,7 @@ def check_memory(device: torch.device) -> Iterator[Check]:
         name = " ".join([sae["architecture"], f"{size.d_in} to {size.d_sae}", *map(str, train.values())])
         found = {"estimated_bytes": needs, "reserved_bytes": reserved, "ratio": needs / reserved}
         found["allocated_bytes"] = torch.cuda.max_memory_allocated(device)
-        is_near = needs / reserved >= 1 - TOLERANCE and least / reserved <= 1 + TOLERANCE
+        is_near = reserved / needs <= 1 + TOLERANCE and least / reserved <= 1 + TOLERANCE
         yield Check("memory", name, is_near, found | {"estimated_compiled_bytes": least})
         del learner, x
 

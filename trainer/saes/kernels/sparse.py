@@ -23,7 +23,7 @@ from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
 # Rows of a weighted sum that a GPU adds up on their own. In parts of 256 an H200 took 0.13 ms for 65,536 rows of 2,304,
-# whose bytes take 0.08: so few programs wait for one row after the other.
+# whose bytes take 0.08: with so few programs each waits for one row after the other.
 WEIGHTED_AT_ONCE = 64
 # Makes the gradients of what was decoded, in the given type, and of the offset from saved tensors and those of sums.
 Gradient = Callable[..., tuple[Tensor, Tensor]]
@@ -93,13 +93,13 @@ class Decoded(NamedTuple):
 
         `gradient` makes it of `saved` and of those of the sums.
         """
-        known: tuple[Tensor, ...] = _Known.apply(  # type: ignore[no-untyped-call]
+        known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
             self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradient, len(saved), *saved, *sums
         )
         return known
 
 
-def decoded(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -> Decoded | None:
+def decode_by_kernels(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -> Decoded | None:
     """Decode by kernels, where they work and activations are sparse; else return None.
 
     An `offset` [d_out] is added to each token.
@@ -113,7 +113,7 @@ def decoded(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -> Decoded 
     return Decoded(x_hat, rows, acts, W_dec)
 
 
-class _Known(torch.autograd.Function):
+class _KnownSums(torch.autograd.Function):
     """Sums over what was decoded, from whose gradients that of x_hat is written at once in the type of products.
 
     Autograd would write it in fp32, read that for the gradient of the offset and once more to narrow it.
@@ -152,7 +152,13 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
     The sums are fp32 or wider. Their order is fixed, unless a latent has many tokens: a GPU shares those among several
     programs, which torch's deterministic mode forbids.
     """
-    return by_latent(acts, dense)[0]
+    if triton := triton_for(dense):
+        sums: Tensor = _summed(triton, acts, dense, None, None).sums
+        return sums
+    order, starts = acts.places.by_latent(acts.d_sae)
+    # index_select, since indexing with one tensor takes three times as long on a CPU.
+    tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
+    return bag_sums(values, tokens, starts, dense)
 
 
 def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -163,11 +169,8 @@ def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) ->
     if triton := triton_for(dense):
         summed = _summed(triton, acts, dense, None, weights)
         return summed.sums, summed.totals
-    order, starts = acts.places.by_latent(acts.d_sae)
-    # index_select, since indexing with one tensor takes three times as long on a CPU.
-    tokens, values = acts.places.tokens_by_latent(acts.d_sae), acts.values.index_select(0, order)
-    totals = values.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, acts.values)
-    return bag_sums(values, tokens, starts, dense), totals
+    totals = acts.values.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, acts.values)
+    return transposed_product(acts, dense), totals
 
 
 def both_products(

@@ -64,7 +64,7 @@ def nested_gradients(
     return out, sums.sum(dim=0)
 
 
-def sum_of(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Return Σ(part + other)², 0-dim, and part + other in the type of `part`, which may have 16 bits."""
     each, n_values = torch.empty_like(part, memory_format=torch.contiguous_format), part.numel()
     n_programs = triton.cdiv(n_values, _SUMMED)
@@ -111,7 +111,7 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
-    square, narrow = sum_of(y.half(), y)
+    square, narrow = add_and_square(y.half(), y)
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
     are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 4 * y.square().sum(), (narrow == 2 * y).all()]

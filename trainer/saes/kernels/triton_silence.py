@@ -15,6 +15,7 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     """Count silence and clear sums, as `silence.take_in` does."""
     n = len(silence)
     others = torch.empty_like(sums[n:])
+    assert len(others) <= _MOST_OTHERS, "the first program returns no more"
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(silence):
         _take_in[max(1, triton.cdiv(n, _PART)),](

@@ -111,7 +111,7 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int, int], dtype: torch.dtype) -> None:
     explained, error = numbers(*shape, seed=0).to(dtype), numbers(*shape, seed=1)
-    square, each = triton_errors.sum_of(explained, error)
+    square, each = triton_errors.add_and_square(explained, error)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), exact.square().sum(), rtol=1e-5, atol=0)
     assert each.dtype == dtype
@@ -138,7 +138,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_the_gradient_of_narrow_errors_has_a_factor_that_is_not_rounded() -> None:
     explained, error = numbers(33, 40, seed=0).bfloat16(), numbers(33, 40, seed=1)
-    _, each = triton_errors.sum_of(explained, error)
+    _, each = triton_errors.add_and_square(explained, error)
     explained.requires_grad_()
     with NumbersAreRounded():  # type: ignore[no-untyped-call]
         losses.auxk_error(error, explained, torch.full((), 1.7, device=DEVICE)).backward()
@@ -156,7 +156,7 @@ def test_a_card_without_bf16_has_the_kernels_for_all_else(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.Tensor, "bfloat16", fail)
     triton_errors.try_out(DEVICE)
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
-    monkeypatch.setattr(triton_errors, "sum_of", fail)
+    monkeypatch.setattr(triton_errors, "add_and_square", fail)
     found = losses.auxk_error(error, narrow, torch.ones((), device=DEVICE))
     torch.testing.assert_close(found, (narrow + error).square().sum())
 

@@ -115,7 +115,7 @@ def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
 def test_what_is_decoded_may_have_an_offset(case: Case) -> None:
     offset = torch.randn(case.rows.shape[1], device=DEVICE)
     with torch.autocast(DEVICE.type, case.rows.dtype, enabled=case.rows.dtype == torch.bfloat16):
-        found = sparse.decoded(case.acts, case.rows, offset)
+        found = sparse.decode_by_kernels(case.acts, case.rows, offset)
     assert found is not None
     assert_near(found.x_hat, case.matrix() @ case.rows.double() + offset)
 
