@@ -74,5 +74,5 @@ class _Encode(torch.autograd.Function):
         grad_input_bias = None
         if ctx.needs_input_grad[3]:
             # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
-            grad_input_bias = -weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T)
+            grad_input_bias = weighted_sum(grad_b_enc, kept_or_own(W_enc, centred.dtype).T, -1.0)
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None

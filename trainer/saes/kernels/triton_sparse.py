@@ -21,6 +21,9 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 LONGEST = 256
 # Columns of a row that a program adds.
 ADDED = 1024
+# Rows that a program weighs, those and the columns that it holds at a time: 32 numbers a thread. In parts of 256 rows,
+# one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304, whose bytes take 0.08.
+_WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
 # Activations whose sum is taken at a time.
 OF_TOTAL = tl.constexpr(32)
 # Numbers a program holds at a time, 32 for each of its threads.
@@ -192,6 +195,17 @@ def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
     torch.autograd.graph.increment_version(whole)
 
 
+def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
+    """Return factor · Σ weights[i] · rows[i] of rows [n, d]: fp32 [d]; the order of the sums is fixed."""
+    n_rows, n_columns = rows.shape
+    grid = triton.cdiv(n_rows, _WEIGHED["OF_PROGRAM"]), triton.cdiv(n_columns, _WEIGHED["COLUMNS"])
+    out = rows.new_empty(grid[0], n_columns, dtype=torch.float32)
+    if out.numel():
+        with torch.cuda.device_of(rows):
+            _weigh_rows[grid](out, weights, rows.contiguous(), n_rows, n_columns, factor, **_WEIGHED)
+    return out.sum(dim=0)
+
+
 def try_out(device: torch.device, dtype: torch.dtype) -> None:
     """Run every kernel once with rows of this type.
 
@@ -203,7 +217,9 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
     add_rows(sums, starts, rows)
-    if not (sums == n + 1).all() or not (products == 16).all() or not _sums_of_latents_are_right(device, dtype):
+    is_weighed = (weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all()
+    are_right = (sums == n + 1).all() & (products == 16).all() & is_weighed
+    if not are_right or not _sums_of_latents_are_right(device, dtype):
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -344,6 +360,23 @@ def _add_rows(inout_whole, some_rows, rows, n_columns, COLUMNS: tl.constexpr):
     inside = columns < n_columns
     added = tl.load(rows + row.to(tl.int64) * n_columns + columns, mask=inside, other=0).to(tl.float32)
     tl.store(at, tl.load(at, mask=inside, other=0) + added, mask=inside)
+
+
+@triton.jit
+def _weigh_rows(
+    out, weights, rows, n_rows, n_columns, factor,
+    OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum some columns of some rows, each times its weight."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for begin in tl.static_range(0, OF_PROGRAM, ROWS):
+        row = tl.program_id(0) * OF_PROGRAM + begin + tl.arange(0, ROWS)
+        inside = (row < n_rows)[:, None] & (columns < n_columns)[None, :]
+        weight = tl.load(weights + row, mask=row < n_rows, other=0).to(tl.float32)
+        total += weight[:, None] * _once(rows + row.to(tl.int64)[:, None] * n_columns + columns[None, :], inside)
+    at = out + tl.program_id(0).to(tl.int64) * n_columns + columns
+    tl.store(at, factor * tl.sum(total, axis=0), mask=columns < n_columns)
 
 
 @triton.jit

@@ -272,11 +272,13 @@ def test_rows_are_added_to_those_of_some_latents_and_torch_is_told(width: int, d
     assert_near(whole, expected)
 
 
-@pytest.mark.parametrize("n", [1, 256, 600])
+@pytest.mark.parametrize(("n", "width"), [(1, 40), (64, 256), (600, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, dtype: torch.dtype) -> None:
-    case = make([n], n, 40, dtype, latents=torch.arange(n))
-    assert_near(sparse.weighted_sum(case.acts.values, case.rows), case.acts.values.double() @ case.rows.double())
+def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, width: int, dtype: torch.dtype) -> None:
+    case = make([n], n, width, dtype, latents=torch.arange(n))
+    weights, rows = case.acts.values, case.rows
+    assert_near(sparse.weighted_sum(weights, rows, -3.0), -3 * (weights.double() @ rows.double()))
+    assert_near(sparse.weighted_sum(weights[:0], rows[:0]), torch.zeros(width, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
