@@ -230,6 +230,11 @@ def _selecting_kernel(op: Op) -> Cost:
     return Cost(1, seconds, "selecting kernel")
 
 
+def _counting_kernel(op: Op) -> Cost:
+    """Count a kernel that adds to numbers wherever they are, as torch does for each entry."""
+    return Cost(1, max(op.bytes / BANDWIDTH / REACHED, 2 * LAUNCH), "scatter")
+
+
 def _sharing_kernel(op: Op) -> Cost:
     """Count a kernel whose programs share the search: its bytes, or the rounds of its programs."""
     rounds = math.ceil(op.grid[0] / (PROCESSORS * 6))
@@ -244,6 +249,7 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,
     "_keep_strongest": _selecting_kernel,
+    "_count": _counting_kernel,
     "_count_digits": _sharing_kernel,
     "_count_chosen": _sharing_kernel,
     "_write_chosen": _sharing_kernel,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
-from trainer.saes.kernels.silence import take_in
+from trainer.saes.kernels.silence import count, take_in
 from trainer.saes.kernels.sparse import decode, decode_by_kernels
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
@@ -225,12 +225,8 @@ class Sae(nn.Module, ABC):
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
-        if not self.training:
-            return
-        self.fired = acts.count_by_latent(acts.values > 0)
-        # In one addition; the number is filled on the device, since a copy from the host would make it wait.
-        numbers = (error.new_full((), n_tokens), error, *own)
-        self.step_sums += torch.cat([self.fired, *(number.reshape(1) for number in numbers)])
+        if self.training:
+            self.fired = count(self.step_sums, acts, n_tokens, error, *own)
 
     def dead(self) -> Tensor:
         """Tell which latents count as dead, bool [d_sae]; the same on every rank that holds them."""

@@ -33,10 +33,22 @@ class Places:
     at the same place, and their values are 0.
     """
 
-    def __init__(self, latents: Tensor, tokens: Tensor, starts: Tensor, filled: Filled | None = None) -> None:
-        self.latents, self.tokens, self.starts, self.filled = latents, tokens, starts, filled
+    def __init__(self, latents: Tensor, tokens: Tensor | None, starts: Tensor, filled: Filled | None = None) -> None:
+        self.latents, self.starts, self.filled = latents, starts, filled
+        # Where every token has as many entries they follow from that, and are made only where they are asked for.
+        self._tokens = tokens
         self._sorted = _Sorted(latents, filled)
         self._tokens_by_latent: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor:
+        if self._tokens is None:
+            self._tokens = torch.arange(len(self.starts), device=self.starts.device).repeat_interleave(self._per_token)
+        return self._tokens
+
+    @property
+    def _per_token(self) -> int:
+        return len(self.latents) // max(len(self.starts), 1)
 
     def by_latent(self, d_sae: int) -> ByLatent:
         """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
@@ -45,7 +57,10 @@ class Places:
     def tokens_by_latent(self, d_sae: int) -> Tensor:
         """Return the tokens of the entries in that order, [n]."""
         if self._tokens_by_latent is None:
-            self._tokens_by_latent = self.tokens.index_select(0, self.by_latent(d_sae).order)
+            order = self.by_latent(d_sae).order
+            # Divided on a GPU, in one operation where all tokens and an index take three; a CPU takes longer for it.
+            divides = self._tokens is None and order.is_cuda
+            self._tokens_by_latent = order // self._per_token if divides else self.tokens.index_select(0, order)
         return self._tokens_by_latent
 
     def latents_of_windows(self, d_sae: int, longest: int) -> Tensor:
@@ -82,8 +97,8 @@ class _Sorted:
         if longest not in self._windows:
             order, starts = self.by_latent(d_sae)
             windows = torch.arange(0, len(order), longest, device=starts.device)
-            # The last of several latents that begin at the same entry is the one that has it.
-            self._windows[longest] = torch.searchsorted(starts, windows, right=True) - 1
+            # The last of several latents that begin at the same entry is the one that has it. The first begins at 0.
+            self._windows[longest] = torch.searchsorted(starts[1:], windows, right=True)
         return self._windows[longest]
 
 

@@ -16,8 +16,8 @@ Chosen = tuple[Places, Tensor]
 def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
     """Choose the k largest of each token."""
     columns, values = pre_acts.largest(k)
-    tokens = torch.arange(len(columns), device=columns.device)
-    return Places(columns.flatten(), tokens.repeat_interleave(k), tokens * k), values.flatten()
+    starts = torch.arange(0, columns.numel(), k, device=columns.device)
+    return Places(columns.flatten(), None, starts), values.flatten()
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:

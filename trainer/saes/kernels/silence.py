@@ -1,4 +1,4 @@
-"""The end of a step for what was counted in it: which latents were silent, and for how many tokens."""
+"""What is counted in a step: which latents fire, and at its end for how many tokens the others were silent."""
 
 from __future__ import annotations
 
@@ -8,6 +8,23 @@ import torch
 from torch import Tensor
 
 from trainer.runtime.triton_kernels import working_kernels
+from trainer.saes.sparse_acts import Acts, SparseActs
+
+
+@torch.no_grad()
+def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
+    """Add a pass to `sums` [n + 1 + m]: on how many tokens each of n latents fired, its tokens, and m `numbers`, 0-dim.
+
+    Return the first, which fp32 counts exactly up to 16 million, [n].
+    """
+    if isinstance(acts, SparseActs) and sums.is_cuda and (triton := _working_triton(sums.device)):
+        by_kernel: Tensor = triton.count(sums, acts, n_tokens, numbers)
+        return by_kernel
+    fired = acts.count_by_latent(acts.values > 0)
+    # In one addition; the number is filled on the device, since a copy from the host would make it wait.
+    beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
+    sums += torch.cat([fired, *beside])
+    return fired
 
 
 @torch.no_grad()

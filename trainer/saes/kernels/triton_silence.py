@@ -1,4 +1,4 @@
-"""What `silence.take_in` does, by one kernel where torch has six operations, each as long as this."""
+"""What `silence` does, by a kernel where torch has six operations, each as long as this."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.saes.sparse_acts import Places, SparseActs
+
 # Latents of a program, and sums that the first one returns, of which no SAE has as many.
 _PART, _MOST_OTHERS = 1024, 16
+
+
+def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, ...]) -> Tensor:
+    """Add a pass to `sums`, as `silence.count` does: counts are whole, so that their order does not matter."""
+    fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
+    # One needs no operation.
+    others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
+    with torch.cuda.device_of(sums):
+        _count[max(1, triton.cdiv(n_entries, _PART)),](
+            fired, sums, acts.values, acts.places.latents, others, float(n_tokens), n_entries, acts.d_sae, len(others),
+            PART=_PART, OTHERS=_MOST_OTHERS, num_warps=4,
+        )  # fmt: skip
+    return fired
 
 
 def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
@@ -28,8 +43,32 @@ def try_out(device: torch.device) -> None:
     """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     silence, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = take_in(silence, sums, sums[2].clone())
-    if (silence.tolist(), others.tolist(), sums.tolist()) != ([8, 0], [3, 4], [0, 0, 0, 0]):
+    are_right = (silence.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
+    latents = torch.tensor([1, 1, 0], device=device)
+    fired = count(sums, SparseActs(latents.float(), Places(latents, None, latents[2:]), 2), 5, (others[1],))
+    if not are_right or (fired.tolist(), sums.tolist()) != ([0, 2], [0, 2, 5, 4]):
         raise RuntimeError("the kernels give wrong results")
+
+
+@triton.jit
+def _count(
+    inout_fired, inout_sums, values, latents, others, n_tokens, n_entries, n, n_others,
+    PART: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """Count some entries that are active, each for its latent, and once add what is beside them."""
+    part = tl.program_id(0)
+    at = part * PART + tl.arange(0, PART)
+    fires = tl.load(values + at, mask=at < n_entries, other=0) > 0
+    latent = tl.load(latents + at, mask=fires, other=0)
+    one = tl.full([PART], 1.0, tl.float32)
+    tl.atomic_add(inout_fired + latent, one, mask=fires, sem="relaxed")
+    tl.atomic_add(inout_sums + latent, one, mask=fires, sem="relaxed")
+    if part == 0:
+        tl.store(inout_sums + n, tl.load(inout_sums + n) + n_tokens)
+        other = tl.arange(0, OTHERS)
+        place, is_one = inout_sums + n + 1 + other, other < n_others
+        added = tl.load(others + other, mask=is_one, other=0)
+        tl.store(place, tl.load(place, mask=is_one, other=0) + added, mask=is_one)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from support.fake_gpu import job_of
 
 from trainer.parallel.base import Parallel
 from trainer.saes.kernels import silence, triton_silence
+from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -38,6 +39,26 @@ def test_the_kernel_does_what_single_operations_do(n: int, n_others: int, n_toke
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     for one, other in zip(*given, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("n_entries", "n"), [(0, 3), (1, 1), (1024, 9), (3000, 2500)])
+@pytest.mark.parametrize("n_numbers", [1, 3])
+def test_latents_that_fire_are_counted_beside_what_is_there(n_entries: int, n: int, n_numbers: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    values = torch.randn(n_entries, generator=generator).relu().to(DEVICE)
+    latents = torch.randint(n, (n_entries,), generator=generator).to(DEVICE)
+    acts = SparseActs(values, Places(latents, torch.zeros_like(latents), latents[:1] * 0), n)
+    sums = torch.randint(9, (2, n + 1 + n_numbers), generator=generator).float().to(DEVICE)
+    numbers = torch.arange(1.0, n_numbers + 1, device=DEVICE).unbind()
+    # The second row is not theirs.
+    by_kernel, by_torch = sums.clone(), sums.clone()
+    found = triton_silence.count(by_kernel[0], acts, 4096, numbers)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(silence, "_working_triton", lambda device: None)
+        expected = silence.count(by_torch[0], acts, 4096, *numbers)
+    assert torch.equal(found, torch.bincount(latents[values > 0], minlength=n).float())
+    assert torch.equal(found, expected)
+    assert torch.equal(by_kernel, by_torch)
 
 
 @pytest.mark.parametrize(
