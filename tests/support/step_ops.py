@@ -20,6 +20,7 @@ from triton.runtime.jit import KernelInterface
 
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
+from trainer.metrics import interval, triton_interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
@@ -157,6 +158,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
             mock.patch.object(silence, "_working_triton", return_value=triton_silence),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
+            mock.patch.object(interval, "_working_triton", return_value=triton_interval),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):
             yield

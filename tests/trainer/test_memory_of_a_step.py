@@ -16,6 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from trainer.contract.planning import memory
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
+from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
@@ -140,6 +141,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
+    monkeypatch.setattr(interval, "_working_triton", lambda device: None)
     monkeypatch.setattr(silence, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from trainer.contract.settings.catalog import MetricEntry
 from trainer.metrics.base import Metric, Observation, per_token
 from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
+from trainer.runtime.triton_kernels import working_kernels
 
 
 class Interval:
@@ -35,14 +37,11 @@ class Interval:
         last = {name: one.of_batch(seen) for name, one in self._metrics.items() if one.is_of_last}
         self._sizes = [sum(part.numel() for part in of_one) for of_one in parts]
         batch = torch.cat([part.reshape(-1) for of_one in parts for part in of_one])
-        # A batch with a NaN is not trained on either. It makes the sum of all a NaN, an infinity its product with 0;
-        # of numbers, NaN alone is true of what is 0 otherwise.
-        batch.masked_fill_((batch.sum(dtype=torch.float64) * 0).bool(), 0)
         if self._total is None:
-            self._total, self._last = batch.double(), {name: tuple(map(torch.clone, of)) for name, of in last.items()}
-            return
+            self._total = batch.new_zeros(len(batch), dtype=torch.float64)
+            self._last = {name: tuple(map(torch.empty_like, of)) for name, of in last.items()}
         # In place, so that a recorded step does it too.
-        self._total += batch
+        add_unless_nan(self._total, batch)
         for name, of_last in last.items():
             for kept, part in zip(self._last[name], of_last, strict=True):
                 kept.copy_(part)
@@ -71,3 +70,19 @@ class Interval:
     @property
     def _summed(self) -> dict[str, Metric]:
         return {name: metric for name, metric in self._metrics.items() if not metric.is_of_last}
+
+
+def add_unless_nan(total: Tensor, numbers: Tensor) -> None:
+    """Add numbers [n] to a float64 `total` [n] in place, or none where one of them is NaN or infinite.
+
+    A batch with a NaN is not trained on either.
+    """
+    if total.is_cuda and (triton := _working_triton(total.device)):
+        triton.add_unless_nan(total, numbers)
+    else:
+        # A NaN makes the sum of all a NaN, an infinity its product with 0; NaN alone is true of what is 0 otherwise.
+        total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.metrics.triton_interval", "sums of metrics", device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import Outliers
 from trainer.contract.planning import latent_room
+from trainer.metrics import interval, triton_interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
@@ -42,6 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
+    monkeypatch.setattr(interval, "_working_triton", lambda device: triton_interval)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Of few tokens the numbers of active latents differ much from one batch to the next.
     monkeypatch.setattr(foreseen, "MOST_GROWTH", math.inf)

@@ -1,0 +1,43 @@
+"""The kernel that adds up metrics against torch's operations; `test_triton_interval.py` runs this in its own process.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from trainer.metrics import interval, triton_interval
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+@pytest.mark.parametrize("n", [0, 1, 1024, 2500])
+@pytest.mark.parametrize("bad", [None, torch.nan, torch.inf, -torch.inf])
+def test_numbers_are_added_all_or_none(n: int, bad: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(n)
+    numbers = torch.randn(n, generator=generator).to(DEVICE)
+    if bad is not None and n:
+        numbers[n // 2] = bad
+    # The second row is not theirs.
+    total = torch.randn(2, n, generator=generator, dtype=torch.float64).to(DEVICE)
+    by_kernel, by_torch = total.clone(), total.clone()
+    triton_interval.add_unless_nan(by_kernel[0], numbers)
+    monkeypatch.setattr(interval, "_working_triton", lambda device: None)
+    interval.add_unless_nan(by_torch[0], numbers)
+    assert torch.equal(by_kernel, by_torch)
+    assert torch.equal(by_kernel[0], total[0] if bad is not None else total[0] + numbers)
+    assert torch.equal(by_kernel[1], total[1])
+
+
+def test_the_kernel_passes_its_own_trial() -> None:
+    triton_interval.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_interval, "add_unless_nan", lambda total, numbers: total.add_(numbers))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_interval.try_out(DEVICE)

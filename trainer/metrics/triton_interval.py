@@ -1,0 +1,39 @@
+"""What `interval.add_unless_nan` does, by a kernel where torch has four operations, each as long as this."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers that a program adds.
+_PART = 1024
+
+
+def add_unless_nan(total: Tensor, numbers: Tensor) -> None:
+    """Add to a float64 `total` [n], as `interval.add_unless_nan` does."""
+    if n := len(total):
+        together = numbers.sum(dtype=torch.float64)
+        # Triton launches on the current device, which need not be the tensors'.
+        with torch.cuda.device_of(total):
+            _add[triton.cdiv(n, _PART),](total, numbers, together, n, PART=_PART, num_warps=4)
+
+
+def try_out(device: torch.device) -> None:
+    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    total, numbers = torch.ones(2, dtype=torch.float64, device=device), torch.tensor([2.0, 3.0], device=device)
+    add_unless_nan(total, numbers)
+    add_unless_nan(total, numbers / 0)
+    if total.tolist() != [3, 4]:
+        raise RuntimeError("the kernels give wrong results")
+
+
+@triton.jit
+def _add(inout_total, numbers, together, n, PART: tl.constexpr):
+    """Add some numbers to their sums, unless that of all is not finite."""
+    at = tl.program_id(0) * PART + tl.arange(0, PART)
+    inside = at < n
+    number = tl.load(numbers + at, mask=inside, other=0).to(tl.float64)
+    added = tl.where(tl.load(together) * 0 == 0, number, 0.0)
+    tl.store(inout_total + at, tl.load(inout_total + at, mask=inside, other=0) + added, mask=inside)
