@@ -25,10 +25,12 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import (
+    encode,
     foreseen,
     silence,
     sparse,
     top_k,
+    triton_encode,
     triton_errors,
     triton_silence,
     triton_sparse,
@@ -156,6 +158,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
             mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
+            mock.patch.object(encode, "_working_triton", return_value=triton_encode),
             mock.patch.object(silence, "_working_triton", return_value=triton_silence),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(interval, "_working_triton", return_value=triton_interval),

@@ -20,7 +20,7 @@ from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import silence, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import encode, silence, sparse, top_k, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.sparse_acts import SparseActs
 from trainer.training import gradients
 from trainer.training.learner import Learner
@@ -142,6 +142,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
     monkeypatch.setattr(interval, "_working_triton", lambda device: None)
+    monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(silence, "_working_triton", lambda device: None)
     monkeypatch.setattr(row_adam, "_working_kernels", lambda device: UpdateKernels)
     with fake_gpu():

@@ -22,7 +22,17 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
-from trainer.saes.kernels import foreseen, silence, sparse, top_k, triton_errors, triton_silence, triton_sparse
+from trainer.saes.kernels import (
+    encode,
+    foreseen,
+    silence,
+    sparse,
+    top_k,
+    triton_encode,
+    triton_errors,
+    triton_silence,
+    triton_sparse,
+)
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import gradients, recorded_step, triton_scale
@@ -41,6 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
+    monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: triton_encode)
     monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
     monkeypatch.setattr(interval, "_working_triton", lambda device: triton_interval)
