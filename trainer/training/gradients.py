@@ -22,6 +22,10 @@ class LossScale:
         self.factor = torch.full((), 2.0**15 if enabled else 1.0, device=device)
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
+    def mean(self, loss: Tensor, n_tokens: int) -> Tensor:
+        """Return the mean over so many tokens of a loss that is their sum, times the factor."""
+        return loss * (self.factor / n_tokens if self.enabled else 1 / n_tokens)
+
     def update(self, found_inf: Tensor) -> None:
         """Adjust the factor after a step; `found_inf` (0-dim) is 1 where its gradient was infinite."""
         if self.enabled:

@@ -165,7 +165,7 @@ class Learner:
         with phase(BACKWARD):
             # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
             # As an argument of `backward` the factor would make torch import sympy: 0.6 s and 35 MB.
-            (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+            self.loss_scale.mean(loss, self.tokens_per_step).backward()
             self.sae.row_gradients.add()
         with phase(METRICS):
             self._observe(target, output, loss)
