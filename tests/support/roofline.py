@@ -245,6 +245,7 @@ def _sharing_kernel(op: Op) -> Cost:
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_bags": _gather_kernel,
+    "_nest_bags": _gather_kernel,
     "_multiply_rows": _gather_kernel,
     "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,

@@ -105,6 +105,14 @@ class ErrorKernels:
         x_hat, sums = cls.errors_of(y, y, y_mean)
         return triton_errors.Nested(torch.empty_like(parts), x_hat, sums, sums.error.square.clone())
 
+    @classmethod
+    def nested_bags(
+        cls, acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor
+    ) -> triton_errors.Nested:
+        x_hat, sums = cls.errors_of(y, y, y_mean)
+        errors = y.new_empty(len(y), n_levels, y.shape[1])
+        return triton_errors.Nested(errors, x_hat, sums, sums.error.square.clone())
+
     @staticmethod
     def nested_gradients(
         errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32

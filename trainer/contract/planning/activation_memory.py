@@ -41,7 +41,11 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
     at_once = _Chosen(work, sae, keeps_copies=kept_copies(work, job) > 0)
     pre_acts = at_once.n_tokens * at_once.n_own
     bounded = at_once.rows + (at_once.product + COUNTED_BYTES) * pre_acts
-    phases = (bounded,) if entry.dense_matrices else (bounded * entry.per_batch, at_once.encode(), at_once.nest())
+    phases = (
+        (bounded,)
+        if entry.dense_matrices
+        else (bounded * entry.per_batch, at_once.encode(), at_once.nest(learns=False))
+    )
     return round(min(1.0, MOST_TOKENS / at_once.n_tokens) * max(phases))
 
 
@@ -170,12 +174,14 @@ class _Chosen(_Pass):
             return self.product * self.n_tokens * self.n_own / GROUP
         return self.n_tokens * (self.product * math.sqrt(self.n_own * self.most_active) + 24 * self.most_active)
 
-    def nest(self) -> float:
+    def nest(self, *, learns: bool = True) -> float:
         """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part.
 
-        In the backward pass they are errors and gradients, beside x_hat; with shared latents, less.
+        In the backward pass they are errors and gradients, beside x_hat; with shared latents, less. A lone GPU that
+        learns without a skip connection writes no outputs, so that these are all, and gradients in the products' type.
         """
-        n_times = 2 + (self.sharing > 1) / self.sharing
+        by_kernels = learns and self.work.device == "cuda" and self.sharing == 1 and not self.sae.skip
+        n_times = 1 + self.product / 4 if by_kernels else 2 + (self.sharing > 1) / self.sharing
         levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
         beside = 4 * self.n_tokens * self.width * (self.n_prefixes > 0 and self.sharing == 1)
         return self.rows + levels + beside + self.narrow * self.width + self.entries

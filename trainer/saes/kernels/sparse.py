@@ -75,7 +75,8 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 class Decoded(NamedTuple):
     """What activations write by kernels, which keep no graph: sums of rows of W_dec, fp32 [n_tokens, d_out].
 
-    `rows` are W_dec as they read it. Whoever sums up errors of `x_hat` calls `with_gradients`.
+    `rows` are W_dec as they read it. Whoever sums up errors of `x_hat` calls `with_gradients`. Where a token's levels
+    are the tokens of `acts`, x_hat is of all of them together.
     """
 
     x_hat: Tensor
@@ -101,13 +102,18 @@ def decode_by_kernels(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -
 
     An `offset` [d_out] is added to each token.
     """
-    dtype = product_dtype(W_dec)
-    if isinstance(acts, DenseActs) or not (triton := triton_for(W_dec, dtype)):
+    if isinstance(acts, DenseActs) or (rows := rows_by_kernels(W_dec)) is None or not (triton := triton_for(rows)):
         return None
-    rows, places = kept_or_own(W_dec, dtype).to(dtype).detach(), acts.places
+    places = acts.places
     with torch.no_grad():
         x_hat = triton.bag_sums(acts.values, places.latents, places.starts, rows, places.filled, offset)
     return Decoded(x_hat, rows, acts, W_dec)
+
+
+def rows_by_kernels(W_dec: Tensor) -> Tensor | None:
+    """Return W_dec as kernels read it, in the type of products, where they work; else None."""
+    dtype = product_dtype(W_dec)
+    return kept_or_own(W_dec, dtype).to(dtype).detach() if triton_for(W_dec, dtype) else None
 
 
 class _KnownSums(torch.autograd.Function):

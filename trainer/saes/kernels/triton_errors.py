@@ -12,13 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.saes.kernels.triton_sparse import gather
 from trainer.saes.losses import Moments, Sums
+from trainer.saes.sparse_acts import Filled, Places, SparseActs
 
 # Rows that a program adds up, those and the columns that it holds at a time: 16 numbers of each sum a thread, which has
 # all rows of its columns, or 8 where it has the sums of several levels, so that none spill.
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
-# Numbers of a program that sums two tensors, 16 a thread.
-_SUMMED = 4096
+# Rows and columns of a program that adds two matrices, 16 numbers a thread.
+_ADDED = {"ROWS": 16, "COLUMNS": 256}
+# Entries and columns that a program gathers at a time, 32 numbers for each thread of its one warp; and how many such
+# programs fill a GPU. Each takes as many tokens as leave so many, since it writes as many sums as of one.
+_GATHERED, _FULL = {"ENTRIES": 8, "COLUMNS": 128, "num_warps": 1}, 8192
 
 
 class Nested(NamedTuple):
@@ -51,6 +56,29 @@ def nested(parts: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
     return Nested(errors, x_hat, Sums(error, centred), inner[0].square if inner else error.square.new_zeros(()))
 
 
+def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y: Tensor, y_mean: Tensor) -> Nested:
+    """Return what `nested` does of activations whose places have a token's levels as tokens, and rows [d_sae, d_out].
+
+    What each level adds to the `offset` [d_out] is summed on the way, entry by entry, and never written.
+    """
+    (n_tokens, n_columns), places = y.shape, acts.places
+    n_blocks = triton.cdiv(n_columns, _GATHERED["COLUMNS"])
+    of_program = max(n_tokens * n_blocks // _FULL, 1)
+    grid = triton.cdiv(n_tokens, of_program), n_blocks
+    errors, x_hat = y.new_empty(n_tokens, n_levels, n_columns), y.new_empty(n_tokens, n_columns)
+    totals, squares = y.new_empty(grid[0], 2, n_columns), y.new_empty(3, *grid)
+    entries = acts.values.contiguous(), places.latents, places.starts, rows.contiguous()
+    tensors = errors, x_hat, totals, squares, y.contiguous(), y_mean, offset.contiguous(), *entries
+    n_filled = None if places.filled is None else places.filled.n
+    sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(y):
+        _nest_bags[grid](*tensors, n_filled, *sizes, **_GATHERED, enable_fp_fusion=True)
+    error, centred, inner = squares.sum(dim=(1, 2))
+    missed, targets = totals.sum(dim=0)
+    return Nested(errors, x_hat, Sums(Moments(error, missed), Moments(centred, targets)), inner)
+
+
 def nested_gradients(
     errors: Tensor, of_whole: Tensor, of_inner: Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
@@ -65,14 +93,18 @@ def nested_gradients(
 
 
 def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ(part + other)², 0-dim, and part + other in the type of `part`, which may have 16 bits."""
-    each, n_values = torch.empty_like(part, memory_format=torch.contiguous_format), part.numel()
-    n_programs = triton.cdiv(n_values, _SUMMED)
-    squares = other.new_empty(n_programs)
-    if n_programs:
+    """Return Σ(part + other)², 0-dim, and part + other in the type of `part`, which may have 16 bits.
+
+    Both are [n_rows, n_columns]; rows of `other` need not follow each other, as those of one level's errors do not.
+    """
+    each, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
+    other = other if other.stride(1) == 1 else other.contiguous()
+    grid = triton.cdiv(n_rows, _ADDED["ROWS"]), triton.cdiv(n_columns, _ADDED["COLUMNS"])
+    squares = other.new_empty(grid)
+    if part.numel():
         with torch.cuda.device_of(part):
-            tensors = each, squares, part.contiguous(), other.contiguous()
-            _add_and_square[n_programs,](*tensors, n_values, TILE=_SUMMED, num_warps=8)
+            tensors, sizes = (each, squares, part.contiguous(), other), (other.stride(0), n_rows, n_columns)
+            _add_and_square[grid](*tensors, *sizes, **_ADDED, num_warps=8)
     return squares.sum(), each
 
 
@@ -109,6 +141,7 @@ def try_out(device: torch.device) -> None:
     assert sums.centred is not None, "the kernel sums both"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
+    are_right += _are_right_of_bags(y)
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
     square, narrow = add_and_square(y.half(), y)
@@ -117,6 +150,21 @@ def try_out(device: torch.device) -> None:
     are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 4 * y.square().sum(), (narrow == 2 * y).all()]
     if not (errors == 3 - 2 * y).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
+
+
+def _are_right_of_bags(y: Tensor) -> list[Tensor]:
+    """Try an entry of each of two levels of every token, and one that does not count."""
+    entries = torch.arange(2 * len(y) + 1, device=y.device)
+    filled = Filled(entries[-1], len(entries) - 1)
+    acts = SparseActs(1.0 + entries % 2, Places(entries % 2, entries // 2, entries[:-1], filled), 2)
+    found = nested_bags(acts, y[:2].half(), 2, y[2], y, y[0])
+    expected = nested(torch.stack([y[0], 2 * y[1]]).expand(len(y), -1, -1), y[2], y, y[0])
+    return [(one == other).all() for one, other in zip(_tensors(found), _tensors(expected), strict=True)]
+
+
+def _tensors(found: Nested) -> tuple[Tensor, ...]:
+    assert found.sums.centred is not None, "the kernels sum both"
+    return found.errors, found.x_hat, found.inner, *found.sums.error, *found.sums.centred
 
 
 @triton.jit
@@ -163,6 +211,54 @@ def _sum_errors(
 
 
 @triton.jit
+def _nest_bags(
+    out_errors, out_x_hat, out_totals, out_squares, y, y_mean, offset, values, indices, starts, rows, n_filled,
+    n_entries, n_tokens, n_levels, n_columns, of_program, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up entries of some tokens in one block of columns; where one of a token's levels ends, write its error.
+
+    Sum errors of the whole and targets over the tokens, and the squares of both and of all other levels' errors.
+    """
+    program, block = tl.program_id(0), tl.program_id(1)
+    first_token, n_bags = program * of_program, n_tokens * n_levels
+    # Four columns a thread: with as many as a thread reads of bf16 at once two would hold the same sums.
+    columns = tl.max_contiguous(block * COLUMNS + tl.arange(0, COLUMNS), 4)
+    inside = columns < n_columns
+    end = n_entries if n_filled is None else tl.load(n_filled)
+    before = first_token.to(tl.int64) * n_columns
+    y, out_x_hat, out_errors = y + before, out_x_hat + before, out_errors + before * n_levels
+    missed = tl.zeros([COLUMNS], dtype=tl.float32)
+    targets, squared_errors, squared_targets, inner = missed, missed, missed, missed
+    last = tl.load(starts + first_token * n_levels).to(tl.int32)
+    for token in range(tl.minimum(of_program, n_tokens - first_token)):
+        target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
+        error = tl.load(offset + columns, mask=inside, other=0) - target
+        for level in range(n_levels):
+            first, after = last, (first_token + token) * n_levels + level + 1
+            last = tl.load(starts + after, mask=after < n_bags, other=end).to(tl.int32)
+            for begin in range(first, last, ENTRIES):
+                entries = begin + tl.arange(0, ENTRIES)
+                value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
+                error += tl.sum(value[:, None] * gather(rows, indices, entries, last, columns, n_columns), axis=0)
+            tl.store(out_errors + (token * n_levels + level) * n_columns + columns, error, mask=inside)
+            if level < n_levels - 1:
+                inner += error * error
+        tl.store(out_x_hat + token * n_columns + columns, target + error, mask=inside)
+        centred = target - tl.load(y_mean + columns, mask=inside, other=0)
+        missed -= error
+        targets += centred
+        squared_errors += error * error
+        squared_targets += centred * centred
+    at = out_totals + program.to(tl.int64) * 2 * n_columns + columns
+    tl.store(at, missed, mask=inside)
+    tl.store(at + n_columns, targets, mask=inside)
+    at, n_programs = out_squares + program * tl.num_programs(1) + block, tl.num_programs(0) * tl.num_programs(1)
+    tl.store(at, tl.sum(squared_errors, axis=0))
+    tl.store(at + n_programs, tl.sum(squared_targets, axis=0))
+    tl.store(at + 2 * n_programs, tl.sum(inner, axis=0))
+
+
+@triton.jit
 def _sum_gradients(
     out, out_sums, errors, of_whole, of_inner, n_rows, n_columns,
     LEVELS: tl.constexpr, OF_PROGRAM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -189,10 +285,15 @@ def _sum_gradients(
 
 
 @triton.jit
-def _add_and_square(out_each, out_squares, part, other, n_values, TILE: tl.constexpr):
-    """Add some numbers of two tensors, and sum the squares of what comes of it."""
-    places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = places < n_values
-    each = tl.load(part + places, mask=inside, other=0).to(tl.float32) + tl.load(other + places, mask=inside, other=0)
+def _add_and_square(
+    out_each, out_squares, part, other, other_stride, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Add some numbers of two matrices, and sum the squares of what comes of it."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    places, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)
+    each = tl.load(part + places, mask=inside, other=0).to(tl.float32)
+    each += tl.load(other + rows * other_stride + columns, mask=inside, other=0)
     tl.store(out_each + places, each.to(out_each.dtype.element_ty), mask=inside)
-    tl.store(out_squares + tl.program_id(0), tl.sum(each * each, axis=0))
+    square = tl.sum(tl.sum(each * each, axis=1), axis=0)
+    tl.store(out_squares + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), square)

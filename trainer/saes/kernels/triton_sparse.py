@@ -274,7 +274,7 @@ def _sum_bags(
     for begin in range(first, last, ENTRIES):
         entries = begin + tl.arange(0, ENTRIES)
         value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
-        total += value[:, None] * _gather(rows, indices, entries, last, columns, n_columns)
+        total += value[:, None] * gather(rows, indices, entries, last, columns, n_columns)
     summed = tl.sum(total, axis=0)
     if offset is not None:
         summed += tl.load(offset + columns, mask=columns < n_columns, other=0)
@@ -425,12 +425,12 @@ def _multiply_rows(
         for offset in range(0, columns_per_part, COLUMNS):
             columns = left + offset + tl.arange(0, COLUMNS)
             whole = tl.load(dense + bag.to(tl.int64) * n_columns + columns, mask=columns < n_columns, other=0)
-            total += whole.to(tl.float32)[None, :] * _gather(rows, indices, entries, last, columns, n_columns)
+            total += whole.to(tl.float32)[None, :] * gather(rows, indices, entries, last, columns, n_columns)
         tl.store(out + part.to(tl.int64) * n_entries + entries, tl.sum(total, axis=1), mask=entries < last)
 
 
 @triton.jit
-def _gather(rows, indices, entries, last, columns, n_columns):
+def gather(rows, indices, entries, last, columns, n_columns):
     """Return rows[indices[entries]] in some columns, as fp32; 0 outside."""
     row = tl.load(indices + entries, mask=entries < last, other=0).to(tl.int64)
     inside = (entries < last)[:, None] & (columns < n_columns)[None, :]

@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import sparse, top_k, triton_errors, triton_sparse, triton_top_k
 from trainer.saes.losses import Sums
+from trainer.saes.sparse_acts import Filled, Places, SparseActs
 from trainer.training.learner import Learner
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -107,10 +109,92 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
         torch.testing.assert_close(total.double(), exact.grad[:, 0].sum(dim=0), rtol=1e-5, atol=1e-4)
 
 
+def by_level(counts: Sequence[Sequence[int]], d_sae: int, n_beside: int = 0) -> SparseActs:
+    """Return activations with so many entries of each level of each token; `n_beside` follow that do not count."""
+    generator = torch.Generator().manual_seed(d_sae)
+    of_bags = torch.tensor(counts).flatten()
+    n = int(of_bags.sum())
+    values, latents = torch.randn(n + n_beside, generator=generator), torch.randint(d_sae, (n,), generator=generator)
+    bags = torch.arange(len(of_bags)).repeat_interleave(of_bags)
+    beside = torch.arange(n_beside)
+    bags, latents = torch.cat([bags, beside * 0 + len(of_bags) - 1]), torch.cat([latents, beside % d_sae])
+    starts = of_bags.cumsum(0) - of_bags
+    filled = Filled(torch.tensor(n, device=DEVICE), n) if n_beside else None
+    return SparseActs(values.to(DEVICE), Places(*(one.to(DEVICE) for one in (latents, bags, starts)), filled), d_sae)
+
+
+def parts_of(acts: SparseActs, rows: Tensor, n_levels: int) -> Tensor:
+    """Return what each level of each token adds [n_tokens, n_levels, d_out], float64."""
+    places, n = acts.places, len(acts.values) if acts.places.filled is None else int(acts.places.filled.n)
+    added = acts.values[:n, None].double() * rows.double()[places.latents[:n]]
+    parts = added.new_zeros(len(places.starts), rows.shape[1]).index_add(0, places.tokens[:n], added)
+    return parts.view(-1, n_levels, rows.shape[1])
+
+
+UNEVEN = [[3, 0, 9, 17, 1], [0, 0, 0, 0, 0], [0, 8, 0, 0, 0], [2, 2, 0, 1, 30], [0, 0, 0, 0, 1], [5, 4, 3, 2, 0]]
+
+
+def all_of(found: triton_errors.Nested) -> tuple[Tensor, ...]:
+    return found.errors, found.x_hat, found.inner, *numbers_of(found.sums)
+
+
+@pytest.mark.parametrize("counts", [UNEVEN, [[4], [0], [11]], [[0, 0]] * 3, [[1, 0], [0, 40]] * 9], ids=str)
+@pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
+@pytest.mark.parametrize(
+    ("d_out", "dtype"), [(1, torch.float32), (37, torch.float16), (300, torch.bfloat16), (256, torch.float32)], ids=str
+)
+def test_entries_summed_level_by_level_miss_what_float64_says(
+    counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts, n_levels, d_sae = by_level(counts, 11, n_beside), len(counts[0]), 11
+    rows, (y, y_mean, offset) = (
+        numbers(d_sae, d_out, seed=0).to(dtype),
+        (numbers(len(counts), d_out, seed=1), *numbers(2, d_out, seed=2)),
+    )
+    parts = parts_of(acts, rows, n_levels)
+    expected = offset.double() - y.double()[:, None] + parts.cumsum(dim=1)
+    missed, centred = -expected[:, -1], y.double() - y_mean.double()
+    exact = (
+        expected,
+        y + expected[:, -1],
+        expected[:, :-1].square().sum(),
+        *(one for moment in (missed, centred) for one in (moment.square().sum(), moment.sum(dim=0))),
+    )
+    # A program has one token, or all of them.
+    for full in (10**9, 1):
+        monkeypatch.setattr(triton_errors, "_FULL", full)
+        found = triton_errors.nested_bags(acts, rows, n_levels, offset, y, y_mean)
+        for one, other in zip(all_of(found), exact, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
+        # As by the sums of levels apart.
+        apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
+        for one, other in zip(all_of(found), apart, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_what_levels_miss_does_not_depend_on_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE.type != "cpu":
+        pytest.skip("a GPU runs them in its own order")
+    from triton.runtime.interpreter import interpreter_builder as programs
+
+    acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
+    expected = triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])
+    choose = programs.set_grid_idx
+
+    def choose_from_the_end(x: int, y: int, z: int) -> None:
+        choose(*(size - 1 - place for size, place in zip(programs.grid_dim, (x, y, z), strict=True)))
+
+    monkeypatch.setattr(programs, "set_grid_idx", choose_from_the_end)
+    found = triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])
+    assert all(torch.equal(one, other) for one, other in zip(all_of(found), all_of(expected), strict=True))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (33, 129), (70, 300)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    explained, error = numbers(*shape, seed=0).to(dtype), numbers(*shape, seed=1)
+    (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
+    # Of the whole, beside those of other levels.
+    error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
     square, each = triton_errors.add_and_square(explained, error)
     exact = explained.double() + error
     torch.testing.assert_close(square.double(), exact.square().sum(), rtol=1e-5, atol=0)
@@ -208,7 +292,11 @@ def test_the_kernel_passes_its_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = triton_errors.errors_of
+    right, right_of_bags = triton_errors.errors_of, triton_errors.nested_bags
     monkeypatch.setattr(triton_errors, "errors_of", lambda y, x_hat, mean: right(y, x_hat + 1, mean))
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_errors.try_out(DEVICE)
+    monkeypatch.setattr(triton_errors, "errors_of", right)
+    monkeypatch.setattr(triton_errors, "nested_bags", lambda acts, rows, *of: right_of_bags(acts, rows + 1, *of))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_errors.try_out(DEVICE)
