@@ -36,11 +36,13 @@ class Kernels:
     Measured = triton_sparse.Measured
 
     @staticmethod
-    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *_: Any) -> Tensor:
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Any = None) -> Tensor:
         return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
 
     @staticmethod
-    def sum_by_latent(acts: SparseActs, dense: Tensor, rows: Tensor | None = None, **_: Any) -> triton_sparse.Summed:
+    def sum_by_latent(
+        acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *_: Any, **others: Any
+    ) -> triton_sparse.Summed:
         acts.places.tokens_by_latent(acts.d_sae)
         products = None if rows is None else acts.values.new_empty(len(acts.values))
         sums = dense.new_empty(acts.d_sae, dense.shape[1], dtype=torch.float32)
@@ -112,6 +114,14 @@ class ErrorKernels:
         x_hat, sums = cls.errors_of(y, y, y_mean)
         errors = y.new_empty(len(y), n_levels, y.shape[1])
         return triton_errors.Nested(errors, x_hat, sums, sums.error.square.clone())
+
+    @classmethod
+    def errors_of_bags(
+        cls, acts: SparseActs, rows: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor
+    ) -> triton_errors.OfBags:
+        errors, sums = cls.errors_of(y, y, y_mean)
+        narrow = errors if rows.dtype == y.dtype else torch.empty_like(y, dtype=rows.dtype)
+        return triton_errors.OfBags(errors, narrow, torch.empty_like(y), sums)
 
     @staticmethod
     def nested_gradients(

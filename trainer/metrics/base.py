@@ -49,8 +49,8 @@ class Observation:
 
     @cached_property
     def error(self) -> Moments:
-        """y − x_hat."""
-        return self.sums.error if self.sums else Moments(self.mse, (self.y - self.x_hat).sum(dim=0))
+        """x_hat − y."""
+        return self.sums.error if self.sums else Moments(self.mse, (self.x_hat - self.y).sum(dim=0))
 
     @cached_property
     def fired(self) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.silence import count, take_in
-from trainer.saes.kernels.sparse import decode, decode_by_kernels
+from trainer.saes.kernels.sparse import decode, decoded_by_kernels
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
@@ -199,8 +199,8 @@ class Sae(nn.Module, ABC):
         By kernels x_hat has no gradient; in training nobody asks it for one.
         """
         kernels = self.kernels_of_errors(y)
-        if kernels and (decoded := decode_by_kernels(acts, self.W_dec, self.b_dec)):
-            return decoded.x_hat, errors_of_decoded(y, decoded, self.b_dec, self.y_mean, kernels)
+        if kernels and (decoded := decoded_by_kernels(acts, self.W_dec)):
+            return errors_of_decoded(y, decoded, self.b_dec, self.y_mean, kernels)
         x_hat = self.decode_acts(acts, x)
         return x_hat, errors_of(y, x_hat, self.y_mean)
 

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.kernels import sparse
-from trainer.saes.kernels.sparse import Decoded
+from trainer.saes.kernels.sparse import Decoded, Gradients
 
 
 class Moments(NamedTuple):
@@ -22,7 +22,7 @@ class Moments(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Moments of the errors y − x_hat, and of the targets, y − y_mean, where a GPU takes them along."""
+    """Moments of the errors x_hat − y, and of the targets, y − y_mean, where a GPU takes them along."""
 
     error: Moments
     centred: Moments | None = None
@@ -45,22 +45,24 @@ def errors_of(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> Errors:
     triton = triton_for(y, x_hat)
     if triton is None:
         square, each = _sum(x_hat, y, -1)
-        return Errors(square, each, Sums(Moments(square.detach(), -each.sum(dim=0))))
+        return Errors(square, each, Sums(Moments(square.detach(), each.sum(dim=0))))
     each, sums = triton.errors_of(y, x_hat.detach(), y_mean)
     return Errors(_Square.apply(x_hat, each, sums.error.square), each, sums)  # type: ignore[no-untyped-call]
 
 
-def errors_of_decoded(y: Tensor, decoded: Decoded, offset: Tensor, y_mean: Tensor, triton: ModuleType) -> Errors:
-    """Return the errors of what was `decoded` by kernels and has the `offset` [d_out] in it."""
-    each, sums = triton.errors_of(y, decoded.x_hat, y_mean)
-    (square,) = decoded.with_gradients(offset, _gradients, (each, sums.error.total), (sums.error.square,))
-    return Errors(square, each, sums)
+def errors_of_decoded(
+    y: Tensor, decoded: Decoded, offset: Tensor, y_mean: Tensor, triton: ModuleType
+) -> tuple[Tensor, Errors]:
+    """Return x_hat, which has no gradient, and its errors: what is `decoded` by kernels, and the `offset` [d_out]."""
+    found = triton.errors_of_bags(decoded.acts, decoded.rows, offset.detach(), y, y_mean)
+    error = found.sums.error
+    (square,) = decoded.with_gradients(offset, _gradients, (found.narrow, error.total), (error.square,))
+    return found.x_hat, Errors(square, found.errors, found.sums)
 
 
-def _gradients(each: Tensor, total: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x_hat, in `dtype`, and of what is added to each of its tokens."""
+def _gradients(each: Tensor, total: Tensor, grad: Tensor, _: torch.dtype) -> Gradients:
     twice = 2 * grad
-    return torch.mul(each, twice, out=torch.empty_like(each, dtype=dtype)), total * -twice
+    return Gradients(each, total * twice, twice)
 
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainer.parallel.group import own_part, part_summed
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.encode import centre
-from trainer.saes.kernels.sparse import Decoded, decode, rows_by_kernels
+from trainer.saes.kernels.sparse import Gradients, decode, decoded_by_kernels
 from trainer.saes.losses import Errors, errors_of, triton_for
 from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
@@ -73,13 +74,15 @@ class MatryoshkaBatchTopK(BatchTopK):
     def _nested_by_kernels(self, acts: Acts, y: Tensor) -> tuple[Tensor, Errors, Tensor] | None:
         """Return what `_nested` does where kernels decode all latents, in training; else None."""
         kernels = self.kernels_of_errors(y)
-        if kernels is None or isinstance(acts, DenseActs) or (rows := rows_by_kernels(self.W_dec)) is None:
+        if kernels is None or isinstance(acts, DenseActs):
             return None
-        by_level = self._by_level(acts)
-        with torch.no_grad():
-            found = kernels.nested_bags(by_level, rows, len(self.widths), self.b_dec, y, self.y_mean)
-        decoded, sums = Decoded(found.x_hat, rows, by_level, self.W_dec), (found.sums.error.square, found.inner)
-        square, inner = decoded.with_gradients(self.b_dec, kernels.nested_gradients, (found.errors,), sums)
+        decoded = decoded_by_kernels(self._by_level(acts), self.W_dec)
+        if decoded is None:
+            return None
+        of, n_levels = (decoded.acts, decoded.rows), len(self.widths)
+        found = kernels.nested_bags(*of, n_levels, self.b_dec.detach(), y, self.y_mean)
+        sums = found.sums.error.square, found.inner
+        square, inner = decoded.with_gradients(self.b_dec, partial(_gradients, kernels), (found.errors,), sums)
         return found.x_hat, Errors(square, found.errors[:, -1], found.sums), inner
 
     def _nested(self, parts: Tensor, offset: Tensor, y: Tensor) -> tuple[Tensor, Errors, Tensor]:
@@ -118,6 +121,10 @@ class MatryoshkaBatchTopK(BatchTopK):
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         whole_and_inner = (losses["mse"] + losses["inner_mse"]) / len(self.widths)
         return super().objective(losses | {"mse": whole_and_inner})
+
+
+def _gradients(kernels: ModuleType, errors: Tensor, *grads_and_dtype: Any) -> Gradients:
+    return Gradients(*kernels.nested_gradients(errors, *grads_and_dtype))
 
 
 class _Nested(torch.autograd.Function):

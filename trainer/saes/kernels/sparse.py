@@ -22,8 +22,8 @@ from trainer.runtime.narrow_copy import kept_or_own
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 
-# Makes the gradients of what was decoded, in the given type, and of the offset from saved tensors and those of sums.
-Gradient = Callable[..., tuple[Tensor, Tensor]]
+# Makes gradients, those of what was decoded in the given type, from saved tensors and the gradients of sums.
+MakeGradients = Callable[..., "Gradients"]
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
@@ -55,12 +55,22 @@ class _Decode(torch.autograd.Function):
 
 
 def _gradients(
-    acts: SparseActs, rows: Tensor, W_dec: Tensor, grad: Tensor, needed: tuple[bool, bool]
+    acts: SparseActs,
+    rows: Tensor,
+    W_dec: Tensor,
+    grad: Tensor,
+    needed: tuple[bool, bool],
+    factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of activations and of W_dec, whose `rows` were read, from that of what was decoded."""
+    """Return the gradients of activations and of W_dec, whose `rows` were read, from that of what was decoded.
+
+    That is `grad`, times a `factor` (0-dim) where there is one.
+    """
     grad_values = grad_W_dec = None
+    if factor is not None and not all(needed):
+        grad = grad * factor
     if all(needed):
-        grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec)
+        grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec, factor)
     elif needed[0]:
         grad_values = row_products(grad, rows, acts.places)
     elif needed[1]:
@@ -72,48 +82,46 @@ def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if grad is None else grad.to(dtype)
 
 
-class Decoded(NamedTuple):
-    """What activations write by kernels, which keep no graph: sums of rows of W_dec, fp32 [n_tokens, d_out].
+class Gradients(NamedTuple):
+    """The gradients of what was decoded, `of_decoded` [..., d_out], and `of_offset` [d_out], which is added to it.
 
-    `rows` are W_dec as they read it. Whoever sums up errors of `x_hat` calls `with_gradients`. Where a token's levels
-    are the tokens of `acts`, x_hat is of all of them together.
+    The first is to be multiplied by `factor`, 0-dim; None for 1.
     """
 
-    x_hat: Tensor
-    rows: Tensor
+    of_decoded: Tensor
+    of_offset: Tensor
+    factor: Tensor | None = None
+
+
+class Decoded(NamedTuple):
+    """What kernels decode, which keep no graph: `acts`, and W_dec as `rows` [d_sae, d_out] in the type of products.
+
+    Whoever sums up errors of it calls `with_gradients`.
+    """
+
     acts: SparseActs
     W_dec: Tensor
+    rows: Tensor
 
     def with_gradients(
-        self, offset: Tensor, gradient: Gradient, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
+        self, offset: Tensor, gradients: MakeGradients, saved: tuple[Tensor, ...], sums: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """Return `sums`, 0-dim, known already, such that activations, W_dec and `offset` get a gradient from them.
 
-        `gradient` makes it of `saved` and of those of the sums.
+        `gradients` makes them of `saved` and of those of the sums.
         """
         known: tuple[Tensor, ...] = _KnownSums.apply(  # type: ignore[no-untyped-call]
-            self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradient, len(saved), *saved, *sums
+            self.acts.values, self.W_dec, offset, self.rows, self.acts.places, gradients, len(saved), *saved, *sums
         )
         return known
 
 
-def decode_by_kernels(acts: Acts, W_dec: Tensor, offset: Tensor | None = None) -> Decoded | None:
-    """Decode by kernels, where they work and activations are sparse; else return None.
-
-    An `offset` [d_out] is added to each token.
-    """
-    if isinstance(acts, DenseActs) or (rows := rows_by_kernels(W_dec)) is None or not (triton := triton_for(rows)):
-        return None
-    places = acts.places
-    with torch.no_grad():
-        x_hat = triton.bag_sums(acts.values, places.latents, places.starts, rows, places.filled, offset)
-    return Decoded(x_hat, rows, acts, W_dec)
-
-
-def rows_by_kernels(W_dec: Tensor) -> Tensor | None:
-    """Return W_dec as kernels read it, in the type of products, where they work; else None."""
+def decoded_by_kernels(acts: Acts, W_dec: Tensor) -> Decoded | None:
+    """Return activations and rows for kernels, where they work and activations are sparse; else None."""
     dtype = product_dtype(W_dec)
-    return kept_or_own(W_dec, dtype).to(dtype).detach() if triton_for(W_dec, dtype) else None
+    if isinstance(acts, DenseActs) or not triton_for(W_dec, dtype):
+        return None
+    return Decoded(acts, W_dec, kept_or_own(W_dec, dtype).to(dtype).detach())
 
 
 class _KnownSums(torch.autograd.Function):
@@ -130,23 +138,23 @@ class _KnownSums(torch.autograd.Function):
         offset: Tensor,
         rows: Tensor,
         places: Places,
-        gradient: Gradient,
+        gradients: MakeGradients,
         n_saved: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(values, rows, *tensors[:n_saved])
-        ctx.places, ctx.W_dec, ctx.gradient, ctx.n_others = places, W_dec, gradient, 4 + len(tensors)
+        ctx.places, ctx.W_dec, ctx.gradients, ctx.n_others = places, W_dec, gradients, 4 + len(tensors)
         return tuple(one.view_as(one) for one in tensors[n_saved:])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         values, rows, *saved = ctx.saved_tensors
-        grad, grad_offset = ctx.gradient(*saved, *grads, rows.dtype)
+        of_decoded, of_offset, factor = ctx.gradients(*saved, *grads, rows.dtype)
         acts, needed = SparseActs(values, ctx.places, len(rows)), ctx.needs_input_grad[:2]
         # Each level of a token has its own.
-        grad = grad.flatten(end_dim=-2)
-        return *_gradients(acts, rows, ctx.W_dec, grad, needed), grad_offset, *[None] * ctx.n_others
+        of_decoded = of_decoded.flatten(end_dim=-2)
+        return *_gradients(acts, rows, ctx.W_dec, of_decoded, needed, factor), of_offset, *[None] * ctx.n_others
 
 
 def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
@@ -177,24 +185,32 @@ def by_latent(acts: SparseActs, dense: Tensor, weights: Tensor | None = None) ->
 
 
 def both_products(
-    acts: SparseActs, dense: Tensor, rows: Tensor, weights: Tensor | None = None
+    acts: SparseActs, dense: Tensor, rows: Tensor, weights: Tensor | None = None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return `transposed_product` of `dense` and its `row_products` with `rows` [d_sae, d].
 
-    A GPU gathers rows of `dense` once for both.
+    Where there is a `factor` (0-dim), they are those of `dense` times it. A GPU gathers rows of `dense` once for both.
     """
     if triton := triton_for(dense):
-        summed = _summed(triton, acts, dense, rows, weights)
+        summed = _summed(triton, acts, dense, rows, weights, factor)
         return summed.sums, summed.products
+    dense = dense if factor is None else dense * factor
     return transposed_product(acts, dense), row_products(dense, rows, acts.places)
 
 
-def _summed(triton: ModuleType, acts: SparseActs, dense: Tensor, rows: Tensor | None, weights: Tensor | None) -> Any:
+def _summed(
+    triton: ModuleType,
+    acts: SparseActs,
+    dense: Tensor,
+    rows: Tensor | None,
+    weights: Tensor | None,
+    factor: Tensor | None = None,
+) -> Any:
     splits, measures, measured = not torch.are_deterministic_algorithms_enabled(), None, None
     if weights is not None and triton.holds_rows(dense) and (measures := row_measures.of(weights)):
         unit_rows = None if measures.dots is None else weights.detach()
         measured = triton.Measured(measures.squares, measures.dots, unit_rows)
-    summed = triton.sum_by_latent(acts, dense, rows, splits=splits, measured=measured)
+    summed = triton.sum_by_latent(acts, dense, rows, factor, splits=splits, measured=measured)
     if measures:
         measures.note(summed.sums, summed.shared)
     return summed

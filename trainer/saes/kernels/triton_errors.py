@@ -26,6 +26,15 @@ _ADDED = {"ROWS": 16, "COLUMNS": 256}
 _GATHERED, _FULL = {"ENTRIES": 8, "COLUMNS": 128, "num_warps": 1}, 8192
 
 
+class OfBags(NamedTuple):
+    """Errors x_hat − y [n_tokens, d_out], also as `narrow` in the type of the rows of which x_hat is made, and sums."""
+
+    errors: Tensor
+    narrow: Tensor
+    x_hat: Tensor
+    sums: Sums
+
+
 class Nested(NamedTuple):
     """What the prefixes of 1, 2, ... levels miss, `errors` [n_tokens, n_levels, d_out]; the reconstruction by all of
     them, `x_hat` [n_tokens, d_out], with its sums; and Σ‖error‖² of all other prefixes together, `inner`, 0-dim."""
@@ -61,22 +70,47 @@ def nested_bags(acts: SparseActs, rows: Tensor, n_levels: int, offset: Tensor, y
 
     What each level adds to the `offset` [d_out] is summed on the way, entry by entry, and never written.
     """
-    (n_tokens, n_columns), places = y.shape, acts.places
+    errors, x_hat = (
+        y.new_empty(len(y), n_levels, y.shape[1]),
+        torch.empty_like(y, memory_format=torch.contiguous_format),
+    )
+    return Nested(errors, x_hat, *_fill_of_bags(errors, x_hat, None, acts, rows, offset, y, y_mean))
+
+
+def errors_of_bags(acts: SparseActs, rows: Tensor, offset: Tensor, y: Tensor, y_mean: Tensor) -> OfBags:
+    """Return the errors of what activations write of rows [d_sae, d_out] beside the `offset` [d_out]."""
+    errors, x_hat = (torch.empty_like(y, memory_format=torch.contiguous_format) for _ in range(2))
+    narrow = None if rows.dtype == y.dtype else torch.empty_like(errors, dtype=rows.dtype)
+    sums, _ = _fill_of_bags(errors[:, None], x_hat, narrow, acts, rows, offset, y, y_mean)
+    return OfBags(errors, errors if narrow is None else narrow, x_hat, sums)
+
+
+def _fill_of_bags(
+    errors: Tensor,
+    x_hat: Tensor,
+    narrow: Tensor | None,
+    acts: SparseActs,
+    rows: Tensor,
+    offset: Tensor,
+    y: Tensor,
+    y_mean: Tensor,
+) -> tuple[Sums, Tensor]:
+    """Fill `errors` [n_tokens, n_levels, d_out], those of all levels `narrow` and x_hat; return all that is summed."""
+    (n_tokens, n_columns), n_levels, places = y.shape, errors.shape[1], acts.places
     n_blocks = triton.cdiv(n_columns, _GATHERED["COLUMNS"])
     of_program = max(n_tokens * n_blocks // _FULL, 1)
     grid = triton.cdiv(n_tokens, of_program), n_blocks
-    errors, x_hat = y.new_empty(n_tokens, n_levels, n_columns), y.new_empty(n_tokens, n_columns)
     totals, squares = y.new_empty(grid[0], 2, n_columns), y.new_empty(3, *grid)
     entries = acts.values.contiguous(), places.latents, places.starts, rows.contiguous()
-    tensors = errors, x_hat, totals, squares, y.contiguous(), y_mean, offset.contiguous(), *entries
+    tensors = errors, x_hat, narrow, totals, squares, y.contiguous(), y_mean, offset.contiguous(), *entries
     n_filled = None if places.filled is None else places.filled.n
     sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(y):
         _nest_bags[grid](*tensors, n_filled, *sizes, **_GATHERED, enable_fp_fusion=True)
     error, centred, inner = squares.sum(dim=(1, 2))
-    missed, targets = totals.sum(dim=0)
-    return Nested(errors, x_hat, Sums(Moments(error, missed), Moments(centred, targets)), inner)
+    of_errors, of_targets = totals.sum(dim=0)
+    return Sums(Moments(error, of_errors), Moments(centred, of_targets)), inner
 
 
 def nested_gradients(
@@ -111,7 +145,7 @@ def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def _summed(
     errors: Tensor, x_hat: Tensor | None, y: Tensor, parts: Tensor, offset: Tensor | None, y_mean: Tensor
 ) -> list[Moments]:
-    """Fill `errors` and `x_hat`; return the moments of y − x_hat, of y − y_mean and, of several levels, of the others'
+    """Fill `errors` and `x_hat`; return the moments of x_hat − y, of y − y_mean and, of several levels, of the others'
     errors, which have no total."""
     (n_rows, n_columns), n_levels = y.shape, parts.shape[1]
     n_moments = 2 if n_levels == 1 else 3
@@ -137,7 +171,7 @@ def try_out(device: torch.device) -> None:
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]
-    expected = errors.square().sum(), -errors.sum(dim=0), centred.square().sum(), centred.sum(dim=0)
+    expected = errors.square().sum(), errors.sum(dim=0), centred.square().sum(), centred.sum(dim=0)
     assert sums.centred is not None, "the kernel sums both"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
@@ -195,7 +229,7 @@ def _sum_errors(
         if out_x_hat is not None:
             tl.store(out_x_hat + rows * n_columns + columns[None, :], target + error, mask=inside)
         centred = tl.where(inside, target - mean[None, :], 0)
-        errors -= error
+        errors += error
         squared_errors += error * error
         targets += centred
         squared_targets += centred * centred
@@ -212,8 +246,8 @@ def _sum_errors(
 
 @triton.jit
 def _nest_bags(
-    out_errors, out_x_hat, out_totals, out_squares, y, y_mean, offset, values, indices, starts, rows, n_filled,
-    n_entries, n_tokens, n_levels, n_columns, of_program, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+    out_errors, out_x_hat, out_narrow, out_totals, out_squares, y, y_mean, offset, values, indices, starts, rows,
+    n_filled, n_entries, n_tokens, n_levels, n_columns, of_program, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add up entries of some tokens in one block of columns; where one of a token's levels ends, write its error.
 
@@ -227,8 +261,8 @@ def _nest_bags(
     end = n_entries if n_filled is None else tl.load(n_filled)
     before = first_token.to(tl.int64) * n_columns
     y, out_x_hat, out_errors = y + before, out_x_hat + before, out_errors + before * n_levels
-    missed = tl.zeros([COLUMNS], dtype=tl.float32)
-    targets, squared_errors, squared_targets, inner = missed, missed, missed, missed
+    errors = tl.zeros([COLUMNS], dtype=tl.float32)
+    targets, squared_errors, squared_targets, inner = errors, errors, errors, errors
     last = tl.load(starts + first_token * n_levels).to(tl.int32)
     for token in range(tl.minimum(of_program, n_tokens - first_token)):
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
@@ -244,13 +278,16 @@ def _nest_bags(
             if level < n_levels - 1:
                 inner += error * error
         tl.store(out_x_hat + token * n_columns + columns, target + error, mask=inside)
+        if out_narrow is not None:
+            place = out_narrow + before + token * n_columns + columns
+            tl.store(place, error.to(out_narrow.dtype.element_ty), mask=inside)
         centred = target - tl.load(y_mean + columns, mask=inside, other=0)
-        missed -= error
+        errors += error
         targets += centred
         squared_errors += error * error
         squared_targets += centred * centred
     at = out_totals + program.to(tl.int64) * 2 * n_columns + columns
-    tl.store(at, missed, mask=inside)
+    tl.store(at, errors, mask=inside)
     tl.store(at + n_columns, targets, mask=inside)
     at, n_programs = out_squares + program * tl.num_programs(1) + block, tl.num_programs(0) * tl.num_programs(1)
     tl.store(at, tl.sum(squared_errors, axis=0))

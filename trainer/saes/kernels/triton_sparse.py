@@ -42,17 +42,10 @@ DENSE_BYTES = 20 * 10**6
 WIDEST, PER_THREAD, VECTOR = 4096, 40, 16
 
 
-def bag_sums(
-    values: Tensor,
-    indices: Tensor,
-    starts: Tensor,
-    rows: Tensor,
-    filled: Filled | None = None,
-    offset: Tensor | None = None,
-) -> Tensor:
+def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, filled: Filled | None = None) -> Tensor:
     """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The order of the sums is fixed. Entries that are not `filled` are in no bag. An `offset` [d] is added to each sum.
+    The order of the sums is fixed. Entries that are not `filled` are in no bag.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     n_filled, n_expected = filled or (None, n_entries)
@@ -60,7 +53,7 @@ def bag_sums(
     shape = _tile(_power_of_two(n_expected // max(n_bags, 1), least=4, most=32), n_columns, n_bags)
     if out.numel():
         grid = n_bags, triton.cdiv(n_columns, shape["COLUMNS"])
-        tensors = out, values.contiguous(), indices, starts, rows.contiguous(), offset, n_filled
+        tensors = out, values.contiguous(), indices, starts, rows.contiguous(), n_filled
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(rows):
             _sum_bags[grid](*tensors, n_entries, n_columns, **shape)
@@ -89,9 +82,15 @@ class Summed(NamedTuple):
 
 
 def sum_by_latent(
-    acts: SparseActs, dense: Tensor, rows: Tensor | None = None, *, splits: bool, measured: Measured | None = None
+    acts: SparseActs,
+    dense: Tensor,
+    rows: Tensor | None = None,
+    factor: Tensor | None = None,
+    *,
+    splits: bool,
+    measured: Measured | None = None,
 ) -> Summed:
-    """Return actsᵀ dense, for `dense` [n_tokens, d].
+    """Return actsᵀ dense, for `dense` [n_tokens, d], which is to be multiplied by a `factor`, 0-dim.
 
     Without `rows` also return the sum of each latent's activations. With `rows` [d_sae, d] also return the product of
     each entry's row of `dense` and its latent's row: what is gathered serves both. The order of these sums is fixed.
@@ -117,6 +116,7 @@ def sum_by_latent(
         "starts": starts,
         "dense": dense.contiguous(),
         "rows": None if rows is None else rows.contiguous(),
+        "factor": factor,
         "n_filled": None if filled is None else filled.n,
     }
     longest = LONGEST if splits else n_entries
@@ -233,7 +233,9 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool
     unit_rows = torch.full((2, width), width**-0.5, device=device)
     squares, dots = torch.empty(2, device=device), torch.empty(2, device=device)
     measured = Measured(squares, dots, unit_rows)
-    sums, products, *_ = sum_by_latent(acts, dense, torch.ones_like(dense), splits=True, measured=measured)
+    factor = torch.full((), 0.5, device=device)
+    given = acts, 2 * dense, torch.ones_like(dense), factor
+    sums, products, *_ = sum_by_latent(*given, splits=True, measured=measured)
     assert products is not None, "rows were given"
     whole = torch.tensor([[n // 2 * 4 + 1.0], [3.0]], device=device)
     are_right = (sums == whole).all() & (products[: n + 1] == width * (1 + 2 * tokens[: n + 1])).all()
@@ -261,7 +263,7 @@ def _tile(entries: int, n_columns: int, n_bags: int) -> dict[str, int]:
 
 @triton.jit
 def _sum_bags(
-    out, values, indices, starts, rows, offset, n_filled, n_entries, n_columns,
+    out, values, indices, starts, rows, n_filled, n_entries, n_columns,
     ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sum one bag in one block of columns."""
@@ -275,16 +277,13 @@ def _sum_bags(
         entries = begin + tl.arange(0, ENTRIES)
         value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
         total += value[:, None] * gather(rows, indices, entries, last, columns, n_columns)
-    summed = tl.sum(total, axis=0)
-    if offset is not None:
-        summed += tl.load(offset + columns, mask=columns < n_columns, other=0)
-    tl.store(out + bag.to(tl.int64) * n_columns + columns, summed, mask=columns < n_columns)
+    tl.store(out + bag.to(tl.int64) * n_columns + columns, tl.sum(total, axis=0), mask=columns < n_columns)
 
 
 @triton.jit
 def _sum_by_latent(
-    out, out_products, out_totals, out_squares, out_dots, values, tokens, order, starts, dense, rows, unit_rows,
-    latents, n_filled, n_entries, n_latents, n_columns, longest, of_part, NEAR: tl.constexpr, FAR: tl.constexpr,
+    out, out_products, out_totals, out_squares, out_dots, values, tokens, order, starts, dense, rows, factor,
+    unit_rows, latents, n_filled, n_entries, n_latents, n_columns, longest, of_part, NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
 
@@ -311,6 +310,7 @@ def _sum_by_latent(
     right = tl.where((first < last) | (latents is None), right, left)
     row = latent.to(tl.int64) * n_columns
     near_total, far_total = tl.zeros([NEAR], dtype=tl.float32), tl.zeros([FAR], dtype=tl.float32)
+    times = 1.0 if factor is None else tl.load(factor)
     if rows is not None:
         near_row, far_row = _once(rows + row + near, near < right), _once(rows + row + far, far < right)
     for entry in range(first, last):
@@ -327,7 +327,9 @@ def _sum_by_latent(
         near_total += value * numbers
         if rows is not None:
             product += tl.sum(numbers * near_row, axis=0)
-            tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product)
+            tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
+    near_total *= times
+    far_total *= times
     # Neither in the loop nor beside products: sm_80 and sm_90 spilled.
     if out_totals is not None and part == 0:
         total = 0.0

@@ -39,7 +39,7 @@ def numbers_of(sums: Sums) -> tuple[Tensor, ...]:
 def assert_right(y: Tensor, x_hat: Tensor, y_mean: Tensor) -> None:
     errors, sums = triton_errors.errors_of(y, x_hat, y_mean)
     assert torch.equal(errors, x_hat - y)
-    missed, centred = y.double() - x_hat.double(), y.double() - y_mean.double()
+    missed, centred = x_hat.double() - y.double(), y.double() - y_mean.double()
     expected = (missed.square().sum(), missed.sum(dim=0), centred.square().sum(), centred.sum(dim=0))
     for found, exact in zip(numbers_of(sums), expected, strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * float(centred.abs().max()))
@@ -95,7 +95,7 @@ def test_nested_prefixes_and_their_gradients_are_those_of_float64(n_levels: int,
     x_hat, square, inner = plainly_nested(exact, of_offset, y)
     for one, other in ((found.x_hat, x_hat), (found.sums.error.square, square), (found.inner, inner)):
         torch.testing.assert_close(one.double(), other.detach(), rtol=1e-5, atol=1e-5)
-    missed, centred = (y - x_hat).detach(), y.double() - y[0]
+    missed, centred = (x_hat - y).detach(), y.double() - y[0]
     torch.testing.assert_close(found.sums.error.total.double(), missed.sum(dim=0), rtol=1e-5, atol=1e-4)
     assert found.sums.centred is not None
     torch.testing.assert_close(found.sums.centred.total.double(), centred.sum(dim=0), rtol=1e-5, atol=1e-4)
@@ -153,7 +153,7 @@ def test_entries_summed_level_by_level_miss_what_float64_says(
     )
     parts = parts_of(acts, rows, n_levels)
     expected = offset.double() - y.double()[:, None] + parts.cumsum(dim=1)
-    missed, centred = -expected[:, -1], y.double() - y_mean.double()
+    missed, centred = expected[:, -1], y.double() - y_mean.double()
     exact = (
         expected,
         y + expected[:, -1],
@@ -170,6 +170,22 @@ def test_entries_summed_level_by_level_miss_what_float64_says(
         apart = all_of(triton_errors.nested(parts.float(), offset, y, y_mean))
         for one, other in zip(all_of(found), apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_errors_of_one_level_are_also_written_in_the_type_of_rows(n_beside: int, dtype: torch.dtype) -> None:
+    acts, rows = by_level([[4], [0], [11]] * 7, 9, n_beside), numbers(9, 140, seed=0).to(dtype)
+    y, (y_mean, offset) = numbers(21, 140, seed=1), numbers(2, 140, seed=2)
+    found = triton_errors.errors_of_bags(acts, rows, offset, y, y_mean)
+    expected = triton_errors.nested_bags(acts, rows, 1, offset, y, y_mean)
+    assert torch.equal(found.errors, expected.errors[:, 0])
+    assert torch.equal(found.x_hat, expected.x_hat)
+    for one, other in zip(numbers_of(found.sums), numbers_of(expected.sums), strict=True):
+        assert torch.equal(one, other)
+    assert found.narrow.dtype == dtype
+    # The interpreter cuts off what a GPU rounds.
+    torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_what_levels_miss_does_not_depend_on_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,15 +112,6 @@ def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
 
 
 @CASES
-def test_what_is_decoded_may_have_an_offset(case: Case) -> None:
-    offset = torch.randn(case.rows.shape[1], device=DEVICE)
-    with torch.autocast(DEVICE.type, case.rows.dtype, enabled=case.rows.dtype == torch.bfloat16):
-        found = sparse.decode_by_kernels(case.acts, case.rows, offset)
-    assert found is not None
-    assert_near(found.x_hat, case.matrix() @ case.rows.double() + offset)
-
-
-@CASES
 @pytest.mark.parametrize("longest", [256, 3])
 def test_the_activations_of_each_latent_are_summed_beside_its_rows(
     case: Case, longest: int, monkeypatch: pytest.MonkeyPatch
@@ -149,12 +140,14 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
 def assert_both_are_right(case: Case) -> None:
     """Assert that weights' gradients are the transposed product and those of entries the products of their rows."""
     places = case.acts.places
-    sums, products = sparse.both_products(case.acts, case.dense, case.rows)
-    assert_near(sums, case.matrix().T @ case.dense.double())
     expected = (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents]
     if places.filled is not None:
         expected[places.filled.n :] = 0
-    assert_near(products, expected)
+    for factor in (None, torch.full((), -0.3, device=DEVICE)):
+        times = 1.0 if factor is None else float(factor)
+        sums, products = sparse.both_products(case.acts, case.dense, case.rows, factor=factor)
+        assert_near(sums, times * (case.matrix().T @ case.dense.double()))
+        assert_near(products, times * expected)
 
 
 @CASES
