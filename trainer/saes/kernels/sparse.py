@@ -66,16 +66,20 @@ def _gradients(
 
     That is `grad`, times a `factor` (0-dim) where there is one.
     """
-    grad_values = grad_W_dec = None
-    if factor is not None and not all(needed):
-        grad = grad * factor
+    grad_values: Tensor | None
+    grad_W_dec: Tensor | None
     if all(needed):
         grad_W_dec, grad_values = both_products(acts, grad.to(rows.dtype), rows, W_dec, factor)
-    elif needed[0]:
-        grad_values = row_products(grad, rows, acts.places)
-    elif needed[1]:
-        grad_W_dec = transposed_product(acts, grad.to(rows.dtype))
+    else:
+        grad = _times(grad, factor)
+        grad_values = row_products(grad, rows, acts.places) if needed[0] else None
+        grad_W_dec = transposed_product(acts, grad.to(rows.dtype)) if needed[1] else None
     return _to(grad_values, acts.values.dtype), _to(grad_W_dec, W_dec.dtype)
+
+
+def _times(matrix: Tensor, factor: Tensor | None) -> Tensor:
+    # As a vector: a single number a GPU would round to the type of the matrix.
+    return matrix if factor is None else (matrix * factor.reshape(1)).to(matrix.dtype)
 
 
 def _to(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -194,7 +198,7 @@ def both_products(
     if triton := triton_for(dense):
         summed = _summed(triton, acts, dense, rows, weights, factor)
         return summed.sums, summed.products
-    dense = dense if factor is None else dense * factor
+    dense = _times(dense, factor)
     return transposed_product(acts, dense), row_products(dense, rows, acts.places)
 
 
