@@ -24,10 +24,12 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import (
+    dead_latents,
     foreseen,
     silence,
     sparse,
     top_k,
+    triton_dead_latents,
     triton_errors,
     triton_silence,
     triton_sparse,
@@ -156,6 +158,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
             mock.patch.object(silence, "_working_triton", return_value=triton_silence),
+            mock.patch.object(dead_latents, "_working_triton", return_value=triton_dead_latents),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
         ):

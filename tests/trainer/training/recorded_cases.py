@@ -21,7 +21,17 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
-from trainer.saes.kernels import foreseen, silence, sparse, top_k, triton_errors, triton_silence, triton_sparse
+from trainer.saes.kernels import (
+    dead_latents,
+    foreseen,
+    silence,
+    sparse,
+    top_k,
+    triton_dead_latents,
+    triton_errors,
+    triton_silence,
+    triton_sparse,
+)
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import gradients, recorded_step, triton_scale
@@ -39,6 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
@@ -136,6 +147,7 @@ def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train:
 
 def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
     run = Run({}, {})
     steps = run.record()
