@@ -17,6 +17,7 @@ from trainer.saes.base import Sae
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
@@ -65,12 +66,11 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter, zeros where it has no part in the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
-    left = sae.row_gradients.take() if isinstance(sae, Sae) else []
-    of_rows = {id(one.parameter): one for one in left}
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if one := of_rows.get(id(parameter)):
-            one.add_to(grad)
-    return dict(zip(names, grads, strict=True))
+    of_each = dict(zip(names, grads, strict=True))
+    for one in sae.row_gradients.take() if isinstance(sae, Sae) else []:
+        wholes = Weights(of_each["W_enc"], of_each["b_enc"], of_each["W_dec"])
+        one.add_to(wholes, None if one.input_bias is None else of_each["b_dec"])
+    return of_each
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:

@@ -25,11 +25,13 @@ from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
 from trainer.saes.kernels import (
+    dead_latents,
     encode,
     foreseen,
     silence,
     sparse,
     top_k,
+    triton_dead_latents,
     triton_encode,
     triton_errors,
     triton_silence,
@@ -160,6 +162,7 @@ class OpLog(TorchDispatchMode):
             mock.patch.object(losses, "_working_triton", return_value=triton_errors),
             mock.patch.object(encode, "_working_triton", return_value=triton_encode),
             mock.patch.object(silence, "_working_triton", return_value=triton_silence),
+            mock.patch.object(dead_latents, "_working_triton", return_value=triton_dead_latents),
             mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
             mock.patch.object(interval, "_working_triton", return_value=triton_interval),
             mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),

@@ -20,7 +20,17 @@ from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.saes import losses
-from trainer.saes.kernels import encode, silence, sparse, top_k, triton_errors, triton_sparse, triton_top_k
+from trainer.saes.kernels import (
+    dead_latents,
+    encode,
+    silence,
+    sparse,
+    top_k,
+    triton_dead_latents,
+    triton_errors,
+    triton_sparse,
+    triton_top_k,
+)
 from trainer.saes.sparse_acts import SparseActs
 from trainer.training import gradients
 from trainer.training.learner import Learner
@@ -50,10 +60,6 @@ class Kernels:
         return triton_sparse.Summed(sums, products, totals, None)
 
     @staticmethod
-    def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
-        """Add in place."""
-
-    @staticmethod
     def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
         return rows.new_empty(rows.shape[1], dtype=torch.float32)
 
@@ -64,6 +70,27 @@ class Kernels:
     @staticmethod
     def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
         return rows.new_empty(len(indices), dtype=torch.float32)
+
+
+class DeadLatentKernels:
+    """A stand-in for those of AuxK's candidates."""
+
+    fits = staticmethod(triton_dead_latents.fits)
+
+    @staticmethod
+    def longest_silent(
+        silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return silence.new_empty(n), b_enc.new_empty(n, dtype=dtype), silence.new_empty((), dtype=torch.bool)
+
+    @staticmethod
+    def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        n = len(latents)
+        return W_enc.new_empty(n, W_enc.shape[1], dtype=dtype), W_dec.new_empty(n, W_dec.shape[1], dtype=dtype)
+
+    @staticmethod
+    def add(*arguments: object) -> None:
+        """Add in place."""
 
 
 class TopKKernels:
@@ -157,6 +184,7 @@ class UpdateKernels:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: DeadLatentKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)
     monkeypatch.setattr(interval, "_working_triton", lambda device: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +13,25 @@ from torch.autograd.function import once_differentiable
 
 from trainer.parallel.group import Group, part_summed
 from trainer.saes.base import Sae
-from trainer.saes.kernels import top_k
+from trainer.saes.kernels import dead_latents, top_k
+from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.top_k_across_ranks import among_largest
 from trainer.saes.losses import auxk_error
+from trainer.saes.row_gradients import RowGradient
+
+
+class Candidates(NamedTuple):
+    """Latents [n] of this rank, each named once, from which each token gets its `n_chosen` strongest of all ranks'.
+
+    `bias` [n] is what is added to their pre-activations, in the type of products: −∞ of those that are not dead.
+    `is_any_dead` tells whether any rank has one that is, 0-dim bool.
+    """
+
+    latents: Tensor
+    bias: Tensor
+    is_any_dead: Tensor
+    n_chosen: int
 
 
 class AuxK(nn.Module):
@@ -38,8 +53,10 @@ class AuxK(nn.Module):
         """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return error.new_zeros(())
-        explained, is_any_dead = self._explain_by_dead(sae, centred)
-        return auxk_error(error, explained, self.residual_variance) * is_any_dead
+        candidates = self._candidates(sae, centred.dtype)
+        choose = partial(_strongest, k=candidates.n_chosen, group=sae.latents.group)
+        explained = part_summed(_explained(sae, centred, candidates, choose), sae.latents.group)
+        return auxk_error(error, explained, candidates.is_any_dead / self.residual_variance)
 
     def learn_from(self, sums: Tensor) -> None:
         """Take in Σ‖y − x_hat‖² of this step, from which the next step's loss gets the residual's variance.
@@ -51,42 +68,32 @@ class AuxK(nn.Module):
         variance = (error / n_tokens).clamp_min(1e-12)
         torch.where(n_tokens > 0, variance, self.residual_variance, out=self.residual_variance)
 
-    def _explain_by_dead(self, sae: Sae, centred: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents, and if any is dead.
+    def _candidates(self, sae: Sae, dtype: torch.dtype) -> Candidates:
+        """Find the dead latents silent for longest, at most 2·k_aux on all ranks together, with biases of this type.
 
-        At most 2·k_aux latents, those silent for longest, are candidates: their dense products stay a small part of
-        the step however many are dead, and a fixed number needs no answer from a GPU or from other ranks.
-        """
-        candidates, is_dead, is_any_dead, n_chosen = self._candidates(sae)
-        dims = {"b_enc": 0, "W_enc": 1, "W_dec": 0}
-        rows = (sae.row_gradients.rows(getattr(sae, name), candidates, dims[name], centred.dtype) for name in dims)
-        choose = partial(_strongest, k=n_chosen, group=sae.latents.group)
-        explained: Tensor = _Explain.apply(centred, sae.input_bias, *rows, is_dead, choose)  # type: ignore[no-untyped-call]
-        return part_summed(explained, sae.latents.group), is_any_dead
-
-    def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Find the dead latents silent for longest, at most 2·k_aux on all ranks together.
-
-        Return the indices [n] of this rank's longest silent latents, a bool [n] that marks those which are really among
-        them, a 0-dim bool: whether any rank has one, and how many to choose for each token.
+        So few that their dense products stay a small part of the step however many are dead; and a fixed number needs
+        no answer from a GPU or from other ranks.
         """
         n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
-        # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
-        candidates = _longest_silent(sae, min(n, sae.n_own))
         if sae.latents.group.size == 1:
-            is_candidate = are_candidates = (
-                sae.n_tokens_since_fired.index_select(0, candidates) >= sae.dead_after_tokens
-            )
+            found = dead_latents.longest_silent(sae.n_tokens_since_fired, sae.b_enc, sae.dead_after_tokens, n, dtype)
+            if found:
+                return Candidates(*found, n_chosen)
+        # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
+        latents = _longest_silent(sae, min(n, sae.n_own))
+        if sae.latents.group.size == 1:
+            is_candidate = are_candidates = sae.n_tokens_since_fired.index_select(0, latents) >= sae.dead_after_tokens
         else:
-            is_candidate, are_candidates = _among_longest_silent(sae, candidates, n)
+            is_candidate, are_candidates = _among_longest_silent(sae, latents, n)
         if not is_candidate.is_cuda:
             # Counting the dead is free here; without it 2 dead latents of 3,072 would cost as much as a whole step.
             n_own = max(1, int(is_candidate.sum()))
             n_chosen = max(1, min(n_chosen, int(are_candidates.sum())))
-            candidates, is_candidate = candidates[:n_own], is_candidate[:n_own]
+            latents, is_candidate = latents[:n_own], is_candidate[:n_own]
+        bias = torch.where(is_candidate, sae.b_enc.detach().index_select(0, latents).to(dtype), -torch.inf)
         # They are in order.
         is_any = are_candidates[0] if sae.latents.group.size == 1 else are_candidates.any()
-        return candidates, is_candidate, is_any, n_chosen
+        return Candidates(latents, bias, is_any, n_chosen)
 
 
 def _longest_silent(sae: Sae, n: int) -> Tensor:
@@ -123,38 +130,53 @@ def _strongest(pre_acts: Tensor, k: int, group: Group) -> Tensor:
     return pre_acts.relu() * torch.zeros_like(pre_acts, dtype=torch.bool).scatter(1, columns, is_chosen)
 
 
+def _explained(sae: Sae, centred: Tensor, candidates: Candidates, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a reconstruction [n_tokens, d_out] from those candidates that `choose` takes for each token."""
+    parameters = sae.W_enc, sae.b_enc, sae.W_dec, sae.input_bias
+    leave = sae.row_gradients.leave
+    explained: Tensor = _Explain.apply(centred, *parameters, candidates.latents, candidates.bias, choose, leave)  # type: ignore[no-untyped-call]
+    return explained
+
+
 class _Explain(torch.autograd.Function):
     """A reconstruction from a few latents that are dead: acts W_dec, where acts is what `choose` makes of
-    centred W_encᵀ + b_enc.
+    centred W_encᵀ + bias.
 
-    Given are the weights of n latents as rows, W_enc [n, d_in], W_dec [n, d_out] and b_enc [n], and which of them are
-    really dead; all have the type of `centred`, x − input_bias. By itself autograd would narrow each of the matrices
-    twice over, and take two passes over [n_tokens, n] where one does.
+    `centred` is x − input_bias in the type of products, as is the bias of these `latents`. The gradients of weights go
+    to `leave` as rows; by itself autograd would narrow each of the matrices twice over, and take two passes over
+    [n_tokens, n] where one does.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         centred: Tensor,
-        input_bias: Tensor,
-        b_enc: Tensor,
         W_enc: Tensor,
+        b_enc: Tensor,
         W_dec: Tensor,
-        is_dead: Tensor,
+        input_bias: Tensor,
+        latents: Tensor,
+        bias: Tensor,
         choose: Callable[[Tensor], Tensor],
+        leave: Callable[[RowGradient], None],
     ) -> Tensor:
-        bias = torch.where(is_dead, b_enc, -torch.inf)
-        acts = choose(torch.addmm(bias, centred, W_enc.T))
-        ctx.save_for_backward(centred, acts, W_enc, W_dec)
-        return acts @ W_dec
+        reads, writes = dead_latents.rows(W_enc, W_dec, latents, centred.dtype)
+        acts = choose(torch.addmm(bias, centred, reads.T))
+        ctx.save_for_backward(centred, acts, reads, writes, latents)
+        ctx.parameters, ctx.input_bias, ctx.leave = Weights(W_enc, b_enc, W_dec), input_bias, leave
+        return acts @ writes
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        centred, acts, W_enc, W_dec = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        centred, acts, reads, writes, latents = ctx.saved_tensors
         # 0 where a latent was not chosen, or is not active.
-        grad_pre_acts = torch.ops.aten.threshold_backward(grad @ W_dec.T, acts, 0)
+        grad_pre_acts = torch.ops.aten.threshold_backward(grad @ writes.T, acts, 0)
         grad_b_enc = grad_pre_acts.sum(dim=0)
         # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
-        grad_input_bias = -torch.mv(W_enc.T, grad_b_enc) if ctx.needs_input_grad[1] else None
-        return None, grad_input_bias, grad_b_enc, grad_pre_acts.T @ centred, acts.T @ grad, None, None
+        input_bias, grad_centred = None, None
+        if ctx.needs_input_grad[4]:
+            input_bias, grad_centred = ctx.input_bias, torch.mv(reads.T, grad_b_enc)
+        rows = Weights(grad_pre_acts.T @ centred, grad_b_enc, acts.T @ grad)
+        ctx.leave(RowGradient(ctx.parameters, input_bias, latents, rows, grad_centred))
+        return (None,) * 9

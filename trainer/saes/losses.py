@@ -70,20 +70,20 @@ def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
     return _sum(x_hat, y, -1)[0]
 
 
-def auxk_error(error: Tensor, explained: Tensor, variance: Tensor) -> Tensor:
-    """Return the share of the variance of y − x_hat that dead latents leave unexplained, summed over tokens.
+def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
+    """Return what dead latents leave unexplained of y − x_hat, Σ‖error + explained‖² over tokens, times a `weight`.
 
-    Given are what the living ones miss, `error` = x_hat − y, and what of y − x_hat is `explained`.
-    Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction: with a gradient the
-    living latents would be pulled towards errors that are easy for dead ones.
+    Given are what the living ones miss, `error` = x_hat − y, and what of y − x_hat is `explained`. The weight is 1 by
+    the variance of y − x_hat: Gao et al. 2024, arXiv 2406.04093, appendix A.2. The error is a target, not a prediction:
+    with a gradient the living latents would be pulled towards errors that are easy for dead ones.
     """
     # In a type in which products work, sums do too: a card may know no bf16, which the trial of errors does not show.
     is_narrow = explained.dtype != error.dtype and sparse.triton_for(explained)
     triton = triton_for(error) if is_narrow else None
     if triton is None:
-        return _sum(explained, error, 1)[0] / variance
-    square, each = triton.add_and_square(explained.detach(), error)
-    return _Square.apply(explained, each, square) / variance  # type: ignore[no-untyped-call,no-any-return]
+        return _sum(explained, error, 1)[0] * weight
+    square, twice = triton.add_and_square(explained.detach(), error)
+    return _Weighted.apply(explained, twice, square, weight)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _sum(x: Tensor, y: Tensor, sign: int) -> tuple[Tensor, Tensor]:
@@ -112,6 +112,22 @@ class _Square(torch.autograd.Function):
         # to the type of narrow errors, and all of the gradient be off by up to 1 in 256; a vector of one it does not.
         twice = (2 * grad).reshape(1)
         return torch.mul(error, twice, out=torch.empty_like(error, dtype=ctx.dtype)), None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """A weight times Σ‖error‖², which is known already, as is its gradient, 2 · error in the type of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, twice: Tensor, square: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(twice, weight)
+        return square * weight
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        twice, weight = ctx.saved_tensors
+        # A vector of one, as in `_Square`.
+        return torch.mul(twice, (grad * weight).reshape(1), out=torch.empty_like(twice)), None, None, None
 
 
 def triton_for(y: Tensor, *others: Tensor) -> ModuleType | None:

@@ -6,31 +6,33 @@ Autograd would spread them out over a matrix of all latents and add that: with 6
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from trainer.runtime import row_measures
-from trainer.runtime.narrow_copy import kept_or_own
-from trainer.saes.kernels.sparse import add_rows
+from trainer.saes.kernels import dead_latents
+from trainer.saes.kernels.dead_latents import Weights
 
 
 class RowGradient(NamedTuple):
-    """The gradient `rows` [n, ...] of the weights of some latents, given by number [n], each once.
+    """The gradients of the weights of some latents [n], named once each.
 
-    They lie along `dim` of a parameter.
+    They belong to the parameters W_enc [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out]; and to the input bias
+    [d_in] where that learns, from whose gradient that of `centred` [d_in] is taken: what reads x − input_bias.
     """
 
-    parameter: Tensor
-    dim: int
+    parameters: Weights
+    input_bias: Tensor | None
     latents: Tensor
-    rows: Tensor
+    rows: Weights
+    centred: Tensor | None
 
-    def add_to(self, whole: Tensor) -> None:
-        """Add the rows to a gradient of all latents, of the parameter's shape."""
-        add_rows(whole.movedim(self.dim, 0), self.latents, self.rows)
+    def add_to(self, wholes: Weights, input_bias: Tensor | None) -> None:
+        """Add them to gradients of the shapes of the parameters."""
+        by_latent = wholes._replace(W_enc=wholes.W_enc.T)
+        dead_latents.add(by_latent, self.latents, self.rows, input_bias, self.centred)
 
 
 class RowGradients:
@@ -39,13 +41,9 @@ class RowGradients:
     def __init__(self) -> None:
         self._left: list[RowGradient] = []
 
-    def rows(self, parameter: Tensor, latents: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-        """Return the weights [n, ...] of some latents [n], named once each, which lie along `dim` of a parameter.
-
-        They have the type of products, `dtype`: where that is narrower they come from the copy that products read.
-        """
-        rows: Tensor = _Rows.apply(parameter, dim, latents, dtype, self._left)  # type: ignore[no-untyped-call]
-        return rows
+    def leave(self, gradient: RowGradient) -> None:
+        """Keep a gradient until the backward pass is over."""
+        self._left.append(gradient)
 
     def take(self) -> list[RowGradient]:
         """Return what was left since the last call."""
@@ -56,23 +54,14 @@ class RowGradients:
     def add(self) -> None:
         """Add what was left to the parameters' gradients."""
         for one in self.take():
-            if one.parameter.grad is None:
-                one.parameter.grad = torch.zeros_like(one.parameter)
-            one.add_to(one.parameter.grad)
-            if measures := row_measures.of(one.parameter):
-                measures.note_rows(one.parameter.grad, one.latents)
+            of_bias = None if one.input_bias is None else _gradient(one.input_bias)
+            one.add_to(Weights(*map(_gradient, one.parameters)), of_bias)
+            for parameter in (one.parameters.W_enc, one.parameters.W_dec):
+                if measures := row_measures.of(parameter):
+                    measures.note_rows(_gradient(parameter), one.latents)
 
 
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, parameter: Tensor, dim: int, latents: Tensor, dtype: torch.dtype, left: list[RowGradient]
-    ) -> Tensor:
-        ctx.parameter, ctx.dim, ctx.latents, ctx.left = parameter, dim, latents, left
-        return kept_or_own(parameter, dtype).movedim(dim, 0).index_select(0, latents).to(dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.left.append(RowGradient(ctx.parameter, ctx.dim, ctx.latents, grad))
-        return None, None, None, None, None
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad

@@ -12,7 +12,7 @@ import torch
 from trainer.optimizers import row_adam
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes import losses
-from trainer.saes.kernels import silence, sparse, top_k
+from trainer.saes.kernels import dead_latents, silence, sparse, top_k
 from trainer.training import gradients
 
 
@@ -21,6 +21,7 @@ from trainer.training import gradients
     [
         (partial(sparse._working_triton, dtype=torch.bfloat16), "sparse products in bfloat16"),
         (top_k._working_triton, "choices of latents"),
+        (partial(dead_latents._working_triton, dtype=torch.float16), "weights of dead latents in float16"),
         (losses._working_triton, "errors of reconstructions"),
         (silence._working_triton, "counts of silent latents"),
         (gradients._working_triton, "scales of gradients"),

@@ -10,7 +10,11 @@ from support.steps import ALONE
 from torch import Tensor, nn
 
 from trainer.contract.settings.job import JobConfig
-from trainer.saes.row_gradients import RowGradients
+from trainer.saes import auxk
+from trainer.saes.auxk import Candidates
+from trainer.saes.base import Sae
+from trainer.saes.kernels.dead_latents import Weights
+from trainer.saes.row_gradients import RowGradient, RowGradients
 from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
@@ -21,25 +25,39 @@ MakeJob = Callable[..., JobConfig]
 def test_rows_of_several_passes_are_added_to_what_is_there_or_to_nothing(
     has_gradient: bool, dtype: torch.dtype
 ) -> None:
-    by_row, by_column, left = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(6, 4).T), RowGradients()
+    parameters = Weights(*map(nn.Parameter, (torch.randn(6, 4).T, torch.randn(6), torch.randn(6, 3))))
+    input_bias, left = nn.Parameter(torch.randn(4)), RowGradients()
     if has_gradient:
-        by_row.grad, by_column.grad = torch.ones(5, 3), torch.ones(6, 4).T
+        for one in (*parameters, input_bias):
+            one.grad = torch.ones_like(one)
     for latents in (torch.tensor([3, 0]), torch.tensor([3])):
-        (left.rows(by_row, latents, 0, dtype).sum() + 2 * left.rows(by_column, latents, 1, dtype).sum()).backward()
-    assert torch.equal(left.rows(by_column, torch.tensor([3]), 1, dtype)[0], by_column[:, 3].to(dtype))
+        n = len(latents)
+        rows = Weights(torch.ones(n, 4), torch.full((n,), 2.0), torch.full((n, 3), 3.0))
+        rows = Weights(*(one.to(dtype) for one in rows))
+        learns = len(latents) == 1
+        of_centred = torch.full((4,), 5.0, dtype=dtype) if learns else None
+        left.leave(RowGradient(parameters, input_bias if learns else None, latents, rows, of_centred))
     left.add()
     times = torch.tensor([1.0, 0, 0, 2, 0, 0])
-    assert by_row.grad is not None
-    assert by_column.grad is not None
-    assert torch.equal(by_row.grad, times[:5, None].expand(5, 3) + has_gradient)
-    assert torch.equal(by_column.grad, 2 * times.expand(4, 6) + has_gradient)
-    assert by_column.grad.stride() == by_column.stride()
+    W_enc, b_enc, W_dec = (one.grad for one in parameters)
+    assert torch.equal(W_enc, times.expand(4, 6) + has_gradient)
+    assert torch.equal(b_enc, 2 * times + has_gradient)
+    assert torch.equal(W_dec, 3 * times[:, None].expand(6, 3) + has_gradient)
+    assert W_enc.stride() == parameters.W_enc.stride()
+    assert input_bias.grad is not None
+    assert torch.equal(input_bias.grad, torch.full((4,), has_gradient - 5.0))
     assert not left.take()
 
 
-def spread_out(self: RowGradients, parameter: Tensor, latents: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return the same rows, whose gradient autograd spreads over all latents."""
-    return parameter.movedim(dim, 0).index_select(0, latents).to(dtype)
+def by_autograd(sae: Sae, centred: Tensor, candidates: Candidates, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    """Explain by weights whose gradients autograd spreads over all latents."""
+    of_candidates = (one.index_select(0, candidates.latents) for one in (sae.W_enc.T, sae.b_enc, sae.W_dec))
+    reads, b_enc, writes = (one.to(centred.dtype) for one in of_candidates)
+    # It was subtracted already: this is 0, and has the gradient.
+    subtracted = reads @ (sae.input_bias - sae.input_bias.detach()).to(centred.dtype)
+    bias = torch.where(candidates.bias > -torch.inf, b_enc - subtracted, -torch.inf)
+    acts = torch.addmm(bias, centred, reads.T)
+    return (acts * (choose(acts.detach()) > 0)) @ writes
 
 
 def gradients(learner: Learner, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -64,10 +82,10 @@ def test_all_weights_learn_from_auxk_what_autograd_finds_by_itself(
     d_out = 12 if sae else None
     found = gradients(Learner(job, 16, d_out, ALONE), x, y)
     without = gradients(Learner(without_auxk, 16, d_out, ALONE), x, y)
-    monkeypatch.setattr(RowGradients, "rows", spread_out)
+    monkeypatch.setattr(auxk, "_explained", by_autograd)
     expected = gradients(Learner(job, 16, d_out, ALONE), x, y)
     assert_same(found, expected)
-    for name in ("W_enc", "b_enc", "W_dec"):
+    for name in ("W_enc", "b_enc", "W_dec") if sae else found:
         assert (found[name] != without[name]).any()
 
 

@@ -8,7 +8,7 @@ from support.saes import assert_same, batch, gradients, peers_losses, peers_twin
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.saes.auxk import AuxK
+from trainer.saes.auxk import AuxK, Candidates
 from trainer.saes.base import Sae
 from trainer.saes.losses import auxk_error
 from trainer.saes.topk import TopK
@@ -135,10 +135,11 @@ def test_of_many_dead_latents_those_silent_for_longest_are_candidates() -> None:
 def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
     n_dead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def candidates(self: AuxK, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
+    def candidates(self: AuxK, sae: Sae, dtype: torch.dtype) -> Candidates:
         longest = sae.n_tokens_since_fired.topk(2 * self.k_aux).indices
         is_dead = sae.dead()[longest]
-        return longest, is_dead, is_dead.any(), self.k_aux
+        bias = torch.where(is_dead, sae.b_enc.detach()[longest], -torch.inf)
+        return Candidates(longest, bias, is_dead.any(), self.k_aux)
 
     monkeypatch.setattr(AuxK, "_candidates", candidates)
     monkeypatch.setattr(Sae, "may_have_dead", lambda sae: True)
@@ -153,7 +154,7 @@ def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
 def test_auxk_does_not_pull_the_living_towards_what_suits_the_dead() -> None:
     error = torch.randn(4, 3, requires_grad=True)
     explained = torch.randn(4, 3, requires_grad=True)
-    auxk_error(error, explained, torch.tensor(2.0)).backward()
+    auxk_error(error, explained, torch.tensor(0.5)).backward()
     assert error.grad is None
     torch.testing.assert_close(explained.grad, explained + error)
 

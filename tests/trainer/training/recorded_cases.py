@@ -23,11 +23,13 @@ from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import losses
 from trainer.saes.kernels import (
+    dead_latents,
     encode,
     foreseen,
     silence,
     sparse,
     top_k,
+    triton_dead_latents,
     triton_encode,
     triton_errors,
     triton_silence,
@@ -50,6 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: None)
     monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
     monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: triton_encode)
     monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
@@ -149,6 +152,7 @@ def test_recorded_steps_are_plain_ones_to_the_last_bit(architecture: str, train:
 
 def test_so_they_are_where_kernels_sum_gradients_and_measure_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: triton_sparse)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
     monkeypatch.setattr(triton_sparse, "LONGEST", 8)
     run = Run({}, {})
     steps = run.record()

@@ -248,18 +248,6 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     return products
 
 
-def add_rows(whole: Tensor, latents: Tensor, rows: Tensor) -> None:
-    """Add rows [n, ...], which may be narrower, to those of some latents [n], named once each, in place.
-
-    A GPU widens and adds those of a matrix in one pass.
-    """
-    is_matrix = whole.dim() == 2 and whole.dtype == torch.float32 and whole.is_contiguous()
-    if is_matrix and (triton := triton_for(rows)):
-        triton.add_rows(whole, latents, rows)
-    else:
-        whole.index_add_(0, latents, rows.to(whole.dtype))
-
-
 def weighted_sum(weights: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
     """Return factor · Σ weights[i] · rows[i] of rows [n, d], which may be in 16 bits: [d], in the weights' type.
 

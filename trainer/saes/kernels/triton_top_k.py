@@ -35,7 +35,7 @@ LEAST_SHARE = 64
 # Of the types whose bits are ordered: infinity, and how many bits there are.
 _INFINITY = {torch.bfloat16: (0x7F80, 16), torch.float16: (0x7C00, 16), torch.float32: (0x7F800000, 32)}
 # A step so long that a search goes by halves from the beginning.
-_BY_HALVES = tl.constexpr(2**30)
+BY_HALVES = tl.constexpr(2**30)
 
 
 def fits(values: Tensor, k: int) -> bool:
@@ -227,8 +227,8 @@ def _largest_of_rows(
     groups = tl.arange(0, GROUPS)
     maxima = tl.load(inout_maxima + groups, mask=groups < n_groups, other=lowest).to(tl.int32)
     n_kept = tl.minimum(k, n_groups)
-    bound, n_above = _search(maxima, n_kept, low, high, _BY_HALVES, BITS)
-    chosen, nth = _choose(maxima, n_kept, bound, n_above)
+    bound, n_above = search(maxima, n_kept, low, high, BY_HALVES, BITS)
+    chosen, nth = choose(maxima, n_kept, bound, n_above)
     tl.store(out_columns + nth - 1, groups, mask=chosen)
     tl.debug_barrier()
 
@@ -242,9 +242,9 @@ def _largest_of_rows(
     candidates = tl.reshape(ordered, [KEPT * GROUP])
     # k maxima reach the bound of groups, and few other numbers do, so that the bound sought is near: looked for first
     # where bf16 has the next numbers.
-    low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), _BY_HALVES)
-    bound, n_above = _search(candidates, k, low, high, step, BITS)
-    chosen, nth = _choose(candidates, k, bound, n_above)
+    low, step = tl.where(k <= n_groups, bound, lowest), tl.where(k <= n_groups, 2 ** (BITS - 16), BY_HALVES)
+    bound, n_above = search(candidates, k, low, high, step, BITS)
+    chosen, nth = choose(candidates, k, bound, n_above)
     # Until all have read which groups were chosen.
     tl.debug_barrier()
     tl.store(out_columns + nth - 1, tl.reshape(columns, [KEPT * GROUP]), mask=chosen)
@@ -267,8 +267,8 @@ def _keep_strongest(
     chosen = ordered > 0
     # So it is with one row in a hundred of dead latents, and with half of those that are symmetric around 0.
     if tl.sum(chosen.to(tl.int32), axis=0) > k:
-        bound, n_above = _search(ordered, k, 1, tl.max(ordered, axis=0), _BY_HALVES, BITS)
-        chosen, _ = _choose(ordered, k, bound, n_above)
+        bound, n_above = search(ordered, k, 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
+        chosen, _ = choose(ordered, k, bound, n_above)
     tl.store(out_bits + start + columns, tl.where(chosen, numbers, 0), mask=inside)
 
 
@@ -405,7 +405,7 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _search(ordered, k, low, high, step, BITS: tl.constexpr):
+def search(ordered, k, low, high, step, BITS: tl.constexpr):
     """Return a bound that no more than k exceed, and how many do: if fewer than k, at least k reach it.
 
     None exceeds `high`, at least k reach `low`. The bound is sought from `low` on in steps that grow, then by halves.
@@ -426,7 +426,7 @@ def _search(ordered, k, low, high, step, BITS: tl.constexpr):
 
 
 @triton.jit
-def _choose(ordered, k, bound, n_above):
+def choose(ordered, k, bound, n_above):
     """Tell which [n] are the k largest, of those equal to the bound the first; and of each how many are up to it."""
     above, equal = ordered > bound, ordered == bound
     # Neither count reaches 2^16.

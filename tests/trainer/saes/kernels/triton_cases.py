@@ -251,20 +251,6 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
     assert_near(values.grad, products[places.tokens, places.latents])
 
 
-@pytest.mark.parametrize("width", [1, 37, 1500])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rows_are_added_to_those_of_some_latents_and_torch_is_told(width: int, dtype: torch.dtype) -> None:
-    case = make([4], 9, width, dtype)
-    whole, latents = torch.randn(9, width, device=DEVICE), torch.tensor([8, 0, 3, 5], device=DEVICE)
-    rows, version = case.rows[:4], whole._version
-    expected = whole.double().index_add(0, latents, rows.double())
-    sparse.add_rows(whole, latents, rows)
-    assert_near(whole, expected)
-    assert whole._version == version + 1
-    sparse.add_rows(whole, latents[:0], rows[:0])
-    assert_near(whole, expected)
-
-
 @pytest.mark.parametrize(("n", "width"), [(1, 40), (64, 256), (600, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, width: int, dtype: torch.dtype) -> None:

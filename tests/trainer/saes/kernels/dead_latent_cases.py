@@ -1,0 +1,216 @@
+"""The kernels for AuxK's candidates against single operations; `test_triton_dead_latents.py` runs this.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import pytest
+import torch
+from support.fake_gpu import job_of
+from torch import Tensor, nn
+
+from trainer.optimizers import row_adam
+from trainer.parallel.base import Parallel
+from trainer.runtime import narrow_copy
+from trainer.saes import losses
+from trainer.saes.kernels import dead_latents, silence, sparse, top_k, triton_dead_latents
+from trainer.saes.kernels.dead_latents import Weights
+from trainer.training.learner import Learner
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEAD_AFTER = 1000
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: triton_dead_latents)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def silences(n_latents: int, n_dead: int, n_different: int) -> Tensor:
+    """Return for how many tokens latents were silent, of which some are dead for one of a few times."""
+    generator = torch.Generator().manual_seed(n_latents + n_dead)
+    silent = torch.randint(DEAD_AFTER, (n_latents,), generator=generator)
+    dead = torch.randperm(n_latents, generator=generator)[:n_dead]
+    silent[dead] = DEAD_AFTER + 4096 * torch.randint(n_different, (n_dead,), generator=generator)
+    return silent.to(DEVICE)
+
+
+def naively(silent: Tensor, n: int, dead_after: int) -> list[int]:
+    """Return the dead latents silent for longest, the lower number first, as far as silence is counted."""
+    lengths = [min(one, 2**31 - 1) for one in silent.tolist()]
+    dead = [latent for latent, length in enumerate(silent.tolist()) if length >= dead_after]
+    return sorted(sorted(dead, key=lambda latent: (-lengths[latent], latent))[:n])
+
+
+def assert_found(silent: Tensor, n: int, dead_after: int = DEAD_AFTER, dtype: torch.dtype = torch.float32) -> None:
+    b_enc = nn.Parameter(numbers(len(silent)))
+    found = dead_latents.longest_silent(silent, b_enc, dead_after, n, dtype)
+    assert found is not None
+    latents, bias, is_any_dead = found
+    assert latents.shape == bias.shape == (n,)
+    assert latents.dtype == torch.int64
+    assert (latents[1:] > latents[:-1]).all()
+    assert 0 <= int(latents[0]) <= int(latents[-1]) < len(silent)
+    expected = naively(silent, n, dead_after)
+    is_dead = silent[latents] >= dead_after
+    assert latents[is_dead].tolist() == expected
+    assert bias.dtype == dtype
+    # The interpreter cuts off what a GPU rounds.
+    torch.testing.assert_close(bias[is_dead], b_enc.detach()[expected].to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+    assert (bias[~is_dead] == -torch.inf).all()
+    assert is_any_dead.dtype == torch.bool
+    assert bool(is_any_dead) == bool(expected)
+
+
+@pytest.mark.parametrize("n_different", [1, 5, 30_000])
+@pytest.mark.parametrize("n_dead", [0, 1, 39, 40, 41, 700, 2500])
+def test_candidates_are_the_dead_that_were_silent_for_longest(n_dead: int, n_different: int) -> None:
+    assert_found(silences(2500, n_dead, n_different), 40)
+
+
+@pytest.mark.parametrize("n_latents", [1, 2, 31, 1024, 1025, 8192, 8200, 24_576, 32_768])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_so_it_is_of_any_number_of_latents(n_latents: int, share: float) -> None:
+    silent = silences(n_latents, round(share * n_latents), 20)
+    for n in {1, max(1, n_latents // 40), min(n_latents, 700)}:
+        assert_found(silent, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_their_biases_have_the_type_of_products(dtype: torch.dtype) -> None:
+    assert_found(silences(300, 50, 7), 40, dtype=dtype)
+
+
+@pytest.mark.parametrize("dead_after", [0, 1, 10_000, 2**31 - 2])
+def test_silence_of_more_than_2_billion_tokens_is_no_less(dead_after: int) -> None:
+    silent = torch.tensor([2**40, 5, 2**31, 0, 2**32, 2**31 - 1, 2**31 - 2, 2**33 - 1, 10_000, 2**62], device=DEVICE)
+    for n in (1, 3, 6, 10):
+        assert_found(silent, n, dead_after)
+
+
+def test_what_no_program_can_hold_is_left_to_others() -> None:
+    few = silences(9, 3, 1)
+    assert triton_dead_latents.fits(few, DEAD_AFTER)
+    assert not triton_dead_latents.fits(few, 2**31)
+    assert not triton_dead_latents.fits(few[:0], DEAD_AFTER)
+    assert not triton_dead_latents.fits(few.repeat(4096), DEAD_AFTER)
+    assert dead_latents.longest_silent(few, numbers(9), DEAD_AFTER, 2, torch.float64) is None
+    assert dead_latents.longest_silent(few, numbers(9), 2**31, 2, torch.float32) is None
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_rows_are_copied_in_the_type_of_products(widths: tuple[int, int], dtype: torch.dtype, has_copy: bool) -> None:
+    W_enc, W_dec = nn.Parameter(numbers(9, widths[0]).T), nn.Parameter(numbers(9, widths[1], seed=1))
+    if has_copy:
+        narrow_copy.keep(W_enc)
+        narrow_copy.keep(W_dec)
+    latents = torch.tensor([8, 0, 3, 5], device=DEVICE)
+    reads, writes = dead_latents.rows(W_enc, W_dec, latents, dtype)
+    tolerance = {"rtol": 0 if has_copy else torch.finfo(dtype).eps, "atol": 0}
+    torch.testing.assert_close(reads, W_enc.detach().T[latents].to(dtype), **tolerance)
+    torch.testing.assert_close(writes, W_dec.detach()[latents].to(dtype), **tolerance)
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (37, 5), (5, 1500), (1024, 1025)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("learns_bias", [True, False])
+def test_gradients_are_added_to_those_of_some_latents_and_torch_is_told(
+    widths: tuple[int, int], dtype: torch.dtype, learns_bias: bool
+) -> None:
+    wholes = Weights(numbers(9, widths[0]), numbers(9, seed=1), numbers(9, widths[1], seed=2))
+    parts = Weights(*(one[:4].to(dtype) * 3 for one in wholes))
+    latents = torch.tensor([8, 0, 3, 5], device=DEVICE)
+    bias, centred = numbers(widths[0], seed=3), numbers(widths[0], seed=4).to(dtype)
+    expected = [whole.index_add(0, latents, part.float()) for whole, part in zip(wholes, parts, strict=True)]
+    expected_bias, versions = bias - centred.float(), [one._version for one in (*wholes, bias)]
+    dead_latents.add(wholes, latents, parts, *((bias, centred) if learns_bias else ()))
+    for found, whole in zip(wholes, expected, strict=True):
+        torch.testing.assert_close(found, whole)
+    assert [one._version for one in wholes] == [version + 1 for version in versions[:3]]
+    if learns_bias:
+        torch.testing.assert_close(bias, expected_bias)
+        assert bias._version == versions[3] + 1
+
+
+@pytest.mark.parametrize("n_dead", [3, 20])
+@pytest.mark.parametrize("sae", [{}, {"architecture": "batch_topk", "skip": True}], ids=str)
+def test_an_sae_learns_the_same_by_kernels(
+    sae: dict[str, object], n_dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (losses, silence, sparse, top_k):
+        monkeypatch.setattr(module, "_working_triton", lambda *_: None)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+    d_out = 12 if sae else None
+    with_kernels, without = learner(sae, d_out, n_dead), learner(sae, d_out, n_dead)
+    used: list[str] = []
+    for number in range(3):
+        x, y = numbers(24, 20, seed=number), numbers(24, 12, seed=-number - 1)
+        for one, by in ((with_kernels, Counted(used)), (without, None)):
+            monkeypatch.setattr(dead_latents, "_working_triton", lambda *_, by=by: by)
+            one.begin_step(number)
+            # In two parts: what a pass leaves is added before the next.
+            for part in (slice(14), slice(14, None)):
+                one.accumulate(x[part], x[part] if d_out is None else y[part])
+            one.update()
+    expected = dict(without.state.tensors())
+    for name, value in with_kernels.state.tensors():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+    values, expected_values = (one.values(one.sums()) for one in (with_kernels, without))
+    assert values == pytest.approx(expected_values, rel=1e-4)
+    assert values["auxk"] > 0
+    assert used.count("longest_silent") == used.count("rows") == used.count("add") == 6
+
+
+class Counted:
+    """The kernels, which note what is asked of them."""
+
+    def __init__(self, used: list[str]) -> None:
+        self._used = used
+
+    def __getattr__(self, name: str) -> object:
+        self._used.append(name)
+        return getattr(triton_dead_latents, name)
+
+
+def learner(sae: dict[str, object], d_out: int | None, n_dead: int) -> Learner:
+    """Return one of whose latents so many are dead, of which at most 8 are candidates."""
+    settings = {"architecture": "topk", "d_sae": 48, "k": 3, "k_aux": 4} | sae
+    one = Learner(job_of(settings, {"batch_size": 24, "precision": "fp32"}), 20, d_out, Parallel(DEVICE))
+    one.initialise(numbers(90, 20, seed=7), numbers(90, d_out or 20, seed=8 if d_out else 7))
+    one.sae.b_enc.data[:n_dead] = -0.5
+    one.sae.n_tokens_since_fired[:n_dead] = 10**7 + torch.arange(n_dead, device=DEVICE) % 5
+    one.sae.note_silence(one.sae.n_tokens_since_fired)
+    return one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_kernels_pass_their_own_trial(dtype: torch.dtype) -> None:
+    triton_dead_latents.try_out(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("name", ["longest_silent", "rows", "add"])
+def test_a_trial_with_wrong_results_is_told(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right: ModuleType = getattr(triton_dead_latents, name)
+
+    def wrong(*given: object) -> object:
+        found = right(*given)
+        if name == "add":
+            given[0][1][4] += 1  # type: ignore[index]
+        else:
+            found[0][0] += 1
+        return found
+
+    monkeypatch.setattr(triton_dead_latents, name, wrong)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_dead_latents.try_out(DEVICE, torch.float32)

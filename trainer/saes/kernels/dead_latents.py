@@ -1,0 +1,81 @@
+"""What AuxK needs of latents that are dead: which they are, their weights, and a place for their gradients.
+
+A GPU has a kernel for each.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.runtime.narrow_copy import kept_or_own
+from trainer.runtime.triton_kernels import working_kernels
+
+
+class Silent(NamedTuple):
+    """Some latents [n] by number, each named once; what is added to their pre-activations [n]: b_enc, or −∞ of those
+    that are not dead; and whether any is, 0-dim bool."""
+
+    latents: Tensor
+    bias: Tensor
+    is_any_dead: Tensor
+
+
+class Weights(NamedTuple):
+    """Weights of n latents, or their gradients: W_enc [n, d_in] and W_dec [n, d_out] as rows, and b_enc [n]."""
+
+    W_enc: Tensor
+    b_enc: Tensor
+    W_dec: Tensor
+
+
+def longest_silent(silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype) -> Silent | None:
+    """Return the n latents that are dead and have been silent for longest, in the order of their numbers.
+
+    Of those that were silent equally long the lower numbers are first, as are all that were for 2^31 tokens. If fewer
+    are dead, living ones take their places. The bias has the type of products, `dtype`. None: no kernel can.
+    """
+    if (triton := triton_for(silence, dtype)) and triton.fits(silence, dead_after):
+        return Silent(*triton.longest_silent(silence, b_enc, dead_after, n, dtype))
+    return None
+
+
+def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows of some latents [n]: [n, d_in] of W_enc [d_in, d_sae], and [n, d_out] of W_dec [d_sae, d_out].
+
+    They have the type of products, `dtype`: where that is narrower they come from the copy that products read.
+    """
+    whole_enc, whole_dec = kept_or_own(W_enc, dtype).T, kept_or_own(W_dec, dtype)
+    if (triton := triton_for(latents, dtype)) and whole_enc.is_contiguous() and whole_dec.is_contiguous():
+        copied: tuple[Tensor, Tensor] = triton.rows(whole_enc.detach(), whole_dec.detach(), latents, dtype)
+        return copied
+    return whole_enc.index_select(0, latents).to(dtype), whole_dec.index_select(0, latents).to(dtype)
+
+
+def add(
+    wholes: Weights, latents: Tensor, parts: Weights, input_bias: Tensor | None = None, centred: Tensor | None = None
+) -> None:
+    """Add gradients of some latents [n], named once each, to those of all [d_sae], in place; they may be narrower.
+
+    From a gradient of the input bias [d_in] take that of `centred` summed over tokens [d_in].
+    """
+    are_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in wholes)
+    if are_plain and len(latents) and (triton := triton_for(latents, parts.W_enc.dtype)):
+        triton.add(wholes, latents, parts, input_bias, centred)
+        return
+    for whole, part in zip(wholes, parts, strict=True):
+        whole.index_add_(0, latents, part.to(whole.dtype))
+    if input_bias is not None and centred is not None:
+        input_bias -= centred
+
+
+def triton_for(latents: Tensor, dtype: torch.dtype) -> ModuleType | None:
+    """Return the Triton kernels where they work for weights of this type, on a GPU; else None."""
+    return _working_triton(latents.device, dtype) if latents.is_cuda and dtype != torch.float64 else None
+
+
+def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    return working_kernels("trainer.saes.kernels.triton_dead_latents", "weights of dead latents", device, dtype)

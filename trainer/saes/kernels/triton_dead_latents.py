@@ -1,0 +1,189 @@
+"""AuxK's candidates on a GPU, their weights and their gradients: a launch each where torch has three to eighteen.
+
+In a step of 1 ms each launch that does little is 2.5 µs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainer.saes.kernels.triton_top_k import BY_HALVES, choose, search
+
+# The most latents whose silence a program holds, and how many of those a thread has: with 32 in each of twice as many
+# threads registers were spilled on most cards.
+MOST_LATENTS, PER_THREAD = 2**15, 64
+# Latents whose places a program finds, and columns of a row that it moves.
+PART, COLUMNS = 1024, 1024
+# What is silent for longer is so for as long as this: numbers of 32 bits take half the registers.
+LONGEST_SILENCE = tl.constexpr(2**31 - 1)
+
+
+def fits(silence: Tensor, dead_after: int) -> bool:
+    """Tell whether a program can hold the silence of all latents."""
+    return 0 < len(silence) <= MOST_LATENTS and 0 <= dead_after < LONGEST_SILENCE.value
+
+
+def longest_silent(
+    silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `dead_latents.longest_silent` does."""
+    n_latents = len(silence)
+    latents, bias = silence.new_empty(n), b_enc.new_empty(n, dtype=dtype)
+    is_any = torch.empty((), dtype=torch.bool, device=silence.device)
+    held: int = triton.next_power_of_2(n_latents)
+    warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
+    # Triton launches on the current device, which need not be the tensors'.
+    with torch.cuda.device_of(silence):
+        _find_longest_silent[triton.cdiv(n_latents, part),](
+            latents, bias, is_any, silence, b_enc.detach(), dead_after, n_latents, n,
+            HELD=held, TILE=min(256 * warps, held), PART=part, num_warps=warps,
+        )  # fmt: skip
+    return latents, bias, is_any
+
+
+def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the rows of some latents [n] of W_enc [d_sae, d_in] and W_dec [d_sae, d_out], in `dtype`."""
+    n, n_read, n_written = len(latents), W_enc.shape[1], W_dec.shape[1]
+    reads, writes = (W_enc.new_empty(n, width, dtype=dtype) for width in (n_read, n_written))
+    with torch.cuda.device_of(W_enc):
+        grid, columns = _grid(n, n_read, n_written)
+        _copy_rows[grid](reads, writes, W_enc, W_dec, latents, n_read, n_written, COLUMNS=columns, num_warps=4)
+    return reads, writes
+
+
+def add(
+    wholes: tuple[Tensor, Tensor, Tensor], latents: Tensor, parts: tuple[Tensor, Tensor, Tensor],
+    input_bias: Tensor | None, centred: Tensor | None,
+) -> None:  # fmt: skip
+    """Do what `dead_latents.add` does; whole matrices are contiguous."""
+    whole_enc, whole_bias, whole_dec = wholes
+    W_enc, b_enc, W_dec = (one.contiguous() for one in parts)
+    n_read, n_written = W_enc.shape[1], W_dec.shape[1]
+    with torch.cuda.device_of(whole_enc):
+        grid, columns = _grid(len(latents), n_read, n_written)
+        _add_rows[grid](
+            whole_enc, whole_bias, whole_dec, input_bias, latents, W_enc, b_enc, W_dec, centred, n_read, n_written,
+            COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    for one in (*wholes, input_bias):
+        if one is not None:
+            # As torch does of what it changes itself.
+            torch.autograd.graph.increment_version(one)
+
+
+def _grid(n: int, *widths: int) -> tuple[tuple[int, int], int]:
+    columns = max(16, min(triton.next_power_of_2(max(widths)), COLUMNS))
+    return (n, triton.cdiv(max(widths), columns)), columns
+
+
+def try_out(device: torch.device, dtype: torch.dtype) -> None:
+    """Run every kernel once with rows of this type.
+
+    Raise what Triton raises where it cannot, and `RuntimeError` where results are wrong.
+    """
+    silence = torch.arange(1200, device=device) % 100
+    b_enc = torch.arange(1200, device=device).float() % 64
+    # 24 are silent for 98 or 99; then 12 for 99 and the first 8 for 98.
+    few, many = (longest_silent(silence, b_enc, 98, n, dtype) for n in (30, 20))
+    numbers = torch.arange(1200, device=device)
+    expected = numbers[silence >= 98], torch.cat([numbers[silence == 98][:8], numbers[silence == 99]]).sort().values
+    are_right = (few[0][few[1] > -torch.inf] == expected[0]).all() & (many[0] == expected[1]).all()
+    are_right &= (many[1] == b_enc[expected[1]]).all() & few[2] & ~longest_silent(silence, b_enc, 100, 3, dtype)[2]
+    W_enc, W_dec = b_enc[:90].view(6, 15), b_enc[:192].view(6, 32)
+    latents = torch.tensor([4, 1], device=device)
+    reads, writes = rows(W_enc, W_dec, latents, dtype)
+    are_right &= (reads == W_enc[latents]).all() & (writes == W_dec[latents]).all()
+    wholes, bias = (W_enc.clone(), b_enc[:6].clone(), W_dec.clone()), torch.zeros(15, device=device)
+    add(wholes, latents, (reads, few[1][:0].new_ones(2), writes), bias, reads[0])
+    twice = torch.ones(6, 1, device=device).index_fill(0, latents, 2)
+    are_right &= (wholes[0] == twice * W_enc).all() & (wholes[2] == twice * W_dec).all() & (bias == -W_enc[4]).all()
+    if not are_right or wholes[1].tolist() != [0, 2, 2, 3, 5, 5]:
+        raise RuntimeError("the kernels give wrong results")
+
+
+@triton.jit
+def _find_longest_silent(
+    out_latents, out_bias, out_is_any, silence, b_enc, dead_after, n_latents, n,
+    HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Find which latents of a part are candidates, and how many are before it.
+
+    Each program looks at all latents by itself: none waits for another, and all take the time of one.
+    """
+    first = tl.program_id(0) * PART
+    dead, dead_before = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
+    for begin in range(0, n_latents, TILE):
+        latents = begin + tl.arange(0, TILE)
+        is_dead = tl.load(silence + latents, mask=latents < n_latents, other=-1) >= dead_after
+        dead += is_dead.to(tl.int32)
+        dead_before += (is_dead & (latents < first)).to(tl.int32)
+    n_dead, n_above_before = tl.sum(dead, axis=0), tl.sum(dead_before, axis=0)
+    # If no more are dead than are wanted, the first of the living, which are equal, take the places that are left over.
+    bound, n_above, n_equal_before = -1, n_dead, first - n_above_before
+    if n_dead > n:
+        silent_for = _silence_of_dead(silence, tl.arange(0, HELD), n_latents, dead_after)
+        bound, n_above = search(silent_for, n, 0, tl.max(silent_for, axis=0), BY_HALVES, 32)
+        above, equal = tl.zeros([TILE], dtype=tl.int32), tl.zeros([TILE], dtype=tl.int32)
+        for begin in range(0, first, TILE):
+            # Read once more: all of them and these counts took more registers than sm_120 has.
+            earlier = _silence_of_dead(silence, begin + tl.arange(0, TILE), first, dead_after)
+            above += (earlier > bound).to(tl.int32)
+            equal += (earlier == bound).to(tl.int32)
+        n_above_before, n_equal_before = tl.sum(above, axis=0), tl.sum(equal, axis=0)
+    n_equal = n - n_above
+    own = first + tl.arange(0, PART)
+    of_own = _silence_of_dead(silence, own, n_latents, dead_after)
+    chosen, nth = choose(of_own, tl.maximum(n_equal - n_equal_before, 0), bound, 0)
+    places = n_above_before + tl.minimum(n_equal_before, n_equal) + nth - 1
+    tl.store(out_latents + places, own.to(tl.int64), mask=chosen)
+    bias = tl.load(b_enc + own, mask=chosen & (of_own >= 0), other=-float("inf"))
+    tl.store(out_bias + places, bias.to(out_bias.dtype.element_ty), mask=chosen)
+    if first == 0:
+        tl.store(out_is_any, n_dead > 0)
+
+
+@triton.jit
+def _silence_of_dead(silence, latents, n_latents, dead_after):
+    """Return for how many tokens some latents were silent, in 32 bits; -1 of those that live or are not there."""
+    words, inside = silence.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
+    low, high = tl.load(words, mask=inside, other=-1), tl.load(words + 1, mask=inside, other=0)
+    silent_for = tl.where((high > 0) | (low < -1), LONGEST_SILENCE, low)
+    return tl.where(silent_for >= dead_after, silent_for, -1)
+
+
+@triton.jit
+def _copy_rows(out_reads, out_writes, W_enc, W_dec, some_rows, n_read, n_written, COLUMNS: tl.constexpr):
+    """Copy some columns of one latent's rows."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.load(some_rows + row)
+    read = tl.load(W_enc + latent * n_read + columns, mask=columns < n_read, other=0)
+    written = tl.load(W_dec + latent * n_written + columns, mask=columns < n_written, other=0)
+    tl.store(out_reads + row * n_read + columns, read.to(out_reads.dtype.element_ty), mask=columns < n_read)
+    tl.store(out_writes + row * n_written + columns, written.to(out_writes.dtype.element_ty), mask=columns < n_written)
+
+
+@triton.jit
+def _add_rows(
+    inout_W_enc, inout_b_enc, inout_W_dec, inout_input_bias, some_rows, W_enc, b_enc, W_dec, centred, n_read, n_written,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add some columns of one latent's gradients; with the first column its bias, with the first latent the input's."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    latent = tl.load(some_rows + row)
+    _add(inout_W_enc + latent * n_read + columns, W_enc + row * n_read + columns, columns < n_read)
+    _add(inout_W_dec + latent * n_written + columns, W_dec + row * n_written + columns, columns < n_written)
+    if tl.program_id(1) == 0:
+        tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
+    if centred is not None and row == 0:
+        places, inside = inout_input_bias + columns, columns < n_read
+        taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
+        tl.store(places, tl.load(places, mask=inside, other=0) - taken, mask=inside)
+
+
+@triton.jit
+def _add(places, added, inside):
+    here = tl.load(places, mask=inside, other=0)
+    tl.store(places, here + tl.load(added, mask=inside, other=0).to(tl.float32), mask=inside)
