@@ -51,10 +51,6 @@ class Kernels:
         """Add in place."""
 
     @staticmethod
-    def holds_rows(dense: Tensor) -> bool:
-        return True
-
-    @staticmethod
     def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
         return rows.new_empty(len(indices), dtype=torch.float32)
 

@@ -28,7 +28,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 
 
 @pytest.mark.parametrize(("capability", "element"), [(80, "fp32"), (90, "bf16")])
-@pytest.mark.parametrize("name", ["_sum_bags", "_sum_by_latent", "_multiply_rows", "_add_rows"])
+@pytest.mark.parametrize("name", ["_sum_bags", "_sum_by_latent", "_join_measures", "_multiply_rows", "_add_rows"])
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,8 +39,9 @@ def test_every_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
-    outputs = {"out", "inout_whole", "out_products", "out_totals", "out_squares", "out_dots"}
-    types |= dict.fromkeys((outputs | {"values", "unit_rows", "offset"}) & types.keys(), "*fp32")
+    outputs = {"out", "inout_whole", "out_products", "out_totals", "out_squares", "out_dots", "out_lengths"}
+    wide = {"values", "unit_rows", "offset", "squares", "dots", "lengths"}
+    types |= dict.fromkeys((outputs | wide) & types.keys(), "*fp32")
     types |= dict.fromkeys(
         {"indices", "tokens", "order", "starts", "latents", "some_rows", "n_filled"} & types.keys(), "*i64"
     )
@@ -48,6 +49,8 @@ def test_every_kernel_compiles_for_a_gpu(
     options: dict[str, Any] = kernels._tile(32, 768, 4096)
     if name == "_add_rows":
         options = {"COLUMNS": 1024, "num_warps": 4}
+    if name == "_join_measures":
+        options = {"LATENTS": kernels.JOINED, "num_warps": 4}
     if name == "_sum_by_latent":
         options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"))
     constants = {key: options.pop(key) for key in [key for key in options if key.isupper()]}
