@@ -21,8 +21,8 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 # Rows and columns of a program that adds two matrices, 16 numbers a thread.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# Columns of a program of one warp, bytes that it gathers of each at a time (fp32 of 8 entries would spill on sm_70), and
-# how many such programs fill a GPU: each takes as many tokens as leave so many, since it writes as many sums as of one.
+# Columns of a program of one warp, bytes that it gathers of each at a time, and how many such programs fill a GPU: each
+# takes as many tokens as leave so many, since it writes as many sums as of one.
 _GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
@@ -142,7 +142,7 @@ def try_out(device: torch.device) -> None:
     assert sums.centred is not None, "the kernel sums both"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
-    are_right += _are_right_of_bags(y)
+    are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
     square, narrow = add_and_square(y.half(), y)

@@ -138,10 +138,17 @@ def all_of(found: triton_errors.Nested) -> tuple[Tensor, ...]:
     return found.errors, found.x_hat, found.inner, *numbers_of(found.sums)
 
 
-@pytest.mark.parametrize("counts", [UNEVEN, [[4], [0], [11]], [[0, 0]] * 3, [[1, 0], [0, 40]] * 9], ids=str)
-@pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
 @pytest.mark.parametrize(
-    ("d_out", "dtype"), [(1, torch.float32), (37, torch.float16), (300, torch.bfloat16), (256, torch.float32)], ids=str
+    ("counts", "n_beside", "d_out", "dtype"),
+    [
+        (UNEVEN, 0, 300, torch.bfloat16),
+        (UNEVEN, 3, 37, torch.float16),
+        (UNEVEN, 0, 256, torch.float32),
+        ([[4], [0], [11]], 3, 130, torch.bfloat16),
+        ([[0, 0]] * 3, 0, 40, torch.float32),
+        ([[1, 0], [0, 40]] * 4, 0, 1, torch.float16),
+    ],
+    ids=["uneven", "some do not count", "fp32", "one level", "no entry", "one column"],
 )
 def test_entries_summed_level_by_level_miss_what_float64_says(
     counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
