@@ -246,7 +246,6 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_largest_of_rows": _selecting_kernel,
     "_keep_strongest": _selecting_kernel,
     "_count_digits": _sharing_kernel,
-    "_count_chosen": _sharing_kernel,
     "_write_chosen": _sharing_kernel,
 }
 _BY_COST: dict[Callable[[Op], Cost], str] = {
