@@ -284,8 +284,25 @@ def test_an_sae_learns_and_reports_the_same_by_kernels(
     assert values.get("auxk", 1) > 0
 
 
-def learner(architecture: str) -> Learner:
-    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": "fp32"})
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+def test_the_gradients_of_levels_in_16_bits_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+    monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    x, gradients = numbers(24, 20, seed=0), []
+    for errors, products in ((triton_errors, triton_sparse), (None, None)):
+        monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
+        monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=products: kernels)
+        one = learner("matryoshka_batch_topk", "bf16")
+        one.accumulate(x, x)
+        gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
+    for name, expected in gradients[1].items():
+        # As far as 16 bits are rounded, in another order.
+        assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
+
+
+def learner(architecture: str, precision: str = "fp32") -> Learner:
+    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": precision})
     one = Learner(job, 20, None, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
     # AuxK takes part.
