@@ -263,7 +263,6 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_keep_strongest": _selecting_kernel,
     "_count": _counting_kernel,
     "_count_digits": _sharing_kernel,
-    "_count_chosen": _sharing_kernel,
     "_write_chosen": _sharing_kernel,
     "_find_longest_silent": _candidates_kernel,
 }

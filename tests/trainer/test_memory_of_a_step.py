@@ -64,10 +64,6 @@ class Kernels:
         return rows.new_empty(rows.shape[1], dtype=torch.float32)
 
     @staticmethod
-    def holds_rows(dense: Tensor) -> bool:
-        return True
-
-    @staticmethod
     def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor, filled: Any) -> Tensor:
         return rows.new_empty(len(indices), dtype=torch.float32)
 

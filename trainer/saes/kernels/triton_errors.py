@@ -21,9 +21,9 @@ from trainer.saes.sparse_acts import Filled, Places, SparseActs
 _TILE = {"OF_PROGRAM": 32, "COLUMNS": 256, "num_warps": 2}
 # Rows and columns of a program that adds two matrices, 16 numbers a thread.
 _ADDED = {"ROWS": 16, "COLUMNS": 256}
-# Entries and columns that a program gathers at a time, 32 numbers for each thread of its one warp; and how many such
-# programs fill a GPU. Each takes as many tokens as leave so many, since it writes as many sums as of one.
-_GATHERED, _FULL = {"ENTRIES": 8, "COLUMNS": 128, "num_warps": 1}, 8192
+# Columns of a program of one warp, bytes that it gathers of each at a time, and how many such programs fill a GPU: each
+# takes as many tokens as leave so many, since it writes as many sums as of one.
+_GATHERED, _AT_ONCE, _FULL = 128, 16, 8192
 
 
 class OfBags(NamedTuple):
@@ -97,7 +97,7 @@ def _fill_of_bags(
 ) -> tuple[Sums, Tensor]:
     """Fill `errors` [n_tokens, n_levels, d_out], those of all levels `narrow` and x_hat; return all that is summed."""
     (n_tokens, n_columns), n_levels, places = y.shape, errors.shape[1], acts.places
-    n_blocks = triton.cdiv(n_columns, _GATHERED["COLUMNS"])
+    n_blocks = triton.cdiv(n_columns, _GATHERED)
     of_program = max(n_tokens * n_blocks // _FULL, 1)
     grid = triton.cdiv(n_tokens, of_program), n_blocks
     totals, squares = y.new_empty(grid[0], 2, n_columns), y.new_empty(3, *grid)
@@ -105,9 +105,10 @@ def _fill_of_bags(
     tensors = errors, x_hat, narrow, totals, squares, y.contiguous(), y_mean, offset.contiguous(), *entries
     n_filled = None if places.filled is None else places.filled.n
     sizes = len(acts.values), n_tokens, n_levels, n_columns, of_program
+    shape = {"ENTRIES": _AT_ONCE // rows.itemsize, "COLUMNS": _GATHERED, "num_warps": 1, "enable_fp_fusion": True}
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(y):
-        _nest_bags[grid](*tensors, n_filled, *sizes, **_GATHERED, enable_fp_fusion=True)
+        _nest_bags[grid](*tensors, n_filled, *sizes, **shape)
     error, centred, inner = squares.sum(dim=(1, 2))
     of_errors, of_targets = totals.sum(dim=0)
     return Sums(Moments(error, of_errors), Moments(centred, of_targets)), inner
@@ -176,7 +177,7 @@ def try_out(device: torch.device) -> None:
     assert sums.centred is not None, "the kernel sums both"
     are_right = [(one == other).all() for one, other in zip((*sums.error, *sums.centred), expected, strict=True)]
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
-    are_right += _are_right_of_bags(y)
+    are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
     square, twice = add_and_square(y.half(), y)
@@ -269,6 +270,9 @@ def _nest_bags(
         target = tl.load(y + token * n_columns + columns, mask=inside, other=0)
         error = tl.load(offset + columns, mask=inside, other=0) - target
         for level in range(n_levels):
+            # Here, of the level before: at the end sm_70 spilled.
+            if level > 0:
+                inner += error * error
             first, after = last, (first_token + token) * n_levels + level + 1
             last = tl.load(starts + after, mask=after < n_bags, other=end).to(tl.int32)
             for begin in range(first, last, ENTRIES):
@@ -276,8 +280,6 @@ def _nest_bags(
                 value = tl.load(values + entries, mask=entries < last, other=0).to(tl.float32)
                 error += tl.sum(value[:, None] * gather(rows, indices, entries, last, columns, n_columns), axis=0)
             tl.store(out_errors + (token * n_levels + level) * n_columns + columns, error, mask=inside)
-            if level < n_levels - 1:
-                inner += error * error
         tl.store(out_x_hat + token * n_columns + columns, target + error, mask=inside)
         if out_narrow is not None:
             place = out_narrow + before + token * n_columns + columns

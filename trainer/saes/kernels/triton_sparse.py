@@ -22,6 +22,8 @@ LONGEST = 256
 # Rows that a program weighs, those and the columns that it holds at a time: 32 numbers a thread. In parts of 256 rows,
 # one after the other, an H200 took 0.13 ms for 65,536 rows of 2,304, whose bytes take 0.08.
 _WEIGHED = {"OF_PROGRAM": 64, "ROWS": 16, "COLUMNS": 256, "num_warps": 4}
+# Latents of which a program joins the measures of parts.
+JOINED = 256
 # Activations whose sum is taken at a time.
 OF_TOTAL = tl.constexpr(32)
 # Numbers a program holds at a time, 32 for each of its threads.
@@ -60,11 +62,15 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, fill
 
 class Measured(NamedTuple):
     """Where the measures of each latent's sum go, fp32 [d_sae]: its squared length, or with `unit_rows` [d_sae, d] that
-    of the part across its row, and the product with it."""
+    of the part across its row, and the product with it.
 
-    out_squares: Tensor | None
+    Of parts of rows they are [n_parts, d_sae], as of rows of their own; those have the `out_lengths` that are told.
+    """
+
+    out_squares: Tensor
     out_dots: Tensor | None = None
     unit_rows: Tensor | None = None
+    out_lengths: Tensor | None = None
 
 
 class Summed(NamedTuple):
@@ -93,8 +99,7 @@ def sum_by_latent(
     Without `rows` also return the sum of each latent's activations. With `rows` [d_sae, d] also return the product of
     each entry's row of `dense` and its latent's row: what is gathered serves both. The order of these sums is fixed.
     With `splits` a latent's entries beyond its first `LONGEST` are added to its row atomically, in any order. Entries
-    that are not `filled` are no latent's and get 0. Where programs have whole rows (`holds_rows`), the sums may be
-    `measured`, all but those that are shared.
+    that are not `filled` are no latent's and get 0. The sums may be `measured`, all but those that are shared.
     """
     places, d_sae = acts.places, acts.d_sae
     (order, starts), filled = places.by_latent(d_sae), places.filled
@@ -119,23 +124,35 @@ def sum_by_latent(
     }
     longest = LONGEST if splits else n_entries
     sizes = {"n_entries": n_entries, "n_latents": d_sae, "n_columns": dense.shape[1], "longest": longest}
-    measuring = (measured or Measured(None))._asdict()
+    of_parts = measured if measured is None or n_parts == 1 else _of_parts(measured, n_parts)
+    unmeasured = dict.fromkeys(Measured._fields)
+    measuring = of_parts._asdict() if of_parts else unmeasured
     # Only these have entries in a window beyond their first `longest`.
     shared = places.latents_of_windows(d_sae, longest) if n_entries > longest else None
     if sums.numel():
         with torch.cuda.device_of(dense):
             _sum_by_latent[d_sae, n_parts](**tensors, **measuring, latents=None, **sizes, **shape)
             if shared is not None:
-                measuring = dict.fromkeys(measuring)
-                _sum_by_latent[len(shared), n_parts](**tensors, **measuring, latents=shared, **sizes, **shape)
+                _sum_by_latent[len(shared), n_parts](**tensors, **unmeasured, latents=shared, **sizes, **shape)
+            if measured and of_parts and n_parts > 1:
+                _join(of_parts, measured)
     if products is not None:
         products = products[0] if n_parts == 1 else products.sum(dim=0)
     return Summed(sums, products, totals, shared)
 
 
-def holds_rows(dense: Tensor) -> bool:
-    """Tell whether one program of `sum_by_latent` has whole rows, so that it can measure them."""
-    return _parts(dense)[0] == 1
+def _of_parts(measured: Measured, n_parts: int) -> Measured:
+    """Return room for the measures of parts of rows."""
+    squares, dots, lengths = measured.out_squares.new_empty(3, n_parts, len(measured.out_squares))
+    return Measured(squares) if measured.out_dots is None else Measured(squares, dots, measured.unit_rows, lengths)
+
+
+def _join(of_parts: Measured, measured: Measured) -> None:
+    """Write the measures of rows from those of their parts."""
+    squares, dots, _, lengths = of_parts
+    n_parts, n_latents = squares.shape
+    tensors = measured.out_squares, measured.out_dots, squares, dots, lengths
+    _join_measures[triton.cdiv(n_latents, JOINED),](*tensors, n_parts, n_latents, LATENTS=JOINED, num_warps=4)
 
 
 def _parts(dense: Tensor) -> tuple[int, int]:
@@ -202,15 +219,16 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     zeros = torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
     sums, products = bag_sums(values, zeros, starts, rows), row_products(rows, rows, zeros, starts)
-    is_weighed = (weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all()
-    are_right = (sums == n).all() & (products == 16).all() & is_weighed
-    if not are_right or not _sums_of_latents_are_right(device, dtype):
+    # As a whole, and in parts.
+    of_both = (n, 48), (1, WIDEST + VECTOR)
+    are_right = [_sums_of_latents_are_right(device, dtype, *of_one) for of_one in of_both]
+    are_right += [bool((weighted_sum(values, rows.expand(n, -1), -2.0) == -2 * n).all())]
+    if not (sums == n).all() or not (products == 16).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 
 
-def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Try both pieces of a row, an entry of no latent, a latent that several programs share, and measures."""
-    n, width = LONGEST + 1, 48
+def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype, n: int, width: int) -> bool:
+    """Try both pieces of a row, an entry of no latent, measures, and a latent of odd n entries, shared by programs."""
     entries = torch.arange(n + 2, device=device)
     latents, tokens, filled = (entries >= n).long(), entries % 2, Filled(torch.tensor(n + 1, device=device), n + 1)
     acts = SparseActs(torch.ones(n + 2, device=device), Places(latents, tokens, entries[:2], filled), 2)
@@ -228,7 +246,7 @@ def _sums_of_latents_are_right(device: torch.device, dtype: torch.dtype) -> bool
     assert totals is not None, "no rows were given"
     are_right &= (totals == torch.tensor([n, 1.0], device=device)).all()
     # Those of the first latent are to be measured once more.
-    return bool(are_right & (squares[1] < 1e-3) & ((dots[1] - 3 * width**0.5).abs() < 1e-3))
+    return bool(are_right & (squares[1] < 1e-3) & ((dots[1] / width**0.5 - 3).abs() < 1e-3))
 
 
 def _power_of_two(number: int, *, least: int, most: int) -> int:
@@ -267,8 +285,8 @@ def _sum_bags(
 
 @triton.jit
 def _sum_by_latent(
-    out, out_products, out_totals, out_squares, out_dots, values, tokens, order, starts, dense, rows, factor,
-    unit_rows, latents, n_filled, n_entries, n_latents, n_columns, longest, of_part,
+    out, out_products, out_totals, out_squares, out_dots, out_lengths, values, tokens, order, starts, dense,
+    rows, factor, unit_rows, latents, n_filled, n_entries, n_latents, n_columns, longest, of_part,
     NEAR: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
@@ -327,17 +345,48 @@ def _sum_by_latent(
     if FAR > 1:
         _put(out + row + far, far_total, far < right, latents is not None)
     if out_squares is not None:
+        measures = part * n_latents + latent
         if unit_rows is not None:
             # Not before the loop, which would hold twice the registers.
             near_row = _once(unit_rows + row + near, near < right)
             far_row = _once(unit_rows + row + far, far < right)
+            if out_lengths is not None:
+                length = tl.sqrt(tl.sum(near_row * near_row, axis=0) + tl.sum(far_row * far_row, axis=0))
+                tl.store(out_lengths + measures, length)
+                length = tl.where(length > 0, length, 1)
+                near_row /= length
+                far_row /= length
             dot = tl.sum(near_total * near_row, axis=0) + tl.sum(far_total * far_row, axis=0)
-            tl.store(out_dots + latent, dot)
+            tl.store(out_dots + measures, dot)
             # Taken out before it is squared: the difference of two squares would lose the digits of what is small.
             near_total -= dot * near_row
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
-        tl.store(out_squares + latent, square)
+        tl.store(out_squares + measures, square)
+
+
+@triton.jit
+def _join_measures(
+    out_squares, out_dots, squares, dots, lengths, n_parts, n_latents, LATENTS: tl.constexpr
+):  # fmt: skip
+    """Join measures of parts of some latents' rows."""
+    latents = tl.program_id(0) * LATENTS + tl.arange(0, LATENTS)
+    inside = latents < n_latents
+    square, whole = tl.zeros([LATENTS], dtype=tl.float32), tl.zeros([LATENTS], dtype=tl.float32)
+    if dots is not None:
+        for part in range(n_parts):
+            at = part * n_latents + latents
+            whole += tl.load(dots + at, mask=inside, other=0) * tl.load(lengths + at, mask=inside, other=0)
+        tl.store(out_dots + latents, whole, mask=inside)
+    for part in range(n_parts):
+        at = part * n_latents + latents
+        square += tl.load(squares + at, mask=inside, other=0)
+        if dots is not None:
+            # Beside what is across its own part of the row, a part is along it by more or less than all together are.
+            own = tl.load(dots + at, mask=inside, other=0)
+            beside = own - whole * tl.load(lengths + at, mask=inside, other=0)
+            square += beside * beside
+    tl.store(out_squares + latents, square, mask=inside)
 
 
 @triton.jit

@@ -138,10 +138,17 @@ def all_of(found: triton_errors.Nested) -> tuple[Tensor, ...]:
     return found.errors, found.x_hat, found.inner, *numbers_of(found.sums)
 
 
-@pytest.mark.parametrize("counts", [UNEVEN, [[4], [0], [11]], [[0, 0]] * 3, [[1, 0], [0, 40]] * 9], ids=str)
-@pytest.mark.parametrize("n_beside", [0, 3], ids=["all count", "some do not"])
 @pytest.mark.parametrize(
-    ("d_out", "dtype"), [(1, torch.float32), (37, torch.float16), (300, torch.bfloat16), (256, torch.float32)], ids=str
+    ("counts", "n_beside", "d_out", "dtype"),
+    [
+        (UNEVEN, 0, 300, torch.bfloat16),
+        (UNEVEN, 3, 37, torch.float16),
+        (UNEVEN, 0, 256, torch.float32),
+        ([[4], [0], [11]], 3, 130, torch.bfloat16),
+        ([[0, 0]] * 3, 0, 40, torch.float32),
+        ([[1, 0], [0, 40]] * 4, 0, 1, torch.float16),
+    ],
+    ids=["uneven", "some do not count", "fp32", "one level", "no entry", "one column"],
 )
 def test_entries_summed_level_by_level_miss_what_float64_says(
     counts: list[list[int]], n_beside: int, d_out: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -294,8 +301,25 @@ def test_an_sae_learns_and_reports_the_same_by_kernels(
     assert values.get("auxk", 1) > 0
 
 
-def learner(architecture: str) -> Learner:
-    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": "fp32"})
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a CPU that passes for a GPU")
+def test_the_gradients_of_levels_in_16_bits_are_those_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(row_adam, "_working_kernels", lambda device: None)
+    monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
+    x, gradients = numbers(24, 20, seed=0), []
+    for errors, products in ((triton_errors, triton_sparse), (None, None)):
+        monkeypatch.setattr(losses, "_working_triton", lambda device, kernels=errors: kernels)
+        monkeypatch.setattr(sparse, "_working_triton", lambda *_, kernels=products: kernels)
+        one = learner("matryoshka_batch_topk", "bf16")
+        one.accumulate(x, x)
+        gradients.append({name: weights.grad for name, weights in one.sae.named_parameters()})
+    for name, expected in gradients[1].items():
+        # As far as 16 bits are rounded, in another order.
+        assert (gradients[0][name] - expected).norm() < 0.01 * expected.norm(), name
+
+
+def learner(architecture: str, precision: str = "fp32") -> Learner:
+    job = job_of({"architecture": architecture, "d_sae": 48, "k": 3}, {"batch_size": 24, "precision": precision})
     one = Learner(job, 20, None, Parallel(DEVICE))
     one.initialise(numbers(90, 20, seed=7), numbers(90, 20, seed=7))
     # AuxK takes part.

@@ -28,7 +28,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 
 
 @pytest.mark.parametrize(("capability", "element"), [(80, "fp32"), (90, "bf16")])
-@pytest.mark.parametrize("name", ["_sum_bags", "_sum_by_latent", "_multiply_rows", "_weigh_rows"])
+@pytest.mark.parametrize("name", ["_sum_bags", "_sum_by_latent", "_join_measures", "_multiply_rows", "_weigh_rows"])
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -39,14 +39,17 @@ def test_every_kernel_compiles_for_a_gpu(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = getattr(kernels, name)
     types = dict.fromkeys(kernel.arg_names, "i32")
-    outputs = {"out", "out_products", "out_totals", "out_squares", "out_dots"}
-    types |= dict.fromkeys((outputs | {"values", "unit_rows", "factor"}) & types.keys(), "*fp32")
+    outputs = {"out", "out_products", "out_totals", "out_squares", "out_dots", "out_lengths"}
+    wide = {"values", "unit_rows", "factor", "squares", "dots", "lengths"}
+    types |= dict.fromkeys((outputs | wide) & types.keys(), "*fp32")
     types |= dict.fromkeys({"indices", "tokens", "order", "starts", "latents", "n_filled"} & types.keys(), "*i64")
     types |= dict.fromkeys({"rows", "dense"} & types.keys(), f"*{element}")
     options: dict[str, Any] = kernels._tile(32, 768, 4096)
     if name == "_weigh_rows":
         options = dict(kernels._WEIGHED)
         types |= {"weights": "*fp32", "factor": "fp32"}
+    if name == "_join_measures":
+        options = {"LATENTS": kernels.JOINED, "num_warps": 4}
     if name == "_sum_by_latent":
         options = kernels._pieces(torch.empty(4096, 768, dtype=torch.bfloat16, device="meta"))
     constants = {key: options.pop(key) for key in [key for key in options if key.isupper()]}

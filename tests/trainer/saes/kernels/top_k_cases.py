@@ -122,8 +122,14 @@ def test_the_largest_of_all_are_those_of_a_full_sort(
     assert torch.equal(flat[found].sort().values, flat.sort().values[-n:])
 
 
-def test_tiles_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("numbers", [None, [1.0, 2.0, 3.0], [-2.0, -0.0, 0.0]], ids=str)
+def test_tiles_of_any_size_give_the_same(numbers: list[float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     values = rows(16, 1024).round(decimals=1).bfloat16().to(DEVICE)
+    if numbers is not None:
+        # The bound is the second one, whose low bits are all 0 or, of -0.0, all 1; it is in all tiles but one.
+        places = torch.arange(16 * 1024, device=DEVICE).view(16, 1024)
+        values = torch.where(places % 150 == 7, numbers[2], torch.where(places // 64 == 3, numbers[0], numbers[1]))
+        values = values.bfloat16()
     expected_ones = triton_top_k.largest_of_all(values, 200)
     # More tiles than counts are added up at a time.
     monkeypatch.setattr(triton_top_k, "SHARED_TILE", 64)

@@ -161,6 +161,39 @@ def test_gradients_by_latent_are_those_of_dense_products(
     assert_both_are_right(case)
 
 
+@pytest.mark.parametrize("across", [1.0, 1e-4, 0.0])
+@pytest.mark.parametrize(("d", "widest"), [(48, 4096), (48, 32), (300, 32), (17, 16)], ids=str)
+def test_what_of_a_sum_is_across_its_row_keeps_its_digits_in_parts(
+    d: int, widest: int, across: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "WIDEST", widest)
+    d_sae = 9
+    case = make([1] * d_sae, d_sae, d, latents=torch.arange(d_sae))
+    directions = torch.randn(d_sae, d, device=DEVICE)
+    # One has nothing in the last part, and of one a part is along the row as much as the others are against it.
+    directions[3, -1:] = 0
+    unit_rows = torch.nn.functional.normalize(directions, dim=1)
+    along = unit_rows.clone()
+    along[5, : d // 2] *= -1
+    dense = along + across * case.dense
+    squares, dots = torch.full((2, d_sae), torch.nan, device=DEVICE)
+    measured = triton_sparse.Measured(squares, dots, unit_rows)
+    sums = triton_sparse.sum_by_latent(case.acts, dense, case.rows, splits=False, measured=measured).sums.double()
+    exact_dots = (sums * unit_rows).sum(dim=1)
+    exact = (sums - exact_dots[:, None] * unit_rows).square().sum(dim=1)
+    torch.testing.assert_close(dots.double(), exact_dots, rtol=1e-5, atol=1e-5)
+    # As a difference of squares what is a ten-thousandth of the sum would be off by 10 %.
+    torch.testing.assert_close(squares.double(), exact, rtol=1e-3, atol=1e-12)
+
+
+def test_parts_of_sums_without_rows_at_length_1_add_up_to_their_squares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_sparse, "WIDEST", 32)
+    case = make([3, 5, 1], 7, 80)
+    squares = torch.full((7,), torch.nan, device=DEVICE)
+    found = triton_sparse.sum_by_latent(case.acts, case.dense, splits=False, measured=triton_sparse.Measured(squares))
+    torch.testing.assert_close(squares, found.sums.square().sum(dim=1))
+
+
 @pytest.mark.parametrize("longest", [1, 4, 7, 64])
 def test_latents_of_any_number_of_tokens_are_shared_by_programs(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
