@@ -133,7 +133,7 @@ class ErrorKernels:
         return torch.empty_like(errors, dtype=dtype), errors.new_empty(errors.shape[-1])
 
     @staticmethod
-    def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return other.new_empty(()), torch.empty_like(part)
 
 

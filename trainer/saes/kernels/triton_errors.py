@@ -64,17 +64,17 @@ def nested_gradients(
     return out, sums.sum(dim=0)
 
 
-def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ(part + other)², 0-dim, and its gradient, 2 · (part + other) in the type of `part`: it may have 16 bits.
+def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the type of `part`, which may have 16 bits.
 
-    Twice a number has the same digits; else the factor of the gradient would be doubled, in a launch of its own.
+    The weight, 0-dim, is no part of what is to be the gradient, which would be rounded twice; 2 rounds nothing.
     """
     twice, n_values = torch.empty_like(part, memory_format=torch.contiguous_format), part.numel()
     n_programs = triton.cdiv(n_values, _SUMMED)
     squares = other.new_empty(n_programs)
     if n_programs:
         with torch.cuda.device_of(part):
-            tensors = twice, squares, part.contiguous(), other.contiguous()
+            tensors = twice, squares, part.contiguous(), other.contiguous(), weight
             _add_and_square[n_programs,](*tensors, n_values, TILE=_SUMMED, num_warps=8)
     return squares.sum(), twice
 
@@ -114,10 +114,10 @@ def try_out(device: torch.device) -> None:
     levels = nested(y[:, None].expand(-1, 2, -1), y[0], y, y[0])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
-    square, twice = add_and_square(y.half(), y)
+    square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
-    are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 4 * y.square().sum(), (twice == 4 * y).all()]
+    are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 8 * y.square().sum(), (twice == 4 * y).all()]
     if not (errors == 3 - 2 * y).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 
@@ -192,10 +192,10 @@ def _sum_gradients(
 
 
 @triton.jit
-def _add_and_square(out_twice, out_squares, part, other, n_values, TILE: tl.constexpr):
-    """Add some numbers of two tensors; write it twice as large, and sum its squares."""
+def _add_and_square(out_twice, out_squares, part, other, weight, n_values, TILE: tl.constexpr):
+    """Add some numbers of two tensors; write it twice as large, and sum its squares with their weight."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < n_values
     each = tl.load(part + places, mask=inside, other=0).to(tl.float32) + tl.load(other + places, mask=inside, other=0)
     tl.store(out_twice + places, (2 * each).to(out_twice.dtype.element_ty), mask=inside)
-    tl.store(out_squares + tl.program_id(0), tl.sum(each * each, axis=0))
+    tl.store(out_squares + tl.program_id(0), tl.sum(each * each, axis=0) * tl.load(weight))
