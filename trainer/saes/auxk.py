@@ -16,6 +16,7 @@ from trainer.saes.base import Sae
 from trainer.saes.kernels import dead_latents, top_k
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.silence import take_variance
 from trainer.saes.kernels.top_k_across_ranks import among_largest
 from trainer.saes.losses import auxk_error
 from trainer.saes.row_gradients import RowGradient
@@ -64,9 +65,7 @@ class AuxK(nn.Module):
         A step's own sum would need an exchange between ranks before its backward pass. b_dec keeps the residual's mean
         near 0, so that its mean square is its variance.
         """
-        n_tokens, error = sums[0], sums[1]
-        variance = (error / n_tokens).clamp_min(1e-12)
-        torch.where(n_tokens > 0, variance, self.residual_variance, out=self.residual_variance)
+        take_variance(self.residual_variance, sums)
 
     def _candidates(self, sae: Sae, dtype: torch.dtype) -> Candidates:
         """Find the dead latents silent for longest, at most 2·k_aux on all ranks together, with biases of this type.

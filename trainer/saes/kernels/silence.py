@@ -1,4 +1,4 @@
-"""The end of a step for what was counted in it: which latents were silent, and for how many tokens."""
+"""The end of a step for what was counted in it: which latents were silent, for how many tokens; and the errors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer.runtime.triton_kernels import working_kernels
+
+LEAST_VARIANCE = 1e-12
 
 
 @torch.no_grad()
@@ -26,6 +28,19 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     others = sums[n:].clone()
     sums.zero_()
     return others
+
+
+@torch.no_grad()
+def take_variance(variance: Tensor, sums: Tensor) -> None:
+    """Set a variance (0-dim) to the mean of a step's squared errors, `sums` being [n_tokens, Σ‖error‖², ...].
+
+    It stays above 0, and as it was if there were no tokens.
+    """
+    if variance.is_cuda and variance.dtype == torch.float32 and (triton := _working_triton(variance.device)):
+        triton.take_variance(variance, sums)
+        return
+    n_tokens, error = sums[0], sums[1]
+    torch.where(n_tokens > 0, (error / n_tokens).clamp_min(LEAST_VARIANCE), variance, out=variance)
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
