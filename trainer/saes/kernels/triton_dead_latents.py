@@ -178,8 +178,9 @@ def _add_rows(
     _add(inout_W_dec + latent * n_written + columns, W_dec + row * n_written + columns, columns < n_written)
     if tl.program_id(1) == 0:
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
-    if centred is not None and row == 0:
-        places, inside = inout_input_bias + columns, columns < n_read
+    if centred is not None:
+        # Triton 3.2 would compile what follows an "and" of the two, even without one.
+        places, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
         taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
         tl.store(places, tl.load(places, mask=inside, other=0) - taken, mask=inside)
 
