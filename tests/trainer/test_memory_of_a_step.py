@@ -75,9 +75,9 @@ class DeadLatentKernels:
 
     @staticmethod
     def longest_silent(
-        silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype
+        silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return silence.new_empty(n), b_enc.new_empty(n, dtype=dtype), silence.new_empty((), dtype=torch.bool)
+        return silence.new_empty(n), b_enc.new_empty(n, dtype=dtype), torch.empty_like(variance)
 
     @staticmethod
     def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -153,7 +153,7 @@ class ErrorKernels:
         return torch.empty_like(errors, dtype=dtype), errors.new_empty(errors.shape[-1])
 
     @staticmethod
-    def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return other.new_empty(()), torch.empty_like(part)
 
 

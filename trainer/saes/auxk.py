@@ -16,6 +16,7 @@ from trainer.saes.base import Sae
 from trainer.saes.kernels import dead_latents, top_k
 from trainer.saes.kernels.dead_latents import Weights
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.silence import take_variance
 from trainer.saes.kernels.top_k_across_ranks import among_largest
 from trainer.saes.losses import auxk_error
 from trainer.saes.row_gradients import RowGradient
@@ -25,12 +26,12 @@ class Candidates(NamedTuple):
     """Latents [n] of this rank, each named once, from which each token gets its `n_chosen` strongest of all ranks'.
 
     `bias` [n] is what is added to their pre-activations, in the type of products: −∞ of those that are not dead.
-    `is_any_dead` tells whether any rank has one that is, 0-dim bool.
+    What they miss has a `weight`, 0-dim: 1 / the variance of the residual, or 0 if no rank has one that is dead.
     """
 
     latents: Tensor
     bias: Tensor
-    is_any_dead: Tensor
+    weight: Tensor
     n_chosen: int
 
 
@@ -56,7 +57,7 @@ class AuxK(nn.Module):
         candidates = self._candidates(sae, centred.dtype)
         choose = partial(_strongest, k=candidates.n_chosen, group=sae.latents.group)
         explained = part_summed(_explained(sae, centred, candidates, choose), sae.latents.group)
-        return auxk_error(error, explained, candidates.is_any_dead / self.residual_variance)
+        return auxk_error(error, explained, candidates.weight)
 
     def learn_from(self, sums: Tensor) -> None:
         """Take in Σ‖y − x_hat‖² of this step, from which the next step's loss gets the residual's variance.
@@ -64,9 +65,7 @@ class AuxK(nn.Module):
         A step's own sum would need an exchange between ranks before its backward pass. b_dec keeps the residual's mean
         near 0, so that its mean square is its variance.
         """
-        n_tokens, error = sums[0], sums[1]
-        variance = (error / n_tokens).clamp_min(1e-12)
-        torch.where(n_tokens > 0, variance, self.residual_variance, out=self.residual_variance)
+        take_variance(self.residual_variance, sums)
 
     def _candidates(self, sae: Sae, dtype: torch.dtype) -> Candidates:
         """Find the dead latents silent for longest, at most 2·k_aux on all ranks together, with biases of this type.
@@ -76,8 +75,8 @@ class AuxK(nn.Module):
         """
         n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
         if sae.latents.group.size == 1:
-            found = dead_latents.longest_silent(sae.n_tokens_since_fired, sae.b_enc, sae.dead_after_tokens, n, dtype)
-            if found:
+            given = sae.n_tokens_since_fired, sae.b_enc, self.residual_variance
+            if found := dead_latents.longest_silent(*given, sae.dead_after_tokens, n, dtype):
                 return Candidates(*found, n_chosen)
         # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
         latents = _longest_silent(sae, min(n, sae.n_own))
@@ -93,7 +92,7 @@ class AuxK(nn.Module):
         bias = torch.where(is_candidate, sae.b_enc.detach().index_select(0, latents).to(dtype), -torch.inf)
         # They are in order.
         is_any = are_candidates[0] if sae.latents.group.size == 1 else are_candidates.any()
-        return Candidates(latents, bias, is_any, n_chosen)
+        return Candidates(latents, bias, is_any / self.residual_variance, n_chosen)
 
 
 def _longest_silent(sae: Sae, n: int) -> Tensor:

@@ -82,7 +82,7 @@ def auxk_error(error: Tensor, explained: Tensor, weight: Tensor) -> Tensor:
     triton = triton_for(error) if is_narrow else None
     if triton is None:
         return _sum(explained, error, 1)[0] * weight
-    square, twice = triton.add_and_square(explained.detach(), error)
+    square, twice = triton.add_and_square(explained.detach(), error, weight)
     return _Weighted.apply(explained, twice, square, weight)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -115,12 +115,12 @@ class _Square(torch.autograd.Function):
 
 
 class _Weighted(torch.autograd.Function):
-    """A weight times Σ‖error‖², which is known already, as is its gradient, 2 · error in the type of x."""
+    """weight · Σ‖error‖², which is known already, as is 2 · error in the type of x, whose error it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, twice: Tensor, square: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(twice, weight)
-        return square * weight
+        return square.view_as(square)
 
     @staticmethod
     @once_differentiable

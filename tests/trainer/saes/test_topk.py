@@ -139,7 +139,7 @@ def test_a_gpu_that_does_not_know_how_many_are_dead_learns_the_same(
         longest = sae.n_tokens_since_fired.topk(2 * self.k_aux).indices
         is_dead = sae.dead()[longest]
         bias = torch.where(is_dead, sae.b_enc.detach()[longest], -torch.inf)
-        return Candidates(longest, bias, is_dead.any(), self.k_aux)
+        return Candidates(longest, bias, is_dead.any() / self.residual_variance, self.k_aux)
 
     monkeypatch.setattr(AuxK, "_candidates", candidates)
     monkeypatch.setattr(Sae, "may_have_dead", lambda sae: True)

@@ -17,11 +17,11 @@ from trainer.runtime.triton_kernels import working_kernels
 
 class Silent(NamedTuple):
     """Some latents [n] by number, each named once; what is added to their pre-activations [n]: b_enc, or −∞ of those
-    that are not dead; and whether any is, 0-dim bool."""
+    that are not dead; and the weight of what they miss, 0-dim: 1 / variance, or 0 if none is dead."""
 
     latents: Tensor
     bias: Tensor
-    is_any_dead: Tensor
+    weight: Tensor
 
 
 class Weights(NamedTuple):
@@ -32,14 +32,16 @@ class Weights(NamedTuple):
     W_dec: Tensor
 
 
-def longest_silent(silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype) -> Silent | None:
+def longest_silent(
+    silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+) -> Silent | None:
     """Return the n latents that are dead and have been silent for longest, in the order of their numbers.
 
     Of those that were silent equally long the lower numbers are first, as are all that were for 2^31 tokens. If fewer
     are dead, living ones take their places. The bias has the type of products, `dtype`. None: no kernel can.
     """
     if (triton := triton_for(silence, dtype)) and triton.fits(silence, dead_after):
-        return Silent(*triton.longest_silent(silence, b_enc, dead_after, n, dtype))
+        return Silent(*triton.longest_silent(silence, b_enc, variance, dead_after, n, dtype))
     return None
 
 

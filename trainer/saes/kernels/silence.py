@@ -1,4 +1,4 @@
-"""What is counted in a step: which latents fire, and at its end for how many tokens the others were silent."""
+"""What is counted in a step: which latents fire; at its end for how many tokens the others were silent, and errors."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
     return fired
 
 
+LEAST_VARIANCE = 1e-12
+
+
 @torch.no_grad()
 def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     """Add a step's tokens (0-dim) to those for which each latent was silent [n], unless it fired; clear `sums` [n + m].
@@ -43,6 +46,19 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     others = sums[n:].clone()
     sums.zero_()
     return others
+
+
+@torch.no_grad()
+def take_variance(variance: Tensor, sums: Tensor) -> None:
+    """Set a variance (0-dim) to the mean of a step's squared errors, `sums` being [n_tokens, Σ‖error‖², ...].
+
+    It stays above 0, and as it was if there were no tokens.
+    """
+    if variance.is_cuda and variance.dtype == torch.float32 and (triton := _working_triton(variance.device)):
+        triton.take_variance(variance, sums)
+        return
+    n_tokens, error = sums[0], sums[1]
+    torch.where(n_tokens > 0, (error / n_tokens).clamp_min(LEAST_VARIANCE), variance, out=variance)
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:

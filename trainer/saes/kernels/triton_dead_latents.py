@@ -27,21 +27,21 @@ def fits(silence: Tensor, dead_after: int) -> bool:
 
 
 def longest_silent(
-    silence: Tensor, b_enc: Tensor, dead_after: int, n: int, dtype: torch.dtype
+    silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `dead_latents.longest_silent` does."""
     n_latents = len(silence)
     latents, bias = silence.new_empty(n), b_enc.new_empty(n, dtype=dtype)
-    is_any = torch.empty((), dtype=torch.bool, device=silence.device)
+    weight = torch.empty_like(variance)
     held: int = triton.next_power_of_2(n_latents)
     warps, part = max(held // (32 * PER_THREAD), 4), min(PART, held)
     # Triton launches on the current device, which need not be the tensors'.
     with torch.cuda.device_of(silence):
         _find_longest_silent[triton.cdiv(n_latents, part),](
-            latents, bias, is_any, silence, b_enc.detach(), dead_after, n_latents, n,
+            latents, bias, weight, silence, b_enc.detach(), variance, dead_after, n_latents, n,
             HELD=held, TILE=min(256 * warps, held), PART=part, num_warps=warps,
         )  # fmt: skip
-    return latents, bias, is_any
+    return latents, bias, weight
 
 
 def rows(W_enc: Tensor, W_dec: Tensor, latents: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,11 +87,12 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
     silence = torch.arange(1200, device=device) % 100
     b_enc = torch.arange(1200, device=device).float() % 64
     # 24 are silent for 98 or 99; then 12 for 99 and the first 8 for 98.
-    few, many = (longest_silent(silence, b_enc, 98, n, dtype) for n in (30, 20))
+    few, many = (longest_silent(silence, b_enc, b_enc[4], 98, n, dtype) for n in (30, 20))
     numbers = torch.arange(1200, device=device)
     expected = numbers[silence >= 98], torch.cat([numbers[silence == 98][:8], numbers[silence == 99]]).sort().values
     are_right = (few[0][few[1] > -torch.inf] == expected[0]).all() & (many[0] == expected[1]).all()
-    are_right &= (many[1] == b_enc[expected[1]]).all() & few[2] & ~longest_silent(silence, b_enc, 100, 3, dtype)[2]
+    are_right &= (many[1] == b_enc[expected[1]]).all() & (few[2] == 0.25)
+    are_right &= longest_silent(silence, b_enc, b_enc[4], 100, 3, dtype)[2] == 0
     W_enc, W_dec = b_enc[:90].view(6, 15), b_enc[:192].view(6, 32)
     latents = torch.tensor([4, 1], device=device)
     reads, writes = rows(W_enc, W_dec, latents, dtype)
@@ -106,7 +107,7 @@ def try_out(device: torch.device, dtype: torch.dtype) -> None:
 
 @triton.jit
 def _find_longest_silent(
-    out_latents, out_bias, out_is_any, silence, b_enc, dead_after, n_latents, n,
+    out_latents, out_bias, out_weight, silence, b_enc, variance, dead_after, n_latents, n,
     HELD: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """Find which latents of a part are candidates, and how many are before it.
@@ -142,7 +143,7 @@ def _find_longest_silent(
     bias = tl.load(b_enc + own, mask=chosen & (of_own >= 0), other=-float("inf"))
     tl.store(out_bias + places, bias.to(out_bias.dtype.element_ty), mask=chosen)
     if first == 0:
-        tl.store(out_is_any, n_dead > 0)
+        tl.store(out_weight, tl.where(n_dead > 0, 1 / tl.load(variance), 0))
 
 
 @triton.jit
@@ -177,8 +178,9 @@ def _add_rows(
     _add(inout_W_dec + latent * n_written + columns, W_dec + row * n_written + columns, columns < n_written)
     if tl.program_id(1) == 0:
         tl.store(inout_b_enc + latent, tl.load(inout_b_enc + latent) + tl.load(b_enc + row).to(tl.float32))
-    if centred is not None and row == 0:
-        places, inside = inout_input_bias + columns, columns < n_read
+    if centred is not None:
+        # Triton 3.2 would compile what follows an "and" of the two, even without one.
+        places, inside = inout_input_bias + columns, (columns < n_read) & (row == 0)
         taken = tl.load(centred + columns, mask=inside, other=0).to(tl.float32)
         tl.store(places, tl.load(places, mask=inside, other=0) - taken, mask=inside)
 

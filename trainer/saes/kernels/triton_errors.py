@@ -127,11 +127,11 @@ def nested_gradients(
     return out, sums.sum(dim=0)
 
 
-def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Σ(part + other)², 0-dim, and its gradient, 2 · (part + other) in the type of `part`: it may have 16 bits.
+def add_and_square(part: Tensor, other: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight · Σ(part + other)², 0-dim, and 2 · (part + other) in the type of `part`, which may have 16 bits.
 
-    Twice a number has the same digits; else the factor of the gradient would be doubled, in a launch of its own. Both
-    are [n_rows, n_columns]; rows of `other` need not follow each other, as those of one level's errors do not.
+    The weight, 0-dim, is no part of what is to be the gradient, which would be rounded twice; 2 rounds nothing. Both
+    matrices are [n_rows, n_columns]; rows of `other` need not follow each other, as those of one level's errors do not.
     """
     twice, (n_rows, n_columns) = torch.empty_like(part, memory_format=torch.contiguous_format), part.shape
     other = other if other.stride(1) == 1 else other.contiguous()
@@ -139,7 +139,7 @@ def add_and_square(part: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     squares = other.new_empty(grid)
     if part.numel():
         with torch.cuda.device_of(part):
-            tensors, sizes = (twice, squares, part.contiguous(), other), (other.stride(0), n_rows, n_columns)
+            tensors, sizes = (twice, squares, part.contiguous(), other, weight), (other.stride(0), n_rows, n_columns)
             _add_and_square[grid](*tensors, *sizes, **_ADDED, num_warps=8)
     return squares.sum(), twice
 
@@ -180,10 +180,10 @@ def try_out(device: torch.device) -> None:
     are_right += _are_right_of_bags(y[:5])
     gradients, total = nested_gradients(levels.errors, y.new_ones(()), y.new_ones(()))
     # Every card knows fp16; Triton 3.2 compiles no bf16 for those before sm_80.
-    square, twice = add_and_square(y.half(), y)
+    square, twice = add_and_square(y.half(), y, y[0, 2])
     are_right += [(levels.x_hat == 2 * y + y[0]).all(), levels.inner == (y[0].square().sum() * len(y))]
     are_right += [(gradients[:, 1] == 2 * (y + y[0])).all(), (gradients[:, 0] == 2 * y + 4 * y[0]).all()]
-    are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 4 * y.square().sum(), (twice == 4 * y).all()]
+    are_right += [(total == gradients[:, 0].sum(dim=0)).all(), square == 8 * y.square().sum(), (twice == 4 * y).all()]
     if not (errors == 3 - 2 * y).all() or not all(are_right):
         raise RuntimeError("the kernels give wrong results")
 
@@ -326,9 +326,10 @@ def _sum_gradients(
 
 @triton.jit
 def _add_and_square(
-    out_twice, out_squares, part, other, other_stride, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Add some numbers of two matrices; write it twice as large, and sum its squares."""
+    out_twice, out_squares, part, other, weight, other_stride, n_rows, n_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add some numbers of two matrices; write it twice as large, and sum its squares with their weight."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     places, inside = rows * n_columns + columns, (rows < n_rows) & (columns < n_columns)
@@ -336,4 +337,4 @@ def _add_and_square(
     each += tl.load(other + rows * other_stride + columns, mask=inside, other=0)
     tl.store(out_twice + places, (2 * each).to(out_twice.dtype.element_ty), mask=inside)
     square = tl.sum(tl.sum(each * each, axis=1), axis=0)
-    tl.store(out_squares + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), square)
+    tl.store(out_squares + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), square * tl.load(weight))

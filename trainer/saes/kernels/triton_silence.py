@@ -1,4 +1,4 @@
-"""What `silence` does, by a kernel where torch has six operations, each as long as this."""
+"""What `silence` does, by one kernel each where torch has four to six operations, each as long as this."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainer.saes.kernels.silence import LEAST_VARIANCE
 from trainer.saes.sparse_acts import Places, SparseActs
 
 # Latents of a program, and sums that the first one returns, of which no SAE has as many.
@@ -39,14 +40,21 @@ def take_in(silence: Tensor, sums: Tensor, n_tokens: Tensor) -> Tensor:
     return others
 
 
+def take_variance(variance: Tensor, sums: Tensor) -> None:
+    """Set a variance as `silence.take_variance` does."""
+    with torch.cuda.device_of(variance):
+        _take_variance[1,](variance, sums, LEAST=LEAST_VARIANCE, num_warps=1)
+
+
 def try_out(device: torch.device) -> None:
     """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     silence, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = take_in(silence, sums, sums[2].clone())
     are_right = (silence.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])
-    latents = torch.tensor([1, 1, 0], device=device)
+    latents, variance = torch.tensor([1, 1, 0], device=device), torch.ones((), device=device)
     fired = count(sums, SparseActs(latents.float(), Places(latents, None, latents[2:]), 2), 5, (others[1],))
-    if not are_right or (fired.tolist(), sums.tolist()) != ([0, 2], [0, 2, 5, 4]):
+    take_variance(variance, others + 1)
+    if not are_right or variance != 1.25 or (fired.tolist(), sums.tolist()) != ([0, 2], [0, 2, 5, 4]):
         raise RuntimeError("the kernels give wrong results")
 
 
@@ -87,3 +95,12 @@ def _take_in(inout_silence, inout_sums, out_others, n_tokens, n, n_others, PART:
         value = tl.load(inout_sums + n + other, mask=is_one, other=0)
         tl.store(out_others + other, tl.where(came > 0, value, 0.0), mask=is_one)
         tl.store(inout_sums + n + other, tl.zeros_like(value), mask=is_one)
+
+
+@triton.jit
+def _take_variance(inout_variance, sums, LEAST: tl.constexpr):
+    """Set the variance to the mean of squared errors."""
+    n_tokens = tl.load(sums)
+    # Rounded as torch's, and a NaN stays one.
+    mean = tl.div_rn(tl.load(sums + 1), n_tokens)
+    tl.store(inout_variance, tl.where(mean < LEAST, LEAST, mean), mask=n_tokens > 0)

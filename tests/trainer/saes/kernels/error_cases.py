@@ -218,9 +218,10 @@ def test_what_dead_latents_miss_is_narrow_and_its_square_is_not(shape: tuple[int
     (n_tokens, d_out), explained = shape, numbers(*shape, seed=0).to(dtype)
     # Of the whole, beside those of other levels.
     error = numbers(n_tokens, 3 * d_out, seed=1).view(n_tokens, 3, d_out)[:, -1]
-    square, twice = triton_errors.add_and_square(explained, error)
+    weight = torch.full((), 0.3, device=DEVICE)
+    square, twice = triton_errors.add_and_square(explained, error, weight)
     exact = explained.double() + error
-    torch.testing.assert_close(square.double(), exact.square().sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(square.double(), 0.3 * exact.square().sum(), rtol=1e-5, atol=0)
     assert twice.dtype == dtype
     # The interpreter cuts off what a GPU rounds.
     torch.testing.assert_close(twice.double(), 2 * exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
@@ -245,12 +246,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_the_gradient_of_narrow_errors_has_a_factor_that_is_not_rounded() -> None:
     explained, error = numbers(33, 40, seed=0).bfloat16(), numbers(33, 40, seed=1)
-    _, twice = triton_errors.add_and_square(explained, error)
+    weight = torch.full((), 0.3, device=DEVICE)
+    _, twice = triton_errors.add_and_square(explained, error, weight)
     explained.requires_grad_()
     with NumbersAreRounded():  # type: ignore[no-untyped-call]
-        losses.auxk_error(error, explained, torch.full((), 0.3, device=DEVICE)).backward()
+        found = losses.auxk_error(error, explained, weight)
+        (2 * found).backward()
+    torch.testing.assert_close(found.double(), 0.3 * (explained.double() + error).square().sum(), rtol=1e-5, atol=0)
     assert explained.grad is not None
-    assert torch.equal(explained.grad, (twice.float() * 0.3).bfloat16())
+    assert torch.equal(explained.grad, (twice.float() * (2 * weight)).bfloat16())
 
 
 @pytest.mark.usefixtures("gpu")

@@ -6,6 +6,7 @@ With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -61,6 +62,19 @@ def test_latents_that_fire_are_counted_beside_what_is_there(n_entries: int, n: i
     assert torch.equal(by_kernel, by_torch)
 
 
+@pytest.mark.parametrize("n_tokens", [0.0, 4096.0])
+@pytest.mark.parametrize("error", [0.0, 1.5, 9e4, torch.nan, torch.inf])
+def test_the_variance_of_what_is_left_over_is_taken_alike(n_tokens: float, error: float) -> None:
+    sums = torch.tensor([n_tokens, error if n_tokens else 0.0, 7.0], device=DEVICE)
+    found, expected = torch.full((2,), 0.7, device=DEVICE).unbind()
+    triton_silence.take_variance(found, sums)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(silence, "_working_triton", lambda device: None)
+        silence.take_variance(expected, sums)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert found == 0.7 or n_tokens
+
+
 @pytest.mark.parametrize(
     "sae", [{"architecture": "batch_topk"}, {"architecture": "jumprelu"}, {"architecture": "matryoshka_batch_topk"}]
 )
@@ -76,8 +90,10 @@ def test_whole_steps_end_alike_and_skipped_ones_change_nothing(
         return triton_silence.take_in(*given)
 
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for one, take_in in ((by_kernel, kernel), (by_torch, silence.take_in)):
-        monkeypatch.setattr("trainer.saes.base.take_in", take_in)
+    by_torch_alone = silence.take_in, silence.take_variance
+    for one, kernels in ((by_kernel, (kernel, triton_silence.take_variance)), (by_torch, by_torch_alone)):
+        for place, function in zip(("base.take_in", "auxk.take_variance"), kernels, strict=True):
+            monkeypatch.setattr(f"trainer.saes.{place}", function)
         one.initialise(x, x)
         for number in range(4):
             before = {name: tensor.clone() for name, tensor in one.state.tensors()}
@@ -99,7 +115,13 @@ def test_the_kernel_passes_its_own_trial() -> None:
     triton_silence.try_out(DEVICE)
 
 
-def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_silence, "take_in", lambda silence, sums, n_tokens: sums[2:].clone())
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("take_in", lambda silence, sums, n_tokens: sums[2:].clone()), ("take_variance", lambda variance, sums: None)],
+)
+def test_a_trial_with_wrong_results_is_told(
+    name: str, wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_silence, name, wrong)
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_silence.try_out(DEVICE)
