@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from trainer.metrics import interval
 from trainer.optimizers import row_adam
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes import losses
-from trainer.saes.kernels import dead_latents, silence, sparse, top_k
+from trainer.saes.kernels import dead_latents, encode, silence, sparse, top_k
 from trainer.training import gradients
 
 
@@ -25,6 +28,8 @@ from trainer.training import gradients
         (losses._working_triton, "errors of reconstructions"),
         (silence._working_triton, "counts of silent latents"),
         (gradients._working_triton, "scales of gradients"),
+        (interval._working_triton, "sums of metrics"),
+        (partial(encode._working_triton, dtype=torch.float16), "what encoders read in float16"),
         (row_adam._working_kernels, "steps"),
     ],
 )
@@ -35,3 +40,23 @@ def test_a_machine_where_triton_fails_is_told_so_and_goes_without(
     working_kernels.cache_clear()
     with pytest.warns(UserWarning, match=f"{purpose} on cpu go without Triton"):
         assert kernels_of(torch.device("cpu")) is None
+
+
+def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
+    for one in ast.parse(module.read_text()).body:
+        if isinstance(one, ast.FunctionDef) and any(ast.unparse(by) == "triton.jit" for by in one.decorator_list):
+            yield one
+
+
+def test_no_kernel_asks_for_a_tensor_and_something_else_at_once() -> None:
+    # Triton 3.2, which comes with PyTorch 2.6, compiles what depends on both, and fails where there is no tensor.
+    modules = sorted(Path(sparse.__file__).parents[2].rglob("triton_*.py"))
+    kernels = [(module, kernel) for module in modules for kernel in kernels_of(module)]
+    assert len(kernels) > 20
+    asks = [
+        f"{module.name}: {ast.unparse(one.test)}"
+        for module, kernel in kernels
+        for one in ast.walk(kernel)
+        if isinstance(one, ast.If | ast.IfExp) and isinstance(one.test, ast.BoolOp) and "None" in ast.unparse(one.test)
+    ]
+    assert asks == []

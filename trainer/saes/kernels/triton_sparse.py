@@ -335,12 +335,13 @@ def _sum_by_latent(
     near_total *= times
     far_total *= times
     # Neither in the loop nor beside products: sm_80 and sm_90 spilled.
-    if out_totals is not None and part == 0:
-        total = 0.0
-        for entry in range(first, last, OF_TOTAL):
-            entries = entry + tl.arange(0, OF_TOTAL)
-            total += tl.sum(tl.load(values + entries, mask=entries < last, other=0).to(tl.float32), axis=0)
-        _put(out_totals + latent, total, (first < last) | (latents is None), latents is not None)
+    if out_totals is not None:
+        if part == 0:
+            total = 0.0
+            for entry in range(first, last, OF_TOTAL):
+                entries = entry + tl.arange(0, OF_TOTAL)
+                total += tl.sum(tl.load(values + entries, mask=entries < last, other=0).to(tl.float32), axis=0)
+            _put(out_totals + latent, total, (first < last) | (latents is None), latents is not None)
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
         _put(out + row + far, far_total, far < right, latents is not None)
