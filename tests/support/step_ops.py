@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from support.fake_gpu import DEVICE, fake_gpu
+from support.kernel_modules import KERNELS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,25 +21,9 @@ from triton.runtime.jit import KernelInterface
 
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
-from trainer.metrics import interval, triton_interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
-from trainer.saes import losses
-from trainer.saes.kernels import (
-    dead_latents,
-    encode,
-    foreseen,
-    silence,
-    sparse,
-    top_k,
-    triton_dead_latents,
-    triton_encode,
-    triton_errors,
-    triton_silence,
-    triton_sparse,
-    triton_top_k,
-)
-from trainer.training import gradients, triton_scale
+from trainer.saes.kernels import foreseen, sparse
 from trainer.training.learner import Learner
 
 # They launch nothing.
@@ -155,18 +140,11 @@ class OpLog(TorchDispatchMode):
         def launcher(kernel: Any, grid: Any) -> Any:
             return lambda *args, **named: log.append(_launch(kernel, grid, args, named))
 
-        with (
-            mock.patch.object(KernelInterface, "__getitem__", launcher),
-            mock.patch.object(sparse, "_working_triton", return_value=triton_sparse),
-            mock.patch.object(top_k, "_working_triton", return_value=triton_top_k),
-            mock.patch.object(losses, "_working_triton", return_value=triton_errors),
-            mock.patch.object(encode, "_working_triton", return_value=triton_encode),
-            mock.patch.object(silence, "_working_triton", return_value=triton_silence),
-            mock.patch.object(dead_latents, "_working_triton", return_value=triton_dead_latents),
-            mock.patch.object(gradients, "_working_triton", return_value=triton_scale),
-            mock.patch.object(interval, "_working_triton", return_value=triton_interval),
-            mock.patch.object(row_adam, "_working_kernels", return_value=triton_update),
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(KernelInterface, "__getitem__", launcher))
+            for asks, kernels in KERNELS.items():
+                stack.enter_context(mock.patch.object(asks, "_working_triton", return_value=kernels))
+            stack.enter_context(mock.patch.object(row_adam, "_working_kernels", return_value=triton_update))
             yield
 
     @contextlib.contextmanager

@@ -11,33 +11,20 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.kernel_modules import KERNELS
 from support.tape import TapeOnCpu
 from torch import Tensor
 
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import Outliers
 from trainer.contract.planning import latent_room
-from trainer.metrics import interval, triton_interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes import losses
-from trainer.saes.kernels import (
-    dead_latents,
-    encode,
-    foreseen,
-    silence,
-    sparse,
-    top_k,
-    triton_dead_latents,
-    triton_encode,
-    triton_errors,
-    triton_silence,
-    triton_sparse,
-)
+from trainer.saes.kernels import dead_latents, foreseen, sparse, top_k, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
-from trainer.training import gradients, recorded_step, triton_scale
+from trainer.training import recorded_step
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import RecordedSteps
 from trainer.training.step import take_step
@@ -50,14 +37,9 @@ ALONE = Parallel(torch.device("cpu"))
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(sparse, "_working_triton", lambda device, dtype: None)
-    monkeypatch.setattr(top_k, "_working_triton", lambda device: None)
-    monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: None)
-    monkeypatch.setattr(losses, "_working_triton", lambda device: triton_errors)
-    monkeypatch.setattr(encode, "_working_triton", lambda device, dtype: triton_encode)
-    monkeypatch.setattr(silence, "_working_triton", lambda device: triton_silence)
-    monkeypatch.setattr(gradients, "_working_triton", lambda device: triton_scale)
-    monkeypatch.setattr(interval, "_working_triton", lambda device: triton_interval)
+    for asks, kernels in KERNELS.items():
+        found = None if asks in (sparse, top_k, dead_latents) else kernels
+        monkeypatch.setattr(asks, "_working_triton", lambda *_, found=found: found)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Of few tokens the numbers of active latents differ much from one batch to the next.
     monkeypatch.setattr(foreseen, "MOST_GROWTH", math.inf)

@@ -1,0 +1,34 @@
+"""Which modules of the trainer ask for Triton's kernels as a step runs, and the kernels that each gets."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from trainer.metrics import interval, triton_interval
+from trainer.saes import losses
+from trainer.saes.kernels import (
+    dead_latents,
+    encode,
+    silence,
+    sparse,
+    top_k,
+    triton_dead_latents,
+    triton_encode,
+    triton_errors,
+    triton_silence,
+    triton_sparse,
+    triton_top_k,
+)
+from trainer.training import gradients, triton_scale
+
+# By a function `_working_triton`. The optimizer's is asked for by another.
+KERNELS: dict[ModuleType, ModuleType] = {
+    encode: triton_encode,
+    top_k: triton_top_k,
+    sparse: triton_sparse,
+    losses: triton_errors,
+    dead_latents: triton_dead_latents,
+    silence: triton_silence,
+    interval: triton_interval,
+    gradients: triton_scale,
+}
