@@ -334,8 +334,9 @@ def _sum_by_latent(
             tl.store(out_products + part.to(tl.int64) * n_entries + tl.load(order + entry), product * times)
     near_total *= times
     far_total *= times
-    # Neither in the loop nor beside products: sm_80 and sm_90 spilled.
-    if out_totals is not None:
+    # Neither in the loop nor beside products: sm_80 and sm_90 spilled. One after the other, or Triton 3.2 compiles it
+    # where there are none.
+    if out_totals is not None:  # noqa: SIM102
         if part == 0:
             total = 0.0
             for entry in range(first, last, OF_TOTAL):
