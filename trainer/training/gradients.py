@@ -10,6 +10,10 @@ from torch import Tensor
 
 from trainer.runtime.triton_kernels import working_kernels
 
+# The largest factor on an fp16 loss. Of sums in fp32 it could go up to 2^60; when latents die AuxK multiplies in fp16,
+# and a step would be skipped for each time that it halves: more than training puts up with.
+LARGEST_SCALE = 2.0**24
+
 
 class LossScale:
     """The factor on an fp16 loss, without which small gradients would be 0; 1 and idle for every other precision.
@@ -30,6 +34,7 @@ class LossScale:
         """Adjust the factor after a step; `found_inf` (0-dim) is 1 where its gradient was infinite."""
         if self.enabled:
             torch._amp_update_scale_(self.factor, self._clean_steps, found_inf, 2.0, 0.5, 2000)
+            self.factor.clamp_(max=LARGEST_SCALE)
 
     def state(self) -> dict[str, Tensor]:
         return {"factor": self.factor, "clean_steps": self._clean_steps} if self.enabled else {}

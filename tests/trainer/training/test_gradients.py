@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.training.gradients import LossScale, prepare, total_square
+from trainer.training import gradients
+from trainer.training.gradients import LARGEST_SCALE, LossScale, prepare, total_square
 from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
@@ -149,6 +151,14 @@ def test_the_scale_follows_torchs_own_grad_scaler() -> None:
         assert float(ours.factor) == theirs.get_scale()
 
 
+def test_the_loss_scale_stays_so_small_that_few_halvings_bring_it_down() -> None:
+    scale = LossScale(CPU, enabled=True)
+    for _ in range(30):
+        scale._clean_steps.fill_(1999)
+        scale.update(torch.zeros(()))
+    assert float(scale.factor) == LARGEST_SCALE
+
+
 def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     narrow, wide = fp16(make_job), learner(make_job(train={"n_steps": 60, "precision": "fp32"}))
     for step in range(60):
@@ -160,7 +170,10 @@ def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     assert float(narrow.grad_norm) == pytest.approx(float(wide.grad_norm), rel=0.2)
 
 
-def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob) -> None:
+def test_an_overflow_halves_the_scale_until_the_gradient_fits(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "LARGEST_SCALE", math.inf)
     one, first = fp16(make_job), 2.0**70  # at which the squares of gradients are beyond fp32
     one.loss_scale.factor.fill_(first)
     for step in range(60):

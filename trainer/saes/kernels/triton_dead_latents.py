@@ -23,7 +23,7 @@ LONGEST_SILENCE = tl.constexpr(2**31 - 1)
 
 def fits(silence: Tensor, dead_after: int) -> bool:
     """Tell whether a program can hold the silence of all latents."""
-    return 0 < len(silence) <= MOST_LATENTS and 0 <= dead_after < LONGEST_SILENCE.value
+    return 0 < len(silence) <= MOST_LATENTS and 0 < dead_after < LONGEST_SILENCE.value
 
 
 def longest_silent(
@@ -150,8 +150,9 @@ def _find_longest_silent(
 def _silence_of_dead(silence, latents, n_latents, dead_after):
     """Return for how many tokens some latents were silent, in 32 bits; -1 of those that live or are not there."""
     words, inside = silence.to(tl.pointer_type(tl.int32)) + 2 * latents, latents < n_latents
-    low, high = tl.load(words, mask=inside, other=-1), tl.load(words + 1, mask=inside, other=0)
-    silent_for = tl.where((high > 0) | (low < -1), LONGEST_SILENCE, low)
+    low, high = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
+    silent_for = tl.where((high > 0) | (low < 0), LONGEST_SILENCE, low)
+    # What is not there is silent for 0 tokens, for which no latent is dead.
     return tl.where(silent_for >= dead_after, silent_for, -1)
 
 
