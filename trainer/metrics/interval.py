@@ -41,7 +41,7 @@ class Interval:
             self._total = batch.new_zeros(len(batch), dtype=torch.float64)
             self._last = {name: tuple(map(torch.empty_like, of)) for name, of in last.items()}
         # In place, so that a recorded step does it too.
-        add_unless_nan(self._total, batch)
+        add_if_finite(self._total, batch)
         for name, of_last in last.items():
             for kept, part in zip(self._last[name], of_last, strict=True):
                 kept.copy_(part)
@@ -72,13 +72,13 @@ class Interval:
         return {name: metric for name, metric in self._metrics.items() if not metric.is_of_last}
 
 
-def add_unless_nan(total: Tensor, numbers: Tensor) -> None:
+def add_if_finite(total: Tensor, numbers: Tensor) -> None:
     """Add numbers [n] to a float64 `total` [n] in place, or none where one of them is NaN or infinite.
 
     A batch with a NaN is not trained on either.
     """
     if total.is_cuda and (triton := _working_triton(total.device)):
-        triton.add_unless_nan(total, numbers)
+        triton.add_if_finite(total, numbers)
     else:
         # A NaN makes the sum of all a NaN, an infinity its product with 0; NaN alone is true of what is 0 otherwise.
         total += numbers.masked_fill((numbers.sum(dtype=torch.float64) * 0).bool(), 0)

@@ -1,4 +1,4 @@
-"""What `interval.add_unless_nan` does, by a kernel where torch has four operations, each as long as this."""
+"""What `interval.add_if_finite` does, by a kernel where torch has four operations, each as long as this."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 _PART = 1024
 
 
-def add_unless_nan(total: Tensor, numbers: Tensor) -> None:
-    """Add to a float64 `total` [n], as `interval.add_unless_nan` does."""
+def add_if_finite(total: Tensor, numbers: Tensor) -> None:
+    """Add to a float64 `total` [n], as `interval.add_if_finite` does."""
     if n := len(total):
         together = numbers.sum(dtype=torch.float64)
         # Triton launches on the current device, which need not be the tensors'.
@@ -23,8 +23,8 @@ def add_unless_nan(total: Tensor, numbers: Tensor) -> None:
 def try_out(device: torch.device) -> None:
     """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     total, numbers = torch.ones(2, dtype=torch.float64, device=device), torch.tensor([2.0, 3.0], device=device)
-    add_unless_nan(total, numbers)
-    add_unless_nan(total, numbers / 0)
+    add_if_finite(total, numbers)
+    add_if_finite(total, numbers / 0)
     if total.tolist() != [3, 4]:
         raise RuntimeError("the kernels give wrong results")
 

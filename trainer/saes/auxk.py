@@ -74,13 +74,14 @@ class AuxK(nn.Module):
         no answer from a GPU or from other ranks.
         """
         n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
-        if sae.latents.group.size == 1:
+        has_all = sae.latents.group.size == 1
+        if has_all:
             given = sae.n_tokens_since_fired, sae.b_enc, self.residual_variance
             if found := dead_latents.longest_silent(*given, sae.dead_after_tokens, n, dtype):
                 return Candidates(*found, n_chosen)
         # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
         latents = _longest_silent(sae, min(n, sae.n_own))
-        if sae.latents.group.size == 1:
+        if has_all:
             is_candidate = are_candidates = sae.n_tokens_since_fired.index_select(0, latents) >= sae.dead_after_tokens
         else:
             is_candidate, are_candidates = _among_longest_silent(sae, latents, n)
@@ -90,8 +91,8 @@ class AuxK(nn.Module):
             n_chosen = max(1, min(n_chosen, int(are_candidates.sum())))
             latents, is_candidate = latents[:n_own], is_candidate[:n_own]
         bias = torch.where(is_candidate, sae.b_enc.detach().index_select(0, latents).to(dtype), -torch.inf)
-        # They are in order.
-        is_any = are_candidates[0] if sae.latents.group.size == 1 else are_candidates.any()
+        # The first has been silent for longest.
+        is_any = are_candidates[0] if has_all else are_candidates.any()
         return Candidates(latents, bias, is_any / self.residual_variance, n_chosen)
 
 

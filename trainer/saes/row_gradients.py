@@ -19,8 +19,8 @@ from trainer.saes.kernels.dead_latents import Weights
 class RowGradient(NamedTuple):
     """The gradients of the weights of some latents [n], named once each.
 
-    They belong to the parameters W_enc [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out]; and to the input bias
-    [d_in] where that learns, from whose gradient that of `centred` [d_in] is taken: what reads x − input_bias.
+    `parameters` are W_enc [d_in, d_sae], b_enc [d_sae] and W_dec [d_sae, d_out], `rows` the latents' gradients.
+    `centred` [d_in] is the gradient of x − input_bias, summed over tokens; where the bias learns it gets minus that.
     """
 
     parameters: Weights

@@ -25,9 +25,9 @@ def test_numbers_are_added_all_or_none(n: int, bad: float | None, monkeypatch: p
     # The second row is not theirs.
     total = torch.randn(2, n, generator=generator, dtype=torch.float64).to(DEVICE)
     by_kernel, by_torch = total.clone(), total.clone()
-    triton_interval.add_unless_nan(by_kernel[0], numbers)
+    triton_interval.add_if_finite(by_kernel[0], numbers)
     monkeypatch.setattr(interval, "_working_triton", lambda device: None)
-    interval.add_unless_nan(by_torch[0], numbers)
+    interval.add_if_finite(by_torch[0], numbers)
     assert torch.equal(by_kernel, by_torch)
     assert torch.equal(by_kernel[0], total[0] if bad is not None else total[0] + numbers)
     assert torch.equal(by_kernel[1], total[1])
@@ -38,6 +38,6 @@ def test_the_kernel_passes_its_own_trial() -> None:
 
 
 def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_interval, "add_unless_nan", lambda total, numbers: total.add_(numbers))
+    monkeypatch.setattr(triton_interval, "add_if_finite", lambda total, numbers: total.add_(numbers))
     with pytest.raises(RuntimeError, match="wrong results"):
         triton_interval.try_out(DEVICE)

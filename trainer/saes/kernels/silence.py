@@ -10,6 +10,9 @@ from torch import Tensor
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.sparse_acts import Acts, SparseActs
 
+# Of an SAE that misses nothing: AuxK divides by it.
+LEAST_VARIANCE = 1e-12
+
 
 @torch.no_grad()
 def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
@@ -25,9 +28,6 @@ def count(sums: Tensor, acts: Acts, n_tokens: int, *numbers: Tensor) -> Tensor:
     beside = fired.new_full((1,), n_tokens), *(number.reshape(1) for number in numbers)
     sums += torch.cat([fired, *beside])
     return fired
-
-
-LEAST_VARIANCE = 1e-12
 
 
 @torch.no_grad()

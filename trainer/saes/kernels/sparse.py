@@ -248,7 +248,7 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     return products
 
 
-def weighted_sum(weights: Tensor, rows: Tensor, factor: float = 1.0) -> Tensor:
+def weighted_sum(weights: Tensor, rows: Tensor, factor: float) -> Tensor:
     """Return factor · Σ weights[i] · rows[i] of rows [n, d], which may be in 16 bits: [d], in the weights' type.
 
     What a GPU reads in 16 bits it adds in fp32, unlike torch's own product, which would also round the weights.

@@ -169,7 +169,7 @@ def _grid(n_rows: int, n_columns: int) -> tuple[int, int]:
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     y = torch.arange(40 * 130, device=device).view(40, 130).remainder(7).float()
     errors, sums = errors_of(y, 3 - y, y[0])
     centred = y - y[0]

@@ -19,6 +19,7 @@ def count(sums: Tensor, acts: SparseActs, n_tokens: int, numbers: tuple[Tensor, 
     fired, n_entries = sums.new_zeros(acts.d_sae), len(acts.values)
     # One needs no operation.
     others = numbers[0].reshape(1) if len(numbers) == 1 else torch.stack(numbers)
+    assert len(others) <= _MOST_OTHERS, "the first program adds no more"
     with torch.cuda.device_of(sums):
         _count[max(1, triton.cdiv(n_entries, _PART)),](
             fired, sums, acts.values, acts.places.latents, others, float(n_tokens), n_entries, acts.d_sae, len(others),
@@ -47,7 +48,7 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
 
 def try_out(device: torch.device) -> None:
-    """Run the kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
+    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     silence, sums = torch.tensor([5, 7], device=device), torch.tensor([0.0, 2.0, 3.0, 4.0], device=device)
     others = take_in(silence, sums, sums[2].clone())
     are_right = (silence.tolist(), others.tolist(), sums.tolist()) == ([8, 0], [3, 4], [0, 0, 0, 0])

@@ -291,8 +291,9 @@ def _sum_by_latent(
 ):  # fmt: skip
     """Sum one latent's first `longest` entries in one part of the columns, and multiply each with the latent's row.
 
-    With `latents`, add what a window of `longest` entries has beyond the first `longest` of a latent. It is of one
-    latent at most, the one with which the window begins: any other begins later.
+    Both are multiplied by the `factor`, where there is one. With `latents`, add what a window of `longest` entries has
+    beyond the first `longest` of a latent. It is of one latent at most, the one with which the window begins: any other
+    begins later.
     """
     latent, part = tl.program_id(0), tl.program_id(1)
     if latents is not None:

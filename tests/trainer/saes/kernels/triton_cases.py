@@ -290,7 +290,7 @@ def test_rows_in_16_bits_are_weighed_and_added_in_32(n: int, width: int, dtype: 
     case = make([n], n, width, dtype, latents=torch.arange(n))
     weights, rows = case.acts.values, case.rows
     assert_near(sparse.weighted_sum(weights, rows, -3.0), -3 * (weights.double() @ rows.double()))
-    assert_near(sparse.weighted_sum(weights[:0], rows[:0]), torch.zeros(width, dtype=torch.float64))
+    assert_near(sparse.weighted_sum(weights[:0], rows[:0], -3.0), torch.zeros(width, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
