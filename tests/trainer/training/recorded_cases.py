@@ -18,10 +18,11 @@ from torch import Tensor
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import Outliers
 from trainer.contract.planning import latent_room
+from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
 from trainer.parallel.base import Parallel
 from trainer.runtime.device_queue import HostCopy
-from trainer.saes.kernels import dead_latents, foreseen, sparse, top_k, triton_dead_latents, triton_sparse
+from trainer.saes.kernels import dead_latents, encode, foreseen, sparse, top_k, triton_dead_latents, triton_sparse
 from trainer.self_test import learning
 from trainer.self_test.base import Size
 from trainer.training import recorded_step
@@ -38,7 +39,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take a GPU's path on a CPU, with kernels for errors and the update and torch's operations for the rest."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     for asks, kernels in KERNELS.items():
-        found = None if asks in (sparse, top_k, dead_latents) else kernels
+        found = None if asks in (sparse, top_k, dead_latents, encode, interval) else kernels
         monkeypatch.setattr(asks, "_working_triton", lambda *_, found=found: found)
     monkeypatch.setattr(row_adam, "kernels_for", lambda weights: triton_update)
     # Of few tokens the numbers of active latents differ much from one batch to the next.
