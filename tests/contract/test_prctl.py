@@ -18,12 +18,14 @@ import os
 subprocess.Popen([sys.executable, "-c", code, str(os.getpid())]).wait()
 """
 ORPHANED = """
-import os, subprocess, sys
+import os, signal, subprocess, sys
 from trainer.contract.prctl import become_subreaper
 become_subreaper()
-leaver = subprocess.Popen(["sh", "-c", "sleep 0 & echo $!"], stdout=subprocess.PIPE, text=True)
+leaver = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!"], stdout=subprocess.PIPE, text=True)
 pid = int(leaver.stdout.readline())
 leaver.wait()
+# Not before its parent has gone, which would else be told of its end.
+os.kill(pid, signal.SIGKILL)
 print(os.waitpid(pid, 0)[0] == pid, flush=True)
 """
 
