@@ -235,9 +235,12 @@ def assert_measured(one: Learner) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "precision", "widest"),
-    [(one, precision, 4096) for one in ("topk", "matryoshka_batch_topk") for precision in ("fp32", "bf16", "fp16")]
-    + [("batch_topk", "bf16", 4096), ("topk", "fp16", 32), ("batch_topk", "fp32", 32)]
-    + [("matryoshka_batch_topk", "bf16", 32)],
+    [
+        (one, precision, 4096)
+        for one in ("topk", "batch_topk", "matryoshka_batch_topk")
+        for precision in ("fp32", "bf16", "fp16")
+    ]
+    + [("topk", "fp16", 32), ("batch_topk", "fp32", 32), ("matryoshka_batch_topk", "bf16", 32)],
 )
 def test_gradients_are_measured_while_they_are_summed(
     architecture: str, precision: str, widest: int, measuring: Measuring, monkeypatch: pytest.MonkeyPatch

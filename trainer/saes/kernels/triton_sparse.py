@@ -339,10 +339,7 @@ def _sum_by_latent(
     # where there are none.
     if out_totals is not None:  # noqa: SIM102
         if part == 0:
-            total = 0.0
-            for entry in range(first, last, OF_TOTAL):
-                entries = entry + tl.arange(0, OF_TOTAL)
-                total += tl.sum(tl.load(values + entries, mask=entries < last, other=0).to(tl.float32), axis=0)
+            total = _total(values, first, last)
             _put(out_totals + latent, total, (first < last) | (latents is None), latents is not None)
     _put(out + row + near, near_total, near < right, latents is not None)
     if FAR > 1:
@@ -366,6 +363,16 @@ def _sum_by_latent(
             far_total -= dot * far_row
         square = tl.sum(near_total * near_total, axis=0) + tl.sum(far_total * far_total, axis=0)
         tl.store(out_squares + measures, square)
+
+
+@triton.jit
+def _total(values, first, last):
+    """Sum some values, one after the other."""
+    total = 0.0
+    for entry in range(first, last, OF_TOTAL):
+        entries = entry + tl.arange(0, OF_TOTAL)
+        total += tl.sum(tl.load(values + entries, mask=entries < last, other=0).to(tl.float32), axis=0)
+    return total
 
 
 @triton.jit
