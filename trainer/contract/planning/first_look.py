@@ -11,10 +11,12 @@ from pathlib import Path
 # value that is wanted of one rank on average: with two ranks of 8,192 each, 37 of 4,096 tokens needed more than 2, none
 # 2.5.
 MARGIN, MARGIN_SHARED = 2, 2.5
-# One value computed alone costs as much as COST values of a whole product: 9 on a Zen 4 core where the weights fit into
-# its cache, 20 where they do not. With 1,536 of 3,072 latents on each of two ranks a step takes 88 ms of a core with a
-# first look and 112 without.
-COST = 15
+# One value computed alone costs as much as COST values of a whole product: 8 to 10 on a Zen 4 core.
+COST = 10
+# What choosing the k of each token takes longer among exact values, as a share of the exact product's time. With 2,048
+# latents and k = 64 a step of 2,048 tokens takes 71 ms of a core with a first look and 96 without, with 4,096 and 256
+# as long. The k of a whole batch are found as fast in either.
+CHOICE = 0.5
 # The time of a product of bf16 factors as a share of the exact one's, by what the CPU has: matrix units, or vectors (on
 # a Zen 4 core 54 ms instead of 107 with 3,072 latents, and a step with 16,384 took 0.53 s instead of 0.76).
 _ROUNDED = {"amx_bf16": 0.2, "avx512_bf16": 0.5}
@@ -25,9 +27,13 @@ def n_seen(k: int, n_ranks: int) -> int:
     return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 
-def pays(n_exact: float, d_sae: int) -> bool:
-    """Tell whether a rounded product first is faster on this CPU, given the values per token then computed exactly."""
-    return COST * n_exact < (1 - rounded_share()) * d_sae
+def pays(n_exact: float, d_sae: int, choice: float = CHOICE) -> bool:
+    """Tell whether a rounded product first is faster on this CPU, given the values per token then computed exactly.
+
+    Besides it saves the `choice`, a share of the exact product's time.
+    """
+    share = rounded_share()
+    return share < 1 and COST * n_exact < (1 + choice - share) * d_sae
 
 
 @functools.cache

@@ -67,11 +67,14 @@ class Candidates(NamedTuple):
         return Candidates(self.columns.gather(1, chosen), values, self.ceiling)
 
 
-def pays(factors: Factors, n_seen: float) -> bool:
-    """Tell whether a first look is the faster way where `n_seen` values per token are then computed exactly."""
+def pays(factors: Factors, n_seen: float, choice: float = first_look.CHOICE) -> bool:
+    """Tell whether a first look is the faster way where `n_seen` values per token are then computed exactly.
+
+    Besides it saves the `choice`, a share of the exact product's time.
+    """
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
-    return is_exact and x.device.type == "cpu" and first_look.pays(n_seen, factors.W_enc.shape[1])
+    return is_exact and x.device.type == "cpu" and first_look.pays(n_seen, factors.W_enc.shape[1], choice)
 
 
 def candidates(factors: Factors, n: int) -> Candidates:

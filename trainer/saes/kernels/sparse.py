@@ -25,6 +25,9 @@ from trainer.saes.sparse_acts import Acts, DenseActs, Filled, Places, SparseActs
 # Makes gradients, those of what was decoded in the given type, from saved tensors and the gradients of sums.
 MakeGradients = Callable[..., "Gradients"]
 
+# Rows that take more memory are not read from a cache if they come in no order.
+CACHE_BYTES = 2**24
+
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
     """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
@@ -240,11 +243,31 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     if triton := triton_for(rows):
         by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts, places.filled)
         return by_kernel
-    # What autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
-    # takes 23 times as long.
-    latents, tokens, starts = places.latents, places.tokens, places.starts
+    if _is_read_faster_by_latent(dense, rows, places):
+        order, starts = places.by_latent(len(rows))
+        latents, tokens = places.latents.index_select(0, order), places.tokens_by_latent(len(rows))
+        products = _row_products(rows.to(dense.dtype), dense, tokens, latents, starts)
+        return products.new_empty(len(order)).index_copy_(0, order, products)
+    return _row_products(dense, rows.to(dense.dtype), places.latents, places.tokens, places.starts)
+
+
+def _is_read_faster_by_latent(dense: Tensor, rows: Tensor, places: Places) -> bool:
+    """Tell whether a CPU that goes through the entries by latent, not by token, finds more of what it reads in a cache.
+
+    With 4,096 tokens, d 384 and k 64 it takes 22 ms of a core instead of 40 at 16,384 latents, 20 instead of 16 at
+    3,072, the sort included; with fewer entries than latents it gains nothing.
+    """
+    return rows.nbytes > max(CACHE_BYTES, dense.nbytes) and len(places.latents) >= len(rows)
+
+
+def _row_products(dense: Tensor, rows: Tensor, row: Tensor, bag: Tensor, starts: Tensor) -> Tensor:
+    """Return the inner products of `rows[row[i]]` and `dense[bag[i]]`: [n]; bag b's entries begin at `starts[b]`.
+
+    It is what autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
+    takes 23 times as long.
+    """
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    products: Tensor = backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
+    products: Tensor = backward(dense, rows, row, starts, bag, mode=0)
     return products
 
 

@@ -115,8 +115,11 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
     case = factors(10, 48, 2048, 0, 0.1)
-    assert rounded_top_k.pays(case, 64)
-    assert not rounded_top_k.pays(case, 128)
+    assert rounded_top_k.pays(case, 256)
+    assert not rounded_top_k.pays(case, 512)
+    # The k of a whole batch are chosen as fast among exact values.
+    assert rounded_top_k.pays(case, 128, choice=0.0)
+    assert not rounded_top_k.pays(case, 256, choice=0.0)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert not rounded_top_k.pays(case, 64)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.saes.kernels import sparse
 from trainer.saes.kernels.sparse import decode, row_products, transposed_product
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
@@ -45,6 +46,28 @@ def test_products_with_sparse_activations_equal_dense_ones(places: Places) -> No
     torch.testing.assert_close(row_products(dense, rows, places), expected)
 
 
+@pytest.fixture(params=[False, True], ids=["by token", "by latent"])
+def reads_by_latent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let rows be read as those that fit into a cache are, or those that do not."""
+    if request.param:
+        monkeypatch.setattr(sparse, "CACHE_BYTES", 0)
+    return bool(request.param)
+
+
+def test_rows_beyond_the_cache_are_read_once_for_all_entries_of_a_latent(
+    reads_by_latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, plain = [], sparse._row_products
+    monkeypatch.setattr(sparse, "_row_products", lambda *given: read.append(given[2]) or plain(*given))
+    rows, dense = random(D_SAE, D), random(N_TOKENS, D)
+    products = row_products(dense, rows, some_places())
+    expected = (dense @ rows.T)[some_places().tokens, some_places().latents]
+    torch.testing.assert_close(products, expected)
+    by_latent = some_places().tokens_by_latent(D_SAE)
+    assert torch.equal(*read, by_latent if reads_by_latent else some_places().latents)
+
+
+@pytest.mark.usefixtures("reads_by_latent")
 def test_the_gradients_of_decoding_are_those_of_finite_differences() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D_SAE, D).requires_grad_()
@@ -63,6 +86,7 @@ def test_a_gradient_nobody_wants_is_not_computed(wanted: str, unwanted: str, mon
     assert tensors[wanted].grad is not None
 
 
+@pytest.mark.usefixtures("reads_by_latent")
 def test_a_gradient_that_is_expanded_and_weights_that_are_transposed_are_read_as_they_are() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D, D_SAE).T.requires_grad_()
