@@ -22,6 +22,7 @@ def exchange(group: Group) -> dict[str, Tensor]:
     tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
     tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
     own = {f"own {name}": tensor.clone() for name, tensor in tensors.items()}
+    own["part of half"] = group.part_of_sum(tensors["half"])
     group.sum_(*tensors.values())
     gathered = group.gather(torch.arange(40000) * (group.index + 1))
     first = torch.randn(80, 2000).T
@@ -30,6 +31,7 @@ def exchange(group: Group) -> dict[str, Tensor]:
     for name, n_rows in (("even", 4 * group.size), ("uneven", 4 * group.size + 1)):
         parts = torch.randn(n_rows, 3000)
         own[f"own {name}"] = parts.clone()
+        tensors[f"part of {name}"] = group.part_of_sum(parts)
         group.sum_parts_([parts])
         group.spread_parts_([parts])
         tensors[name] = parts
@@ -82,7 +84,8 @@ def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
     if is_apart and rank:
         # On another machine nobody has the name of the first.
         rendezvous.DOOR += "elsewhere-"
-    # As on a GPU, where several transfers begin together.
+    # As on a GPU, where several transfers begin together and parts are added by a collective.
+    setattr(Ranks, "_adds_parts", lambda ranks, tensor: len(tensor) % ranks.size == 0)  # noqa: B010
     setattr(Ranks, "_at_once", lambda ranks, tensors: _coalescing(ranks._group))  # noqa: B010
     world = join(torch.device("cpu"), rank, size, file)
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)

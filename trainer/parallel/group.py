@@ -51,6 +51,16 @@ class Group:
         Rows are divided among ranks as `tensor_split` does along the first dimension.
         """
 
+    def part_of_sum(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of the tensor's sum over the group, divided as in `sum_parts_`; leave the tensor.
+
+        Values of 16 bits are added in 32 bits.
+        """
+        total = _wide(tensor, copy=True)
+        self.sum_parts_([total])
+        # A copy, since a view would keep the memory of the other rows.
+        return own_part(total, self).clone()
+
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         """Replace the rows that belong to other ranks by those that these ranks hold; divided as in `sum_parts_`."""
 
@@ -129,14 +139,22 @@ class Ranks(Processes):
         return dist.all_reduce(tensor, group=self._group, async_op=True)
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        # The collective that adds parts needs equally long ones, and not every version of gloo has it.
-        even, others = split_by(lambda tensor: tensor.is_cuda and len(tensor) % self.size == 0, tensors)
+        even, others = split_by(self._adds_parts, tensors)
         with exchanging(self._waiting):
             with self._at_once(even):
                 for tensor in even:
                     _reduce_scatter(tensor.tensor_split(self.size)[self.index], tensor, group=self._group)
             for tensor in others:
                 dist.all_reduce(tensor, group=self._group)
+
+    def part_of_sum(self, tensor: Tensor) -> Tensor:
+        if not self._adds_parts(tensor):
+            return super().part_of_sum(tensor)
+        wide = _wide(tensor).contiguous()
+        own = wide.new_empty(len(wide) // self.size, *wide.shape[1:])
+        with exchanging(self._waiting):
+            _reduce_scatter(own, wide, group=self._group)
+        return own
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         even, others = split_by(lambda tensor: len(tensor) % self.size == 0, tensors)
@@ -147,6 +165,10 @@ class Ranks(Processes):
             for tensor in others:
                 for rank, part in enumerate(tensor.tensor_split(self.size)):
                     dist.broadcast(part, group=self._group, group_src=rank)
+
+    def _adds_parts(self, tensor: Tensor) -> bool:
+        """Tell whether there is a collective that adds parts: of equally long ones; not every version of gloo has it."""
+        return tensor.is_cuda and len(tensor) % self.size == 0
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
         """Let a GPU begin the transfers of all these tensors, made inside, together."""
@@ -258,6 +280,10 @@ def peers_expected(otherwise: str) -> Iterator[None]:
         raise PeerLost(f"{otherwise} ({reason})") from error
 
 
+def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
+
+
 def sum_of(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum of the tensor over the group, without a gradient."""
     if group.size == 1:
@@ -319,11 +345,7 @@ class _PartSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.n_rows = group, len(tensor)
-        # Values of 16 bits are added in 32 bits.
-        total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        group.sum_parts_([total])
-        # A copy, since a view would keep the memory of the other rows.
-        return own_part(total, group).clone()
+        return group.part_of_sum(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from trainer.parallel.group import Processes, dense, exchanging, packs, part_sizes, split_by
+from trainer.parallel.group import Processes, dense, exchanging, own_part, packs, part_sizes, split_by
 from trainer.parallel.rendezvous import Line, join
 from trainer.parallel.waiting import Waiting
 
@@ -52,7 +52,15 @@ class SharedRanks(Processes):
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
             for tensor in tensors:
-                self._sum(_flat_parts(tensor, self.size))
+                blocks = _flat_parts(tensor, self.size)
+                self._sum(blocks, blocks[self.index])
+
+    def part_of_sum(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        own = own_part(tensor, self).to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        with exchanging(self._waiting):
+            self._sum(_flat_parts(tensor, self.size), own.view(-1))
+        return own
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -96,16 +104,16 @@ class SharedRanks(Processes):
 
     def _add_up(self, flat: Tensor) -> None:
         blocks = _flat_parts(flat, self.size)
-        self._sum(blocks)
+        self._sum(blocks, blocks[self.index])
         self._spread(blocks)
 
-    def _sum(self, blocks: list[Tensor]) -> None:
-        """Add the other ranks' values to this rank's block; the other blocks stay as they were."""
+    def _sum(self, blocks: list[Tensor], own: Tensor) -> None:
+        """Send the other ranks their blocks, and add what they send to `own`."""
         for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
-            own = blocks[self.index][piece]
+            part = own[piece]
             for rank in range(self.size):
                 if rank != self.index:
-                    own += places[rank, : len(own)]
+                    part += places[rank, : len(part)]
 
     def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
         """Send each rank its block of `blocks`, and copy what the ranks send to this one into `received`."""

@@ -45,6 +45,7 @@ def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> lis
 def test_what_ranks_exchange_is_the_same_on_all_and_what_each_has(size: int, apart: bool, tmp_path: Path) -> None:
     ranks = run_ranks(size, "exchange", tmp_path, apart=apart)
     check_sums(ranks)
+    check_parts(ranks)
     check_owned(ranks)
 
 
@@ -71,6 +72,15 @@ def check_sums(ranks: list[dict[str, Tensor]]) -> None:
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
     assert "collected" not in ranks[1]
+
+
+def check_parts(ranks: list[dict[str, Tensor]]) -> None:
+    """Require that each rank gets its rows of a sum, in fp32 where there are 16 bits, and that nothing else changes."""
+    for name in ("even", "uneven", "half"):
+        parts = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0).tensor_split(len(ranks))
+        for rank, part in zip(ranks, parts, strict=True):
+            assert rank[f"part of {name}"].dtype == torch.float32
+            torch.testing.assert_close(rank[f"part of {name}"].double(), part, rtol=1e-6, atol=1e-6)
 
 
 def check_owned(ranks: list[dict[str, Tensor]]) -> None:
