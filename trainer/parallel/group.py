@@ -167,7 +167,7 @@ class Ranks(Processes):
                     dist.broadcast(part, group=self._group, group_src=rank)
 
     def _adds_parts(self, tensor: Tensor) -> bool:
-        """Tell whether there is a collective that adds parts: of equally long ones; not every version of gloo has it."""
+        """Tell whether a collective adds parts: of equally long ones, and not in every version of gloo."""
         return tensor.is_cuda and len(tensor) % self.size == 0
 
     def _at_once(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from trainer.parallel.group import Group, own_part, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.kernels.silence import count, take_in
-from trainer.saes.kernels.sparse import decode, decoded_by_kernels
+from trainer.saes.kernels.sparse import decode, decoded_by_kernels, dots
 from trainer.saes.losses import Errors, Sums, errors_of, errors_of_decoded, triton_for
 from trainer.saes.row_gradients import RowGradients
 from trainer.saes.sparse_acts import Acts
@@ -321,9 +321,7 @@ class Sae(nn.Module, ABC):
         """Remove from gradients what would only change a decoder row's norm, before the optimizer's moments see it."""
         if self.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
-            # On two cores 4 ms with 16,384 latents; multiplying and summing takes 42, mostly for the matrix in between.
-            parallel = torch.einsum("ij,ij->i", grad, weights)
-            grad.addcmul_(parallel[:, None], weights, value=-1)
+            grad.addcmul_(dots(grad, weights)[:, None], weights, value=-1)
 
     def constrain(self, rows: slice = ALL) -> None:
         """Bring what else the latents `rows` have into its allowed range after a step, W_dec's rows having length 1."""

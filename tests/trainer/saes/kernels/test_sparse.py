@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.saes.kernels import sparse
-from trainer.saes.kernels.sparse import decode, row_products, transposed_product
+from trainer.saes.kernels.sparse import decode, dots, row_products, transposed_product
 from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
@@ -44,6 +44,13 @@ def test_products_with_sparse_activations_equal_dense_ones(places: Places) -> No
     torch.testing.assert_close(transposed_product(acts, dense), whole.T @ dense)
     expected = (dense @ rows.T)[places.tokens, places.latents]
     torch.testing.assert_close(row_products(dense, rows, places), expected)
+
+
+@pytest.mark.parametrize("n", [0, 1, 9])
+def test_rows_are_multiplied_with_those_of_the_same_number_however_they_lie_in_memory(n: int) -> None:
+    rows, others = random(n, 6), random(6, n).T
+    expected = torch.stack([*(one @ other for one, other in zip(rows, others, strict=True)), rows.new_zeros(())])[:-1]
+    torch.testing.assert_close(dots(rows, others), expected)
 
 
 @pytest.fixture(params=[False, True], ids=["by token", "by latent"])
