@@ -19,8 +19,8 @@ from trainer.contract.wording import distinct_sizes, gibibytes, rate
 # Tokens of the smallest micro-batch that is tried where nothing larger fits.
 LEAST_BATCH = 64
 # Another mode must be this many times faster than ddp to be chosen: the time model is no more exact than that. Of two
-# CPU processes it was right within 5 % about which is faster, with 3,072 and with 16,384 latents.
-LEAST_GAIN, _LEAST_GAIN_OF_CPUS = 1.1, 1.05
+# CPU processes it was right within 2 % about which is faster, with 3,072 to 16,384 latents.
+LEAST_GAIN, _LEAST_GAIN_OF_CPUS = 1.1, 1.02
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -138,7 +138,8 @@ def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
     times = next_best.time.total_s / best.time.total_s
     speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
-    gain = f"{times:.1f}× less time than" if times >= _least_gain(best.work) else "hardly slower than"
+    exact = f"{times:.1f}" if times >= LEAST_GAIN else f"{times:.2f}"
+    gain = f"{exact}× less time than" if times >= _least_gain(best.work) else "hardly slower than"
     return f"{choice}: {gain} {_name_of(next_best)} (which sends {speed}{assumed})"
 
 
