@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer.saes.kernels import top_k
 
-# So many numbers numpy sorts without partitioning them: on one core it finds the 64 largest of 512 in 0.4 us, and of
-# 768 in 2.5 us.
+# So many numbers numpy sorts without partitioning them: on one core it finds the 64 largest of 512 in 0.4 µs, and of
+# 768 in 2.5 µs.
 AT_ONCE = 512
 # Of more than that, a group has at most this share of the columns that would leave the fewest to look at: those of the
 # chosen groups have to be fetched as well.

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.saes.kernels import packed_top_k
 from trainer.saes.kernels.packed_top_k import largest_of_each
+
+
+@pytest.fixture(autouse=True, scope="module")
+def groups_of_groups() -> Iterator[None]:
+    """Let rows of few columns be grouped, and their groups again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_top_k, "AT_ONCE", 16)
+        yield
+
+
+def test_many_columns_are_looked_at_by_groups_of_groups() -> None:
+    levels = packed_top_k._levels(torch.zeros(2, 768, dtype=torch.int16), 2)
+    assert [level.shape[1] for level in levels] == [768, 96, 32, 16]
 
 
 @given(st.integers(0, 30), st.integers(1, 400), st.integers(1, 80), st.booleans(), st.integers(0, 2**31))
