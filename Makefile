@@ -18,9 +18,9 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Six on two cores, since many tests wait for other processes (with four the cores stood still for a third of the time). What failed in company is tried once more alone, if it is
+# Four on two cores, since many tests wait for other processes. What failed in company is tried once more alone, if it is
 # little: a machine that stood still for a while fails a test that waits, and a fault fails twice.
-	$(BIN)/pytest -n 6 --dist worksteal || { [ $$? = 1 ] && \
+	$(BIN)/pytest -n 4 --dist worksteal || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3; }
 
 # Properties with examples that no run has tried yet, and more of them.

@@ -105,9 +105,8 @@ class Run:
     ("architecture", "train"),
     [
         ("topk", {}),
-        ("topk", {"state": "int8"}),
         ("topk", {"precision": "fp16"}),
-        ("batch_topk", {}),
+        ("batch_topk", {"state": "int8"}),
         ("matryoshka_batch_topk", {"state": "bf16"}),
     ],
     ids=str,
