@@ -56,7 +56,7 @@ class Group:
 
         Values of 16 bits are added in 32 bits.
         """
-        total = _wide(tensor, copy=True)
+        total = wide(tensor, copy=True)
         self.sum_parts_([total])
         # A copy, since a view would keep the memory of the other rows.
         return own_part(total, self).clone()
@@ -150,10 +150,10 @@ class Ranks(Processes):
     def part_of_sum(self, tensor: Tensor) -> Tensor:
         if not self._adds_parts(tensor):
             return super().part_of_sum(tensor)
-        wide = _wide(tensor).contiguous()
-        own = wide.new_empty(len(wide) // self.size, *wide.shape[1:])
+        whole = wide(tensor).contiguous()
+        own = whole.new_empty(len(whole) // self.size, *whole.shape[1:])
         with exchanging(self._waiting):
-            _reduce_scatter(own, wide, group=self._group)
+            _reduce_scatter(own, whole, group=self._group)
         return own
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
@@ -280,7 +280,8 @@ def peers_expected(otherwise: str) -> Iterator[None]:
         raise PeerLost(f"{otherwise} ({reason})") from error
 
 
-def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """Return the tensor in the type in which it is added: fp32, or its own where that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=copy)
 
 

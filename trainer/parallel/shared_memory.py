@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from trainer.parallel.group import Processes, dense, exchanging, own_part, packs, part_sizes, split_by
+from trainer.parallel.group import Processes, dense, exchanging, own_part, packs, part_sizes, split_by, wide
 from trainer.parallel.rendezvous import Line, join
 from trainer.parallel.waiting import Waiting
 
@@ -57,7 +57,7 @@ class SharedRanks(Processes):
 
     def part_of_sum(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        own = own_part(tensor, self).to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        own = wide(own_part(tensor, self), copy=True)
         with exchanging(self._waiting):
             self._sum(_flat_parts(tensor, self.size), own.view(-1))
         return own

@@ -105,8 +105,9 @@ class Run:
     ("architecture", "train"),
     [
         ("topk", {}),
+        ("topk", {"state": "int8"}),
         ("topk", {"precision": "fp16"}),
-        ("batch_topk", {"state": "int8"}),
+        ("batch_topk", {}),
         ("matryoshka_batch_topk", {"state": "bf16"}),
     ],
     ids=str,

@@ -13,9 +13,9 @@ from pathlib import Path
 MARGIN, MARGIN_SHARED = 2, 2.5
 # One value computed alone costs as much as COST values of a whole product: 8 to 10 on a Zen 4 core.
 COST = 10
-# What choosing the k of each token takes longer among exact values, as a share of the exact product's time. With 2,048
-# latents and k = 64 a step of 2,048 tokens takes 71 ms of a core with a first look and 96 without, with 4,096 and 256
-# as long. The k of a whole batch are found as fast in either.
+# How much longer it takes to choose the k of each token among exact values, as a share of the exact product's time.
+# With 2,048 latents and k = 64 a step of 2,048 tokens takes 71 ms of a core with a first look and 96 without; with
+# 4,096 and k = 256 as long. The k of a whole batch are found as fast in either.
 CHOICE = 0.5
 # The time of a product of bf16 factors as a share of the exact one's, by what the CPU has: matrix units, or vectors (on
 # a Zen 4 core 54 ms instead of 107 with 3,072 latents, and a step with 16,384 took 0.53 s instead of 0.76).
@@ -30,7 +30,7 @@ def n_seen(k: int, n_ranks: int) -> int:
 def pays(n_exact: float, d_sae: int, choice: float = CHOICE) -> bool:
     """Tell whether a rounded product first is faster on this CPU, given the values per token then computed exactly.
 
-    Besides it saves the `choice`, a share of the exact product's time.
+    It also makes the choice faster, by `choice` as a share of the exact product's time.
     """
     share = rounded_share()
     return share < 1 and COST * n_exact < (1 + choice - share) * d_sae

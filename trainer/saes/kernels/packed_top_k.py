@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trainer.saes.kernels import top_k
 
-# So many numbers numpy sorts without partitioning them: on one core it finds the 64 largest of 512 in 0.4 µs, and of
-# 768 in 2.5 µs.
+# As many numbers as numpy sorts at once, without partitioning: on one core it finds the 64 largest of 512 in 0.4 µs,
+# and of 768 in 2.5 µs.
 AT_ONCE = 512
-# Of more than that, a group has at most this share of the columns that would leave the fewest to look at: those of the
-# chosen groups have to be fetched as well.
+# Where the columns of the chosen groups are more than that: the most columns in a group, as a share of the number that
+# leaves the fewest maxima and columns together. It is below 1 since columns of chosen groups have to be fetched.
 SHARE_OF_BEST = 0.6
 # Bytes of the rows that are looked through at a time.
 PART_BYTES = 2**22

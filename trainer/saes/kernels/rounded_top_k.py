@@ -70,7 +70,7 @@ class Candidates(NamedTuple):
 def pays(factors: Factors, n_seen: float, choice: float = first_look.CHOICE) -> bool:
     """Tell whether a first look is the faster way where `n_seen` values per token are then computed exactly.
 
-    Besides it saves the `choice`, a share of the exact product's time.
+    It also makes the choice faster, by `choice` as a share of the exact product's time.
     """
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
