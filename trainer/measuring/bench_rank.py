@@ -166,7 +166,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
             pre_acts = torch.addmm(sae.b_enc, steps.x, sae.W_enc)
             factors = Factors(steps.x, sae.W_enc, sae.b_enc)
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
-                factors, first_look.n_seen(sae.k, sae.latents.group.size)
+                factors, first_look.EXACT * first_look.n_seen(sae.k, sae.latents.group.size)
             )
             # Cast and allocated beforehand, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype

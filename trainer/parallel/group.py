@@ -31,6 +31,8 @@ class Group:
     """A group of one rank: what is summed or gathered over it stays as it is."""
 
     size, index = 1, 0
+    # Whether all ranks are on one machine and exchange through its memory.
+    is_on_one_machine = True
     # Bytes sent to other ranks since the start; None where only the library that sends them knows.
     sent_bytes: int | None = 0
 
@@ -124,6 +126,7 @@ class Ranks(Processes):
     """A group of processes on any machines, which exchange by the collectives of `torch.distributed`."""
 
     sent_bytes: int | None = None
+    is_on_one_machine = False
 
     def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         super().__init__(dist.get_world_size(group), dist.get_rank(group), waiting)

@@ -152,11 +152,11 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     if matrices and work.device == "cuda" and not (per_token := latent_room.per_token(per_token, int(own)) or 0):
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     active = tokens * per_token
-    n_seen = first_look.n_seen(sae.knobs.n_active, sharing)
+    n_exact = first_look.EXACT * first_look.n_seen(sae.knobs.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
-    if is_exact and not matrices and first_look.pays(n_seen, int(own)):
+    if is_exact and not matrices and first_look.pays(n_exact, int(own)):
         # The rounded product's pre-activations have half the bytes.
-        product_s *= first_look.rounded_share() + first_look.COST * n_seen / own
+        product_s *= first_look.rounded_share() + first_look.COST * n_exact / own
         product_s += work.micro_batches * _ROUNDED_BYTES * work.d_in * own / speeds.memory_bytes_per_s
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)

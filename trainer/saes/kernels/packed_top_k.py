@@ -26,18 +26,18 @@ PART_BYTES = 2**22
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the columns [n_rows, k] of each row's k largest bf16 numbers, and the smallest of these, float [n_rows].
+    """Return the columns of each row's k largest bf16 numbers, and these as floats, the smallest first: [n_rows, k].
 
-    Positive bf16 numbers are ordered as the integers of the same bits. Where one of a row's k largest is not positive,
-    the row's columns may be any; the smallest number is then not positive.
+    Positive bf16 numbers are ordered as the integers of the same bits. Of a row with fewer than k of them all are
+    returned, and beside them any that are not positive.
     """
     levels = _levels(values.view(torch.int16), k)
     kind, shift = (np.int32, 16) if values.shape[1] <= 2**16 else (np.int64, 32)
     n_parts = max(1, values.nbytes // PART_BYTES)
     among = functools.partial(_among_levels, k=k, kind=kind, shift=shift)
     keys = torch.from_numpy(top_k.by_rows(among, *(level.numpy() for level in levels), n_parts=n_parts))
-    lowest = (keys[:, 0] >> shift).to(torch.int16).view(torch.bfloat16).float()
-    return (keys & ((1 << shift) - 1)).long(), lowest
+    largest = (keys >> shift).to(torch.int16).view(torch.bfloat16).float()
+    return (keys & ((1 << shift) - 1)).long(), largest
 
 
 def _levels(bits: Tensor, k: int) -> list[Tensor]:

@@ -7,11 +7,14 @@ from torch import Tensor
 
 from trainer.contract.planning import first_look
 from trainer.saes.kernels import reused_buffer, rounded_top_k, top_k
-from trainer.saes.kernels.rounded_top_k import Candidates
+from trainer.saes.kernels.rounded_top_k import Candidates, Looked
 
 
 class PreActs:
     """A matrix [n_tokens, d_sae], of which mostly the largest values are wanted."""
+
+    # Whether a rounded product may be looked at first; ranks on one machine are of one mind about it.
+    may_be_rounded = False
 
     def __init__(self, matrix: Tensor) -> None:
         self.shape, self.matrix = matrix.shape, matrix
@@ -20,11 +23,8 @@ class PreActs:
         """Return the columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
         return top_k.largest_of_each(self.matrix, k)
 
-    def candidates(self, n: int, n_seen: int) -> Candidates:
-        """Return n that probably are each token's largest, the best of `n_seen` that are looked at, with their ceiling.
-
-        No other value of the token exceeds that.
-        """
+    def look(self, n: int, n_seen: int) -> Candidates | Looked:
+        """Return n that are each token's largest, or `n_seen` that probably are by a first look."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
@@ -46,6 +46,7 @@ class Product(PreActs):
         self.shape = torch.Size((len(x), W_enc.shape[1]))
         self._factors = rounded_top_k.Factors(x, W_enc, b_enc)
         self._exact: Tensor | None = None
+        self.may_be_rounded = rounded_top_k.may_be_used(self._factors)
 
     @property
     def matrix(self) -> Tensor:  # type: ignore[override]
@@ -54,15 +55,14 @@ class Product(PreActs):
         return self._exact
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        if self._may_screen(first_look.MARGIN * k):
+        if self._may_screen(first_look.EXACT * first_look.n_seen(k, 1)):
             return rounded_top_k.largest_of_each(self._factors, k)
         return super().largest(k)
 
-    def candidates(self, n: int, n_seen: int) -> Candidates:
-        if not self._may_screen(n_seen):
-            return super().candidates(n, n_seen)
-        best = rounded_top_k.candidates(self._factors, n_seen).largest(n)
-        return best._replace(ceiling=best.ceiling.maximum(best.values.amin(dim=1)))
+    def look(self, n: int, n_seen: int) -> Candidates | Looked:
+        if not self._may_screen(first_look.EXACT * n_seen):
+            return super().look(n, n_seen)
+        return rounded_top_k.look(self._factors, n_seen)
 
     def of(self, tokens: Tensor) -> PreActs:
         return PreActs(self._factors.product_of(tokens)) if self._exact is None else super().of(tokens)
@@ -72,8 +72,8 @@ class Product(PreActs):
         largest = rounded_top_k.largest_of_all(self._factors, n) if may else None
         return largest or super().largest_of_all(n)
 
-    def _may_screen(self, n_seen: float, choice: float = first_look.CHOICE) -> bool:
-        return self._exact is None and rounded_top_k.pays(self._factors, n_seen, choice)
+    def _may_screen(self, n_exact: float, choice: float = first_look.CHOICE) -> bool:
+        return self._exact is None and rounded_top_k.pays(self._factors, n_exact, choice)
 
     def let_go(self) -> None:
         """Give the matrix's memory to the next product, once what is wanted of it is known."""

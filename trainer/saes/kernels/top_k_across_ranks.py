@@ -3,7 +3,8 @@
 A rank sends only some of its largest values, and with them a ceiling that none of its other values exceeds. Where a
 ceiling is above the smallest chosen value, a value that was not sent might belong among the chosen: for those tokens
 all values that could be chosen are exchanged in a second round. Each rank decides for its share of the tokens, or all
-see the same values and decide alike. A rank alone chooses directly.
+see the same values and decide alike. A rank alone chooses directly. Where values are looked at in a rounded product
+first, ranks exchange what it says beforehand, so that each computes only those exactly that can be among all ranks'.
 
 Whether a second round is needed, and how many values are chosen of a rank, depends on the values. The host of a GPU
 would have to wait for the answer, so that a rank there sends at once all that could be chosen, and keeps as many
@@ -24,6 +25,7 @@ from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
 from trainer.parallel.group import Group
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Filled, Places, fill_rest
 
@@ -43,15 +45,32 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
         tokens = torch.arange(len(columns), device=columns.device).repeat_interleave(columns.shape[1])
         entries = _Entries(columns.flatten(), tokens, values.flatten(), is_chosen.flatten())
         return entries.chosen_first(len(columns), len(tokens) // group.size)
-    n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
-    n_own = min(n_sent, pre_acts.shape[1])
-    columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
+    (columns, values, ceiling), n_sent = _candidates(pre_acts, k, group)
     sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
     verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
     local = _Found(columns, values, verdict[:, : columns.shape[1]])
     if len(rows := verdict[:, -1].nonzero().flatten()):
         local = local.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
     return local.chosen()
+
+
+def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
+    """Return this rank's candidates for the k largest of each token, and how many each of the ranks sends.
+
+    Ranks on one machine tell each other what a first look finds before they compute what can matter exactly. All do: to
+    a rank of few latents a first look does not pay.
+    """
+    n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
+    n_seen = max(n_sent, first_look.n_seen(k, group.size))
+    tells = pre_acts.may_be_rounded and group.is_on_one_machine
+    n_sent = n_seen if tells else n_sent
+    n_own = min(n_sent, pre_acts.shape[1])
+    looked = pre_acts.look(n_own, n_seen)
+    if not tells:
+        return looked.exact(looked.lower.new_full((len(looked.lower),), -torch.inf)).largest(n_own), n_sent
+    everybodys = group.to_owners(_pad(looked.lower, n_sent)).movedim(0, 1).flatten(1)
+    least = group.from_owners(top_k.kth(everybodys, k).expand(group.size, -1), len(looked.lower))
+    return looked.exact(least), n_sent
 
 
 def _verdicts(everybodys: Tensor, k: int) -> Tensor:

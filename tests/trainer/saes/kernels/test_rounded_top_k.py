@@ -51,6 +51,31 @@ def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: in
 
 
 @settings(max_examples=100)
+@given(cases, st.integers(1, 32))
+def test_the_bounds_of_a_first_look_hold(case: Factors, n: int) -> None:
+    x, W_enc, b_enc = (tensor.double() for tensor in case)
+    exact = torch.addmm(b_enc, x, W_enc)
+    looked = rounded_top_k.look(case, n)
+    seen = exact.gather(1, looked.columns)
+    assert (looked.lower <= seen).all()
+    assert (seen <= looked.upper).all()
+    others = exact.scatter(1, looked.columns, -torch.inf)
+    assert (others.amax(dim=1) <= looked.ceiling).all()
+
+
+def test_only_what_can_be_among_the_largest_is_computed_exactly() -> None:
+    case = factors(500, 384, 3072, 0, 0.1)
+    looked = rounded_top_k.look(case, 64)
+    exact = torch.addmm(case.b_enc, case.x, case.W_enc)
+    kth = exact.topk(32, dim=1).values[:, -1]
+    values = looked.exact(kth).values
+    is_left_out = values == -torch.inf
+    assert (exact.gather(1, looked.columns)[is_left_out] < kth.repeat_interleave(is_left_out.sum(dim=1))).all()
+    assert_same(values[~is_left_out], exact.gather(1, looked.columns)[~is_left_out], exact)
+    assert 0.5 < (~is_left_out).sum() / values.numel() < 0.9
+
+
+@settings(max_examples=100)
 @given(cases, st.floats(0.05, 3.0))
 def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
@@ -70,6 +95,22 @@ def test_the_usual_case_is_found_without_the_exact_product(monkeypatch: pytest.M
     assert made[0] == (torch.bfloat16, 500)
     assert sum(n for _, n in made[1:]) < 50
     assert largest_of_all(case, 32 * 500) is not None
+
+
+def test_tokens_with_fewer_positive_values_than_are_looked_at_need_no_exact_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, k = factors(300, 384, 3072, 2, 0.0), 50
+    case.b_enc.fill_(-1.845 * 384**0.5)
+    exact = torch.addmm(case.b_enc, case.x, case.W_enc)
+    n_positive = (exact > 0).sum(dim=1)
+    assert n_positive.min() > k
+    assert n_positive.min() < first_look.n_seen(k, 1)
+    monkeypatch.setattr(Factors, "product", None)
+    monkeypatch.setattr(Factors, "product_of", None)
+    columns, values = largest_of_each(case, k)
+    assert_same(values, exact.gather(1, columns), exact)
+    assert_same(values.sort(dim=1, descending=True).values, exact.topk(k, dim=1).values, exact)
 
 
 def test_the_memory_of_a_first_look_serves_the_next() -> None:

@@ -132,19 +132,22 @@ def test_the_nth_largest_of_everybodys_values_is_found() -> None:
     assert results == [values.sort(descending=True).values[16]] * 3
 
 
+@pytest.mark.parametrize(("shares", "n_looks"), [([1.0, 1.0], 2), ([40.0, 1.0], 1), ([1.0, 1.0, 1.0], 3)])
+@pytest.mark.parametrize("is_on_one_machine", [True, False])
 def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
-    monkeypatch: pytest.MonkeyPatch,
+    shares: list[float], n_looks: int, is_on_one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Threads, "is_on_one_machine", is_on_one_machine)
     monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
-    looked, plain = [], rounded_top_k.candidates
-    monkeypatch.setattr(rounded_top_k, "candidates", lambda *given: looked.append(given) or plain(*given))
+    looked, plain = [], rounded_top_k.look
+    monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
     # Latents that rounding cannot tell apart leave tokens open, and those of one rank only are all that one has.
     weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
     pre_acts = x @ weights.T
 
     def choose(group: Threads) -> tuple[Tensor, Latents]:
-        latents = Latents(1200, group)
+        latents = Latents(1200, group, shares)
         own = latents.part(weights, 0)
         product = Product(x, own.T, torch.zeros(len(own)))
         places, values = k_per_token(product, k, group)
@@ -152,9 +155,9 @@ def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
         return marked(places, (200, len(own))), latents
 
     chosen = torch.zeros_like(pre_acts, dtype=torch.bool)
-    for mask, latents in on_all(2, choose):
+    for mask, latents in on_all(len(shares), choose):
         chosen[:, latents.own] = mask
-    assert len(looked) == 2
+    assert len(looked) == n_looks
     assert (chosen.sum(dim=1) == k).all()
     largest = pre_acts[chosen].view(200, k).sort(dim=1).values
     torch.testing.assert_close(largest, pre_acts.topk(k, dim=1).values.sort(dim=1).values, rtol=1e-5, atol=1e-5)
