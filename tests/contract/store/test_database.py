@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.new_stores import statements_of, text_of
 
 from trainer.contract.store import database
 from trainer.contract.store.database import (
@@ -25,7 +26,7 @@ from trainer.contract.store.database import (
     transaction,
 )
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.migrations import MIGRATIONS, migrate
+from trainer.contract.store.migrations import MIGRATIONS, NEW, migrate
 
 TABLES = {
     "control": {"jobs", "ranks", "leases", "requests", "events"},
@@ -79,6 +80,14 @@ def test_a_new_store_has_all_its_tables_and_is_private(tmp_path: Path, schema: A
         assert tables(connection) >= TABLES[schema]
         assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS[schema])
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+@pytest.mark.parametrize("schema", MIGRATIONS)
+def test_a_new_store_has_the_tables_that_all_steps_make(tmp_path: Path, schema: Any) -> None:
+    open_writer(tmp_path / "a.db", schema).close()
+    migrate(tmp_path / "by_steps.db", schema)
+    assert statements_of(tmp_path / "a.db") == statements_of(tmp_path / "by_steps.db")
+    assert (NEW / f"{schema}.sql").read_text() == text_of(schema)
 
 
 def test_opening_again_keeps_what_is_there(made: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Literal
 from trainer.contract.errors import UserError
 from trainer.contract.paths import file_mode, is_shared
 from trainer.contract.store import migrations
-from trainer.contract.store.migrations import MIGRATIONS, Schema
+from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
@@ -235,8 +235,9 @@ def _let_shrink(connection: sqlite3.Connection) -> None:
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
-    version = _refuse_newer(connection, path, schema)
-    if version == len(MIGRATIONS[schema]):
+    if _refuse_newer(connection, path, schema) == 0:
+        _make_tables(connection, schema)
+    if _version(connection) == len(MIGRATIONS[schema]):
         return
     # sqlite-utils costs 17 MiB, which the app and a waiting supervisor shall not carry, and where pandas is installed
     # 1.5 s. By file and with -P, since a `trainer.py` of the user's in the working directory would hide ours.
@@ -247,9 +248,22 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
         raise StoreError(_explain(path, reason or f"bringing it up to date ended with {done.returncode}"))
 
 
+def _make_tables(connection: sqlite3.Connection, schema: Schema) -> None:
+    with transaction(connection):
+        # Another process may have been first.
+        if _version(connection) == 0:
+            for statement in statements_of_new(schema):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={len(MIGRATIONS[schema])}")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
     """Return the schema version of a store; raise `StoreError` where a newer version of the program made it."""
-    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    version = _version(connection)
     newest = len(MIGRATIONS[schema])
     if version > newest:
         raise StoreError(

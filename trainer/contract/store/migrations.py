@@ -1,4 +1,7 @@
-"""The schemas of the stores as an append-only list of steps; `PRAGMA user_version` counts those taken."""
+"""The schemas of the stores as an append-only list of steps; `PRAGMA user_version` counts those taken.
+
+A new store is made by the SQL that all steps together come to (`make schemas` writes it), which needs no sqlite-utils.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,15 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }
+
+
+# What makes the tables of a new store of each kind, in its newest form.
+NEW = Path(__file__).parent / "new"
+
+
+def statements_of_new(schema: Schema) -> list[str]:
+    """Return the statements, each without its last semicolon, that make the tables of an empty store."""
+    return (NEW / f"{schema}.sql").read_text(encoding="utf-8").split(";\n\n")[:-1]
 
 
 def migrate(path: Path, schema: Schema) -> None:
