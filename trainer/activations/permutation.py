@@ -69,7 +69,7 @@ class RunPermutation:
         """Return where each of some positions 0 .. n - 1 goes."""
         numbers, is_whole = positions.copy(), positions < self._n_whole
         runs, places = np.divmod(positions[is_whole], self._run)
-        # Looked up once where it begins: the 4096 positions of a batch, a stretch of an epoch, are of 65 runs.
+        # FirstLook up once where it begins: the 4096 positions of a batch, a stretch of an epoch, are of 65 runs.
         begins = np.diff(runs, prepend=-1) != 0
         numbers[is_whole] = self._runs(runs[begins])[begins.cumsum() - 1] * self._run + places
         shifted: Indices = (numbers + self._begin) % self._n

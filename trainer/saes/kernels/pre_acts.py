@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.contract.planning import first_look
 from trainer.saes.kernels import reused_buffer, rounded_top_k, top_k
-from trainer.saes.kernels.rounded_top_k import Candidates, Looked
+from trainer.saes.kernels.rounded_top_k import Candidates, FirstLook
 
 
 class PreActs:
@@ -23,7 +23,7 @@ class PreActs:
         """Return the columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
         return top_k.largest_of_each(self.matrix, k)
 
-    def look(self, n: int, n_seen: int) -> Candidates | Looked:
+    def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
         """Return n that are each token's largest, or `n_seen` that probably are by a first look."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
@@ -59,7 +59,7 @@ class Product(PreActs):
             return rounded_top_k.largest_of_each(self._factors, k)
         return super().largest(k)
 
-    def look(self, n: int, n_seen: int) -> Candidates | Looked:
+    def look(self, n: int, n_seen: int) -> Candidates | FirstLook:
         if not self._may_screen(first_look.EXACT * n_seen):
             return super().look(n, n_seen)
         return rounded_top_k.look(self._factors, n_seen)

@@ -75,7 +75,7 @@ class Candidates(NamedTuple):
 
     @property
     def lower(self) -> Tensor:
-        """The same as of `Looked`, as is `exact`: nothing is left to compute."""
+        """The same as of `FirstLook`, as is `exact`: nothing is left to compute."""
         return self.values
 
     def exact(self, least: Tensor) -> Candidates:
@@ -89,7 +89,7 @@ class Candidates(NamedTuple):
         return Candidates(self.columns.gather(1, chosen), values, self.ceiling.maximum(values.amin(dim=1)))
 
 
-class Looked(NamedTuple):
+class FirstLook(NamedTuple):
     """Some of each token's values that a first look found to be large: columns and, of the exact values, bounds `lower`
     and `upper`, all [n_tokens, n]. No other value exceeds `ceiling` [n_tokens]."""
 
@@ -127,14 +127,14 @@ def pays(factors: Factors, n_exact: float, choice: float = first_look.CHOICE) ->
     return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], choice)
 
 
-def look(factors: Factors, n: int) -> Looked:
+def look(factors: Factors, n: int) -> FirstLook:
     """Find the n of each token that are largest in the rounded product."""
     rough = _rough(factors)
     columns, values = packed_top_k.largest_of_each(rough.values, n)
     reused_buffer.put_back(rough.values)
     off = rough.errors_at(columns).add_(values.abs(), alpha=ROUNDING)
     ceiling = values[:, 0].clamp_min(0) * (1 + ROUNDING) + rough.largest_errors
-    return Looked(factors, columns, values - off, values + off, ceiling)
+    return FirstLook(factors, columns, values - off, values + off, ceiling)
 
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:

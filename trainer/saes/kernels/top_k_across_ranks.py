@@ -57,8 +57,8 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group, *, may_wait: bool = Tru
 def _candidates(pre_acts: PreActs, k: int, group: Group) -> tuple[Candidates, int]:
     """Return this rank's candidates for the k largest of each token, and how many each of the ranks sends.
 
-    Ranks on one machine tell each other what a first look finds before they compute what can matter exactly. All do: to
-    a rank of few latents a first look does not pay.
+    Ranks on one machine tell each other what a first look finds before they compute what can matter exactly. All do, so
+    that they meet, also one with so few latents that it takes no first look.
     """
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_seen = max(n_sent, first_look.n_seen(k, group.size))
