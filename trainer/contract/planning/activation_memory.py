@@ -15,6 +15,7 @@ GROUP = 32
 # Bytes for each pre-activation while an evaluation counts those above a bound: two masks.
 COUNTED_BYTES = 2
 # Candidates that a rank sends per token for each value chosen from it on average; on a GPU it sends all that could be.
+# Two ranks on one CPU that looks at a rounded product first send a quarter more, which is not counted.
 MARGIN_PER_TOKEN = 4
 
 

@@ -75,7 +75,7 @@ class Candidates(NamedTuple):
 
     @property
     def lower(self) -> Tensor:
-        """The same as of `FirstLook`, as is `exact`: nothing is left to compute."""
+        """Bounds of the values, as a `FirstLook` has them: these are exact, so that `exact` has nothing to compute."""
         return self.values
 
     def exact(self, least: Tensor) -> Candidates:
@@ -173,7 +173,7 @@ def _rough(factors: Factors) -> Rough:
     rounded_x, norms, offs = _round_rows(x)
     rounded_W, norms_W, offs_W = _round_rows(W_enc.T)
     rounded_b = b_enc.bfloat16()
-    # A latent without weights is not off.
+    # A latent whose weights are all 0 has no error.
     share_W = (offs_W / norms_W.clamp_min(torch.finfo(norms_W.dtype).tiny)).amax()
     per_norm = offs + (norms + offs) * share_W + SUMMING * x.shape[1] * norms
     values = reused_buffer.product(rounded_b, rounded_x, rounded_W.T)
