@@ -19,41 +19,57 @@ _MOST_BYTES = 16 << 10
 _LEAVE_S = 1.0  # for the exit code of one whose output has ended, or is too long
 
 
-def run_there(
-    host: str,
-    words: Sequence[str],
-    ssh: Sequence[str],
-    given: str = "",
-    running: set[subprocess.Popen[bytes]] | None = None,
-) -> str:
-    """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails.
+class Errands:
+    """Runs commands of `sae-tui` on other hosts, each from a thread of its own, until all of them are ended at once."""
 
-    `given` is what it reads from its standard input. While it runs, its process is in `running`.
-    """
-    argv = ssh_argv(host, words, ssh)
-    running = set() if running is None else running
-    with tempfile.TemporaryFile() as file:
-        file.write(given.encode())
-        file.seek(0)
-        process = subprocess.Popen(
-            argv, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    running.add(process)
-    late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))
-    late.daemon = True
-    late.start()
-    try:
-        assert process.stdout is not None
-        answer = process.stdout.read(_MOST_BYTES)
-        process.stdout.close()
-        is_late = late.finished.is_set()
-    finally:
-        late.cancel()
-        running.discard(process)
-        code = end(process, _LEAVE_S)
-    if is_late:
-        raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; look there with ssh {host}")
-    return _outcome(host, code, [printable(line) for line in answer.decode(errors="replace").splitlines() if line])
+    def __init__(self, ssh: Sequence[str]) -> None:
+        self._ssh = tuple(ssh)
+        # Held while a process starts, so that none is overlooked when all are ended.
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._is_over = False
+
+    def run(self, host: str, words: Sequence[str], given: str = "") -> str:
+        """Run `sae-tui` with these words on a host and return its last line; raise `UserError` where that fails.
+
+        `given` is what it reads from its standard input.
+        """
+        process = self._start(host, words, given)
+        late = threading.Timer(LIMIT_S, signal_all, (process, signal.SIGKILL))
+        late.daemon = True
+        late.start()
+        try:
+            assert process.stdout is not None
+            answer = process.stdout.read(_MOST_BYTES)
+            process.stdout.close()
+            is_late = late.finished.is_set()
+        finally:
+            late.cancel()
+            self._running.discard(process)
+            code = end(process, _LEAVE_S)
+        if is_late:
+            raise UserError(f"host {host} did not answer within {LIMIT_S:.0f} s; look there with ssh {host}")
+        return _outcome(host, code, [printable(line) for line in answer.decode(errors="replace").splitlines() if line])
+
+    def _start(self, host: str, words: Sequence[str], given: str) -> subprocess.Popen[bytes]:
+        argv = ssh_argv(host, words, self._ssh)
+        with tempfile.TemporaryFile() as file, self._lock:
+            if self._is_over:
+                raise UserError(f"host {host} was not asked: sae-tui ends")
+            file.write(given.encode())
+            file.seek(0)
+            process = subprocess.Popen(
+                argv, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            self._running.add(process)
+        return process
+
+    def end_all(self) -> None:
+        """End those that are under way, which then fail, and begin no other."""
+        with self._lock:
+            self._is_over = True
+            for process in tuple(self._running):
+                signal_all(process, signal.SIGKILL)
 
 
 def _outcome(host: str, code: int, lines: Sequence[str]) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from collections.abc import Callable, Sequence
 
 from sae_tui.gpu.past import Past
-from sae_tui.hosts.errands import run_there
+from sae_tui.hosts.errands import Errands
 from sae_tui.hosts.follower import HostFollower
-from sae_tui.hosts.link import signal_all
 from sae_tui.hosts.view import HostView
 from sae_tui.ssh import ssh_argv
 
@@ -25,7 +22,7 @@ class Hosts:
         self._ssh = tuple(ssh)
         self._flags = ("--demo",) if demo else ()
         self._on_change: Callable[[], object] = lambda: None
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._errands = Errands(ssh)
         self._followers = {
             name: HostFollower(name, self.argv(name, "stream"), lambda: self._on_change())
             for name in dict.fromkeys(names)
@@ -41,8 +38,7 @@ class Hosts:
         """End all connections, errands as well: whoever leaves does not wait for a host."""
         for follower in self._followers.values():
             follower.stop()
-        for process in tuple(self._running):
-            signal_all(process, signal.SIGKILL)
+        self._errands.end_all()
 
     @property
     def views(self) -> tuple[HostView, ...]:
@@ -59,7 +55,7 @@ class Hosts:
 
     def run(self, name: str, *words: str) -> str:
         """Run `sae-tui` with these words on a host; return its answer, or raise `UserError`."""
-        return run_there(name, [*words, *self._flags], self._ssh, running=self._running)
+        return self._errands.run(name, [*words, *self._flags])
 
     def launch(self, name: str, job_file: str, gpus: str) -> str:
         """Launch a job on a host, which checks it; return its answer, or raise `UserError`.
@@ -67,4 +63,4 @@ class Hosts:
         `gpus` are those of that host, as `--gpus` takes them: `auto:2`, `0,1` or `cpu`.
         """
         words = ["launch", "/dev/stdin", "--gpus", gpus, *self._flags]
-        return run_there(name, words, self._ssh, job_file, self._running)
+        return self._errands.run(name, words, job_file)

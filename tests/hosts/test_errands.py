@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,6 +55,28 @@ def test_whoever_leaves_ends_the_errands_that_are_under_way(tmp_path: Path) -> N
         with pytest.raises(UserError):
             asked.result(20)
     wait_until(lambda: not runs(f"sleep {mark}"))
+
+
+def test_none_is_overlooked_that_starts_as_all_are_ended(monkeypatch) -> None:
+    start, starts, mark = subprocess.Popen, threading.Event(), f"5{os.getpid()}"
+
+    def slowly(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start(*words, **options)
+        starts.set()
+        time.sleep(0.2)
+        return process
+
+    monkeypatch.setattr(errands.subprocess, "Popen", slowly)
+    wrapped = Hosts(["far"], ["sh", "-c", f"sleep {mark}; true"])
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(wrapped.run, "far", "stop", "7")
+        assert starts.wait(20)
+        wrapped.stop()
+        with pytest.raises(UserError):
+            asked.result(20)
+    wait_until(lambda: not runs(f"sleep {mark}"))
+    with pytest.raises(UserError, match="host far was not asked: sae-tui ends"):
+        wrapped.run("far", "stop", "7")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

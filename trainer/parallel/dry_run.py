@@ -31,7 +31,14 @@ class Echo(Group):
         return self._pad_with_lowest(own_part(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """Return this rank's answers in place of those of all owners; ones where this rank owns no rows."""
+        """Return this rank's answers to itself in place of those of all owners; ones where this rank owns no rows.
+
+        Bounds that other owners would tell seem to be the lowest possible too.
+        """
+        if tensor.is_floating_point():
+            bounds = tensor.new_full((n_rows, *tensor.shape[2:]), -torch.inf)
+            own_part(bounds, self).copy_(tensor[self.index])
+            return bounds
         own = tensor[self.index] if tensor.shape[1] else tensor.new_ones(1, *tensor.shape[2:])
         return own[torch.arange(n_rows, device=own.device) % len(own)]
 
