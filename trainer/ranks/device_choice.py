@@ -12,7 +12,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
 from trainer.contract.paths import data_dir
-from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_devices
+from trainer.contract.planning.check_job import Machine, check, chosen_indices, takes_slices, wanted_devices
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import is_slice, refusal_of_slices
 from trainer.contract.planning.hardware import CPU, read_box, slowest
@@ -50,8 +50,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 def chosen(job: AnyJob, gpus: list[Device]) -> list[Device]:
     """Return the GPUs to run on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
     by_index, count = {gpu.index: gpu for gpu in gpus}, wanted_devices(job)
-    # Of several, none is a slice of a card.
-    any_will_do = [gpu.index for gpu in gpus if count == 1 or not is_slice(gpu.uuid)]
+    any_will_do = [gpu.index for gpu in gpus if takes_slices(job) or not is_slice(gpu.uuid)]
     indices = chosen_indices(job) or any_will_do[:count]
     return [by_index[index] for index in indices] if gpus else []
 

@@ -111,9 +111,10 @@ def _gpus(job: ExtractJob) -> list[Device]:
     if missing := [index for index in chosen_indices(job) if index not in indices]:
         listed = ", ".join(map(str, indices))
         raise UsageError(f"launch.gpus: there is no GPU {missing[0]} here; this machine has {listed}")
-    if count > len(gpus):
-        raise UsageError(f"launch.gpus: asks for {count} GPUs, but this machine has {len(gpus)}")
-    return chosen(job, gpus)
+    if len(taken := chosen(job, gpus)) < count:
+        slices = "" if count > len(gpus) else " that are no slices of cards"
+        raise UsageError(f"launch.gpus: asks for {count} GPUs, but this machine has {len(taken)}{slices}")
+    return taken
 
 
 def _of_hook(hook: str, folder: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ from trainer.contract.planning.check_job import (
     MachineGpu,
     exchanges,
     memory_problems,
+    takes_slices,
     wanted_devices,
 )
 from trainer.contract.planning.forecast import Room
@@ -128,7 +129,7 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
         raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
     any_gpus = not isinstance(gpus, list)
     if any_gpus:
-        _refuse_too_many(choices, count)
+        _refuse_too_many(choices, count, takes_slices=takes_slices(job))
     chosen = _find_gpus(gpus, choices) if isinstance(gpus, list) else []
     if exchanges(job) and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
         raise _refusal(refusal)
@@ -259,13 +260,14 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
     return [gpu_by_index[index] for index in indices]
 
 
-def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
+def _refuse_too_many(choices: Sequence[GpuChoice], count: int, *, takes_slices: bool) -> None:
     """Raise `JobFileError` where too few GPUs can be used; busy ones count, since the job waits for them."""
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    usable = [choice for choice in choices if choice.state != "unhealthy" and (count == 1 or not is_slice(choice.uuid))]
+    suited = [choice for choice in choices if takes_slices or not is_slice(choice.uuid)]
+    usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
-        alone = "; slices of cards run a job alone" if count > 1 and any(is_slice(one.uuid) for one in choices) else ""
+        alone = "" if len(suited) == len(choices) else "; slices of cards run a job alone"
         here = f"only {len(usable)} of {len(choices)} can be used here"
         raise _refusal(f"asks for {plural(count, 'GPU')}, but {here}{alone}")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]

@@ -48,7 +48,7 @@ class Card(msgspec.Struct, frozen=True):
 
     def is_for(self, job: Job) -> bool:
         """Tell whether the job could have the card once other jobs have ended."""
-        any_will_do = job.any_gpus and (job.gpus_wanted == 1 or not is_slice(self.uuid))
+        any_will_do = job.any_gpus and (job.takes_slices or not is_slice(self.uuid))
         wanted = any_will_do or self.uuid in job.gpu_uuids
         return wanted and not self.unusable and (job.shares_gpus or not self.stranger) and self.has_memory(job)
 
@@ -171,7 +171,7 @@ def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) ->
     """Return why the job cannot have this card now; "" where it can."""
     if card.unusable:
         return f"GPU {card.index} cannot be used ({card.unusable})"
-    if job.any_gpus and job.gpus_wanted > 1 and is_slice(card.uuid):
+    if job.any_gpus and not job.takes_slices and is_slice(card.uuid):
         return f"GPU {card.index} is a slice of a card"
     if card.stranger and not job.shares_gpus:
         return f"GPU {card.index} is {card.stranger}"

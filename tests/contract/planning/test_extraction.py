@@ -16,6 +16,8 @@ from trainer.contract.planning.extraction import disk_words, outlook_of_extracti
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import CPU, Box, Card
 from trainer.contract.settings.extract import ExtractJob
+from trainer.ranks.device_choice import chosen
+from trainer.ranks.devices import Device
 
 GIB = 2**30
 
@@ -140,6 +142,31 @@ def test_a_spread_model_takes_a_share_of_each_card_and_the_time_of_one(job: Extr
     assert shared.memory.weights == pytest.approx(each.memory.weights * 2 / 3, rel=1e-3)
     assert shared.memory.activations == each.memory.activations
     assert (shared.seconds or 0) == pytest.approx(3 * (each.seconds or 0))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "spread", "said"),
+    [
+        ("auto:2", False, []),
+        ([0, 1], False, []),
+        ("auto:2", True, ["asks for 2 GPUs, but this machine has 0 that can be used; slices of cards run a job alone"]),
+        (
+            [0, 1],
+            True,
+            ["GPU 0 is a slice of a card, and NCCL cannot connect slices; name one of them alone, or whole GPUs"],
+        ),
+    ],
+)
+def test_each_process_may_have_a_slice_of_a_card_but_no_model_is_spread_over_slices(
+    job: ExtractJob, tmp_path: Path, gpus: object, spread: bool, said: list[str]
+) -> None:
+    cut = tuple(MachineGpu(index, "H200 MIG 3g.71gb", 70 * GIB, is_slice=True) for index in (0, 1))
+    there = msgspec.structs.replace(on(job, gpus), model=msgspec.structs.replace(job.model, spread=spread))
+    problems = check(there, Machine(cut, cpu_count=2, output_root=tmp_path))
+    assert [one.message for one in problems if one.path == "launch.gpus"] == said
+    fewer = said and isinstance(gpus, str)
+    slices = [Device(index, f"MIG-{index}", "H200 MIG 3g.71gb", 70 * GIB) for index in (0, 1)]
+    assert chosen(there, slices) == ([] if fewer else slices)
 
 
 def test_a_model_larger_than_a_card_may_be_spread_over_several(job: ExtractJob, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.extractions import extraction_job
 from support.workloads import stream_of_model, workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
@@ -309,6 +310,14 @@ def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, car
     (problem,) = refused.value.problems
     assert problem.path == "launch.gpus"
     assert problem.message.startswith(said)
+
+
+def test_an_extraction_takes_any_slices_of_cards(tmp_path):
+    job = extraction_job(tmp_path / "model", tmp_path / "corpus.txt", tmp_path / "rows")
+    job = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto:2"))
+    cards = [msgspec.structs.replace(SLICE, index=index, uuid=f"MIG-{index}") for index in (0, 1)]
+    placed = place(job, cards, source_cuda=True)
+    assert (placed.world_size, placed.any_gpus) == (2, True)
 
 
 def test_one_card_per_job_where_the_settings_say_so(box):

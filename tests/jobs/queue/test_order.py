@@ -278,6 +278,14 @@ def test_a_reason_to_wait_names_every_card_in_the_way(one, said):
     assert turns([one], board, NOW)[1].waits_for == said
 
 
+def test_slices_of_cards_are_for_jobs_on_one_gpu_or_whose_processes_exchange_nothing():
+    cut = [msgspec.structs.replace(card(index), uuid=f"MIG-{index}") for index in (0, 1)]
+    alone, connected, apart = job(1), job(1, gpus_wanted=2, mode="ddp"), job(1, gpus_wanted=2, mode="single")
+    assert [len(turns([one], cut, NOW)[1].cards) for one in (alone, connected, apart)] == [1, 0, 2]
+    reason = "2 GPUs: GPU 0 is a slice of a card and GPU 1 is a slice of a card"
+    assert turns([connected], cut, NOW)[1].waits_for == reason
+
+
 def test_a_job_waits_where_there_are_too_few_cards_or_none_can_be_read():
     assert turns([job(1, gpus_wanted=2)], [card(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
     assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"

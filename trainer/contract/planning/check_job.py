@@ -166,6 +166,11 @@ def exchanges(job: AnyJob) -> bool:
     return job.model.spread if isinstance(job, ExtractJob) else True
 
 
+def takes_slices(job: AnyJob) -> bool:
+    """Tell whether each GPU of a job may be a slice of a card, as one is that exchanges nothing with others."""
+    return wanted_devices(job) == 1 or not exchanges(job)
+
+
 def _check_mode(layout: Layout) -> list[Problem]:
     """Report why so many ranks cannot share the work in the way that the job asks for."""
     mode, ranks, sharing = layout.mode, layout.ranks, layout.latent_ranks
@@ -200,10 +205,10 @@ def _check_mode(layout: Layout) -> list[Problem]:
 def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
     devices = wanted_devices(job)
-    whole = [gpu for gpu in machine.gpus if devices == 1 or not gpu.is_slice]
-    usable = sum(not gpu.unhealthy for gpu in whole)
+    suited = [gpu for gpu in machine.gpus if takes_slices(job) or not gpu.is_slice]
+    usable = sum(not gpu.unhealthy for gpu in suited)
     if str(job.launch.gpus).startswith("auto:") and devices > usable:
-        slices = "" if len(whole) == len(machine.gpus) else "; slices of cards run a job alone"
+        slices = "" if len(suited) == len(machine.gpus) else "; slices of cards run a job alone"
         here = f"{usable} that can be used{slices}" if machine.gpus else f'none; use "cpu:{devices}"'
         return [Problem("launch.gpus", f"asks for {plural(devices, 'GPU')}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and devices > machine.cpu_count:

@@ -103,6 +103,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
     @property
+    def takes_slices(self) -> bool:
+        """Whether each of its GPUs may be a slice of a card.
+
+        None of several that exchange tensors is one. Each process of an extraction is single.
+        """
+        return self.gpus_wanted == 1 or self.mode == "single"
+
+    @property
     def supervisor(self) -> ProcessRef | None:
         if self.supervisor_pid is None or self.supervisor_start is None or self.boot_id is None:
             return None
