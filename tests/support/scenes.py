@@ -106,7 +106,7 @@ def _config(**sae: object) -> str:
 
 def same_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Remove what differs between machines: no blinking cursor, one host name, one kind of CPU, colours on."""
-    patch.setattr(first_look, "rounded_share", lambda: 1.0)
+    patch.setattr(first_look, "costs", lambda: None)
     patch.setattr(Input, "cursor_blink", False, raising=False)
     patch.setattr(socket, "gethostname", lambda: "gpu-box")
     patch.delenv("NO_COLOR", raising=False)

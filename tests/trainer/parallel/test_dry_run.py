@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trainer.contract.planning import first_look
+from trainer.contract.planning.first_look import Costs
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
@@ -75,11 +76,11 @@ def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
         assert learner.forward(x, target).losses["auxk"] == 0
 
 
-@pytest.mark.parametrize("rounded_share", [0.2, 1.0])
+@pytest.mark.parametrize("costs", [Costs(0.2, 10), None])
 def test_it_takes_the_most_that_a_rank_can_come_to_hold(
-    rounded_share: float, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+    costs: Costs | None, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_look, "rounded_share", lambda: rounded_share)
+    monkeypatch.setattr(first_look, "costs", lambda: costs)
     job = make_job(sae={"architecture": "topk"})
     learner, x = learner_of(job, **groups_of("tensor"))
     alone, _ = learner_of(job)

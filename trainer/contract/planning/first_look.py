@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 # How many values are looked at for each that is wanted. With 2, of 2,048 tokens of trained SAEs 0 to 50 needed the
 # exact product. Where ranks share the latents it is per value that is wanted of one rank on average: with two ranks of
@@ -12,15 +13,28 @@ from pathlib import Path
 MARGIN, MARGIN_SHARED = 2, 2.5
 # How many of these are computed exactly, since the others are surely too small: 64 to 72 % in trained SAEs.
 EXACT = 0.7
-# One value computed alone costs as much as COST values of a whole product: 8 to 10 on a Zen 4 core.
-COST = 10
-# How much longer it takes to choose the k of each token among exact values, as a share of the exact product's time.
-# With 2,048 latents and k = 64 a step of 2,048 tokens takes 71 ms of a core with a first look and 96 without; with
-# 4,096 and k = 256 as long. The k of a whole batch are found as fast in either.
-CHOICE = 0.5
-# The time of a product of bf16 factors as a share of the exact one's, by what the CPU has: matrix units, or vectors (on
-# a Zen 4 core 54 ms instead of 107 with 3,072 latents, and a step with 16,384 took 0.53 s instead of 0.76).
-_ROUNDED = {"amx_bf16": 0.2, "avx512_bf16": 0.5}
+
+
+class Costs(NamedTuple):
+    """What a first look costs a CPU, by the time of the exact product of all values.
+
+    `rounded` is the product of bf16 factors. A value computed alone, and chosen, costs as much as `one` values of the
+    exact product. Where all are exact it takes longer to choose the k of each token by `of_tokens`, and those of a
+    whole batch by `of_batch`.
+    """
+
+    rounded: float
+    one: float
+    of_tokens: float = 0.5
+    of_batch: float = 0.0
+
+
+# By what a CPU has, matrix units or vectors. To choose the k of each of 2,048 tokens takes a core with AMX 24 ms with a
+# first look and 38 without, of 3,072 latents and k = 32; with k = 128 it takes 57 and 52, with 2,048 latents 27 and 36
+# for k = 64, 47 and 36 for 128. Those of a whole batch: 36 and 37 for 3,072 and 64. A Zen 4 core takes 54 ms for the
+# rounded product of 3,072 latents and 107 for the exact one; a step of 2,048 latents with k = 64 takes it 71 ms instead
+# of 96, and one of 4,096 with k = 256 as long.
+_COSTS = {"amx_bf16": Costs(0.2, 24, of_batch=0.3), "avx512_bf16": Costs(0.5, 10)}
 
 
 def n_seen(k: int, n_ranks: int) -> int:
@@ -28,20 +42,22 @@ def n_seen(k: int, n_ranks: int) -> int:
     return MARGIN * k if n_ranks == 1 else math.ceil(MARGIN_SHARED * k / n_ranks)
 
 
-def pays(n_exact: float, d_sae: int, choice: float = CHOICE) -> bool:
+def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
     """Tell whether a rounded product first is faster on this CPU, given the values per token then computed exactly.
 
-    It also makes the choice faster, by `choice` as a share of the exact product's time.
+    The largest are those of each token, or those `of_batch` together.
     """
-    share = rounded_share()
-    return share < 1 and COST * n_exact < (1 + choice - share) * d_sae
+    if (its := costs()) is None:
+        return False
+    choice = its.of_batch if of_batch else its.of_tokens
+    return its.one * n_exact < (1 + choice - its.rounded) * d_sae
 
 
 @functools.cache
-def rounded_share() -> float:
-    """Return the time of a product of bf16 factors as a share of the exact one's; 1 where the CPU has none of them."""
+def costs() -> Costs | None:
+    """Return what a first look costs this CPU; None where it is never faster."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
-        return 1.0
-    return min((share for flag, share in _ROUNDED.items() if flag in flags.split()), default=1.0)
+        return None
+    return next((its for flag, its in _COSTS.items() if flag in flags.split()), None)

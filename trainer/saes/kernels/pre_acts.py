@@ -68,12 +68,12 @@ class Product(PreActs):
         return PreActs(self._factors.product_of(tokens)) if self._exact is None else super().of(tokens)
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        may = n and self._may_screen(first_look.MARGIN * n / self.shape[0], choice=0.0)
+        may = n and self._may_screen(first_look.MARGIN * n / self.shape[0], of_batch=True)
         largest = rounded_top_k.largest_of_all(self._factors, n) if may else None
         return largest or super().largest_of_all(n)
 
-    def _may_screen(self, n_exact: float, choice: float = first_look.CHOICE) -> bool:
-        return self._exact is None and rounded_top_k.pays(self._factors, n_exact, choice)
+    def _may_screen(self, n_exact: float, *, of_batch: bool = False) -> bool:
+        return self._exact is None and rounded_top_k.pays(self._factors, n_exact, of_batch=of_batch)
 
     def let_go(self) -> None:
         """Give the matrix's memory to the next product, once what is wanted of it is known."""

@@ -116,15 +116,15 @@ def may_be_used(factors: Factors) -> bool:
     """Tell whether this machine is faster at a rounded product, and an exact one is wanted."""
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
-    return is_exact and x.device.type == "cpu" and first_look.rounded_share() < 1
+    return is_exact and x.device.type == "cpu" and first_look.costs() is not None
 
 
-def pays(factors: Factors, n_exact: float, choice: float = first_look.CHOICE) -> bool:
+def pays(factors: Factors, n_exact: float, *, of_batch: bool = False) -> bool:
     """Tell whether a first look is the faster way where `n_exact` values per token are then computed exactly.
 
-    It also makes the choice faster, by `choice` as a share of the exact product's time.
+    The largest are those of each token, or those `of_batch` together.
     """
-    return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], choice)
+    return may_be_used(factors) and first_look.pays(n_exact, factors.W_enc.shape[1], of_batch=of_batch)
 
 
 def look(factors: Factors, n: int) -> FirstLook:
@@ -158,8 +158,10 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
     flat = _not_below(rough.values, floors)
     reused_buffer.put_back(rough.values)
     n_tokens, d_sae = rough.values.shape
+    its = first_look.costs()
+    most = n_tokens * d_sae // its.one if its else len(flat)
     # Nothing outside `flat` exceeds the bound.
-    if not n <= len(flat) <= n_tokens * d_sae // first_look.COST:
+    if not n <= len(flat) <= most:
         return None
     tokens = flat // d_sae
     exact = factors.at(flat - tokens * d_sae, tokens, torch.searchsorted(tokens, torch.arange(n_tokens)))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.contract.planning import first_look
+from trainer.contract.planning.first_look import Costs
 from trainer.saes.kernels import reused_buffer, rounded_top_k, top_k
 from trainer.saes.kernels.pre_acts import Product
 from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_of_each
@@ -125,7 +126,7 @@ def test_the_memory_of_a_first_look_serves_the_next() -> None:
 
 @pytest.mark.parametrize("n_tokens", [0, 1])
 def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
+    monkeypatch.setattr(first_look, "costs", lambda: Costs(0.2, 10))
     case = factors(n_tokens, 16, 512, 0, 0.1)
     assert Product(*case).largest(4)[1].shape == (n_tokens, 4)
     assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
@@ -154,17 +155,17 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
 
 
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
+    monkeypatch.setattr(first_look, "costs", lambda: Costs(0.2, 10))
     case = factors(10, 48, 2048, 0, 0.1)
     assert rounded_top_k.pays(case, 256)
     assert not rounded_top_k.pays(case, 512)
     # The k of a whole batch are chosen as fast among exact values.
-    assert rounded_top_k.pays(case, 128, choice=0.0)
-    assert not rounded_top_k.pays(case, 256, choice=0.0)
+    assert rounded_top_k.pays(case, 128, of_batch=True)
+    assert not rounded_top_k.pays(case, 256, of_batch=True)
     assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)
     with torch.autocast("cpu", torch.bfloat16):
         assert not rounded_top_k.pays(case, 64)
-    monkeypatch.setattr(first_look, "rounded_share", lambda: 1.0)
+    monkeypatch.setattr(first_look, "costs", lambda: None)
     assert not rounded_top_k.pays(case, 64)
 
 

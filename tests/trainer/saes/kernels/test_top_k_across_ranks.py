@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.contract.planning import first_look
 from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
+from trainer.contract.planning.first_look import Costs
 from trainer.parallel.latents import Latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.saes.kernels import rounded_top_k
@@ -138,7 +139,7 @@ def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
     shares: list[float], n_looks: int, is_on_one_machine: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Threads, "is_on_one_machine", is_on_one_machine)
-    monkeypatch.setattr(first_look, "rounded_share", lambda: 0.2)
+    monkeypatch.setattr(first_look, "costs", lambda: Costs(0.2, 10))
     looked, plain = [], rounded_top_k.look
     monkeypatch.setattr(rounded_top_k, "look", lambda *given: looked.append(given) or plain(*given))
     x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
