@@ -58,7 +58,7 @@ class Batches:
         transfer: Transfer | None = None,
     ) -> None:
         self._data, self._outliers, self._replaces = data, outliers, replaces
-        self._on_cpu = device.type == "cpu"
+        self._device = device
         self._cut, self._start, self._transfer = cut, start, transfer or transfer_to(device)
         self._ready: queue.Queue[Coming | BaseException] = queue.Queue(READ_AHEAD)
         # A batch takes memory of the device only once it has a place in the queue.
@@ -85,7 +85,7 @@ class Batches:
         pair = self._transfer.receive(item.sent)
         self._data.note_trained(Read(*pair, item.mark))
         hooks = of_each_hook(pair, self._data.n_hooks)
-        if self._on_cpu:
+        if self._device.type == "cpu":
             # A GPU widens 16 bits in the pass that scales them.
             hooks = [in_fp32(pair) for pair in hooks]
         for outliers in self._outliers:
@@ -110,6 +110,9 @@ class Batches:
             self._thread.join()
 
     def _read_ahead(self) -> None:
+        if self._device.type == "cuda":
+            # A thread begins with the first GPU. There each rank would take memory, and its model's kernels run.
+            torch.cuda.set_device(self._device)
         try:
             for n_read, (step_start, stretch) in enumerate(self._stretches()):
                 if self._closed.is_set() and n_read >= (self._last or 0):

@@ -21,7 +21,8 @@ class HostCopy:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            # The copy is in the queue of the tensor's GPU, which need not be the current one of this thread.
+            self._copied.record(torch.cuda.current_stream(tensor.device))
 
     def read(self) -> Tensor:
         """Return the values on the CPU; wait until they are there."""
@@ -64,12 +65,13 @@ class HostStopwatch:
 class CudaStopwatch:
     """Measures by a GPU's own clock, between what is queued before and after."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._began.record()
+        self._queue = torch.cuda.current_stream(device)
+        self._began.record(self._queue)
 
     def stop(self) -> None:
-        self._ended.record()
+        self._ended.record(self._queue)
 
     def seconds(self) -> float:
         self._ended.synchronize()
@@ -78,4 +80,4 @@ class CudaStopwatch:
 
 def stopwatch(device: torch.device) -> Stopwatch:
     """Start to measure what this device does."""
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return CudaStopwatch(device) if device.type == "cuda" else HostStopwatch()

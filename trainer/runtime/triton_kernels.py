@@ -9,6 +9,8 @@ from types import ModuleType
 
 import torch
 
+from trainer.runtime.out_of_memory import is_shortage
+
 
 @functools.cache
 def working_kernels(name: str, purpose: str, device: torch.device, *dtypes: torch.dtype) -> ModuleType | None:
@@ -21,6 +23,9 @@ def working_kernels(name: str, purpose: str, device: torch.device, *dtypes: torc
         module = importlib.import_module(name)
         module.try_out(device, *dtypes)
     except Exception as error:
+        if is_shortage(error):
+            # It says nothing of Triton, and is over once a batch is cut.
+            raise
         of_dtypes = "".join(f" in {str(one).removeprefix('torch.')}" for one in dtypes)
         warnings.warn(f"{purpose}{of_dtypes} on {device} go without Triton, slower: {error}", stacklevel=2)
         return None

@@ -8,6 +8,7 @@ be as it was when the step was recorded; else it is recorded anew, or taken plai
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, Protocol
@@ -46,11 +47,28 @@ class CudaTape:
         self._graph = torch.cuda.CUDAGraph()
 
     def record(self, work: Callable[[], None]) -> None:
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            work()
+        stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(self._graph, pool, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            _end_allocations(stream.device_index, pool)
+            raise
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
+    """End what a recording leaves under way where a forbidden operation broke it.
+
+    Else torch would take all memory that is freed later for the recording's, and batches would fill the GPU.
+    """
+    # Those that were ended are an error.
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(device_index, pool)
+        torch._C._cuda_releasePool(device_index, pool)
 
 
 class _Decided(NamedTuple):

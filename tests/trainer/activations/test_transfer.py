@@ -20,7 +20,7 @@ from trainer.activations.micro_batches import Cut
 from trainer.activations.shards import Shards
 from trainer.activations.side_by_side import SideBySide
 from trainer.activations.training_data import IndexedData
-from trainer.activations.transfer import Overlapped, Sent
+from trainer.activations.transfer import Overlapped, Sent, Transfer
 from trainer.parallel.group import Group
 
 CPU = torch.device("cpu")
@@ -70,6 +70,22 @@ def batches_of(source: IndexedSource, n: int, lane: LateLane | None = None) -> l
     opened = Batches(IndexedData(source, 0, 0, Group()), Cut(64), start=0, device=CPU, transfer=transfer)
     with contextlib.closing(opened) as batches:
         return [batches.next().hooks[0] for _ in range(n)]
+
+
+def test_the_thread_that_reads_ahead_works_on_the_gpu_of_its_rank(
+    activations: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_current: list[tuple[str, torch.device]] = []
+
+    def note(device: torch.device) -> None:
+        made_current.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    second, source = torch.device("cuda:1"), Shards(path=str(activations))
+    data = IndexedData(source, 0, 0, Group())
+    with contextlib.closing(Batches(data, Cut(64), start=0, device=second, transfer=Transfer(CPU))) as batches:
+        batches.next()
+    assert made_current == [("read-ahead", second)]
 
 
 class Unaware(Shards):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -33,6 +35,46 @@ def test_what_the_host_reads_later_is_what_was_there_when_it_asked() -> None:
     copy = HostCopy(number)
     number.zero_()
     assert copy.read().tolist() == [1, 1]
+
+
+class OnSecondGpu(torch.Tensor):
+    """A tensor of this machine's memory that says it is a GPU's."""
+
+    device = torch.device("cuda:1")
+
+
+class Event:
+    """Notes in which queues events are put, by the GPU whose they are; a thread's current one is the first."""
+
+    recorded: ClassVar[list[str]] = []
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+
+    def record(self, stream: str | None = None) -> None:
+        self.recorded.append(stream or queue_of())
+
+    def synchronize(self) -> None:
+        pass
+
+
+def queue_of(device: torch.device | None = None) -> str:
+    return f"queue of {device or 'cuda:0'}"
+
+
+def test_a_copy_and_a_stretch_of_work_end_in_the_queue_of_their_own_gpu_whichever_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", queue_of)
+    monkeypatch.setattr(torch, "empty", lambda shape, *, dtype, pin_memory: empty(shape, dtype=dtype))
+    Event.recorded.clear()
+    number = torch.tensor([3.0, 4.0])
+    copy = HostCopy(number.as_subclass(OnSecondGpu))
+    assert copy.read().tolist() == [3, 4]
+    stopwatch(OnSecondGpu.device).stop()
+    assert Event.recorded == ["queue of cuda:1"] * 3
 
 
 @pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])

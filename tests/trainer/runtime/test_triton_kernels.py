@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,21 @@ def test_a_machine_where_triton_fails_is_told_so_and_goes_without(
     working_kernels.cache_clear()
     with pytest.warns(UserWarning, match=f"{purpose} on cpu go without Triton"):
         assert kernels_of(torch.device("cpu")) is None
+
+
+def test_a_trial_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [False, True]
+
+    def try_out(device: torch.device) -> None:
+        if not free.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    module = ModuleType("some_kernels")
+    module.try_out = try_out  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "some_kernels", module)
+    with pytest.raises(torch.OutOfMemoryError):
+        working_kernels("some_kernels", "some steps", torch.device("cpu"))
+    assert working_kernels("some_kernels", "some steps", torch.device("cpu")) is module
 
 
 def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from support.fake_gpu import job_of
 from support.interpreted import run_cases
@@ -12,13 +15,76 @@ from trainer.contract.planning import recorded_steps
 from trainer.contract.planning.workload import Layout
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
-from trainer.training.recorded_step import recorded
+from trainer.training.recorded_step import CudaTape, recorded
 
 CASES = Path(__file__).with_name("recorded_cases.py")
 
 
 def test_recorded_steps_are_the_plain_ones() -> None:
     run_cases(CASES, on_cpu=True)
+
+
+class Card:
+    """Records into pools of memory as torch does: a recording that an operation breaks stays under way in its pool."""
+
+    device_index = 0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stream: object = self
+        self.under_way: set[tuple[int, int]] = set()
+        self.pools: set[tuple[int, int]] = set()
+        for name in ("CUDAGraph", "current_stream", "graph_pool_handle", "graph", "set_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda _, pool: self.pools.remove(pool), raising=False)
+        self.is_broken = False
+
+    CUDAGraph = object
+
+    def current_stream(self) -> object:
+        return self.stream
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        self.pools.add((0, 7))
+        return 0, 7
+
+    def set_stream(self, stream: object) -> None:
+        self.stream = stream
+
+    def end(self, index: int, pool: tuple[int, int]) -> None:
+        if index != self.device_index or pool not in self.under_way:
+            raise RuntimeError("not currently recording to this pool")
+        self.under_way.remove(pool)
+
+    @contextlib.contextmanager
+    def graph(self, graph: object, pool: tuple[int, int], *, capture_error_mode: str) -> Iterator[None]:
+        self.stream = graph
+        self.under_way.add(pool)
+        try:
+            yield
+        finally:
+            if self.is_broken:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.end(self.device_index, pool)
+            self.stream = self
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_recording_that_fails_leaves_the_gpus_memory_and_queue_as_they_were(
+    breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch)
+
+    def wait() -> None:
+        card.is_broken = breaks
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError):
+        CudaTape().record(wait)
+    assert card.stream is card
+    assert not card.under_way
+    # What has ended by itself torch gives back with the graph.
+    assert card.pools == (set() if breaks else {(0, 7)})
 
 
 def pays(sae: dict[str, object], d_in: int = 768, precision: str = "bf16", ranks: int = 1, **train: object) -> bool:
