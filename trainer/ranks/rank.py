@@ -21,6 +21,7 @@ from trainer.contract.files import write_whole
 from trainer.contract.json_file import write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
+from trainer.contract.planning.gpu_vendors import is_slice_by_name, refusal_of_slices
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import steps_of, with_model_gpus
 from trainer.contract.printable import printable_lines
@@ -171,6 +172,7 @@ def _run(
     from trainer.parallel.process_group import World, join
     from trainer.parallel.threads import Threads, on_all
 
+    refuse_slice(spec, _local_rank())
     torch.manual_seed(job.train.seed)
     if rank == 0:
         write_environment(attempt / "environment.json")
@@ -274,6 +276,21 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
     _require_gpu(local_rank, f"rank {local_rank} has none")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def refuse_slice(spec: RankSpec, local_rank: int) -> None:
+    """Raise `UserError` where this rank is to exchange with others from a slice of a card.
+
+    torchrun and SLURM give out GPUs that nobody has looked at. CUDA shows a process one slice, whatever its number.
+    """
+    import torch
+
+    n_gpus = torch.cuda.device_count() if spec.device == "cuda" else 0
+    if n_gpus == 0:
+        return
+    is_cut = is_slice_by_name(torch.cuda.get_device_properties(min(local_rank, n_gpus - 1)).name)
+    if refusal := refusal_of_slices([(local_rank, is_cut)] * spec.n_devices):
+        raise UserError(f"launch.gpus: {refusal}")
 
 
 def model_devices(spec: RankSpec, local_rank: int) -> list[torch.device]:

@@ -37,7 +37,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that narrows matrix products where the resolved `precision` asks for it."""
+    """Return a context that narrows matrix products where the resolved `precision` asks for it.
+
+    It may be entered again, but not within itself.
+    """
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 

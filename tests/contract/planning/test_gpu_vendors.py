@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_slices
+from trainer.contract.planning.gpu_vendors import VENDORS, is_slice_by_name, refusal_of_slices
 
 CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
 
@@ -65,8 +65,9 @@ def test_ranks_that_exchange_are_refused_more_than_one_gpu_where_one_is_a_slice(
 
 
 def test_the_name_that_pytorch_has_for_a_slice_tells_it_from_a_card():
-    nvml = VENDORS["nvml"]
-    assert [nvml.prefix_of(name) for name in ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")] == ["GPU-", "MIG-"]
+    nvml, names = VENDORS["nvml"], ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")
+    assert [nvml.prefix_of(name) for name in names] == ["GPU-", "MIG-"]
+    assert [is_slice_by_name(name) for name in (*names, "AMD Instinct MI300X")] == [False, True, False]
 
 
 @pytest.mark.parametrize(

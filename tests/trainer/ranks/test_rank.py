@@ -8,12 +8,15 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from trainer.contract.errors import UserError
+from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.checkpoint_manifest import damage, read_state
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
@@ -23,7 +26,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
-from trainer.ranks.rank import _report, model_devices, wait_until_stuck
+from trainer.ranks.rank import _report, _run, model_devices, wait_until_stuck
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
@@ -273,3 +276,34 @@ def test_a_rank_knows_the_devices_of_its_language_model_and_misses_those_that_ar
         model_devices(spec, 1)
     simulated = RankSpec(tmp_path, tmp_path, attempt=1, world_size=1, model_gpus=2, device="cpu")
     assert model_devices(simulated, 0) == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "rank", "name", "refusal"),
+    [
+        (2, 0, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 0 is a slice of a card, and NCCL cannot connect slices"),
+        # However many slices there are, CUDA shows a process one.
+        (2, 1, "NVIDIA H200 MIG 3g.71gb", "launch.gpus: GPU 1 is a slice of a card, and NCCL cannot connect slices"),
+        (1, 0, "NVIDIA H200 MIG 3g.71gb", "begun"),
+        (2, 0, "NVIDIA H200", "begun"),
+    ],
+)
+def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_others(
+    make_job: Callable[..., JobConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    n_ranks: int,
+    rank: int,
+    name: str,
+    refusal: str,
+) -> None:
+    def begin(*_: object) -> NoReturn:
+        raise UserError("begun")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name=name))
+    monkeypatch.setattr(torch, "manual_seed", begin)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=n_ranks, device="cuda", on_one_host=False)
+    with pytest.raises(UserError, match=refusal):
+        _run(spec, rank, make_job(), RunPaths(tmp_path), Progress(), threading.Event(), begin, 1.0)

@@ -166,6 +166,11 @@ def is_slice(uuid: str) -> bool:
     return any(vendor.slice_prefix and uuid.startswith(vendor.slice_prefix) for vendor in VENDORS.values())
 
 
+def is_slice_by_name(name: str) -> bool:
+    """Tell the same by the name that PyTorch has for it."""
+    return any(is_slice(vendor.prefix_of(name)) for vendor in VENDORS.values())
+
+
 def refusal_of_slices(gpus: Sequence[tuple[int, bool]]) -> str:
     """Return why ranks that exchange cannot run on these GPUs (index, whether it is a slice); "" where they can.
 
