@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from support.fake_gpu import DEVICE, fake_gpu
+from support.fake_gpu import DEVICE, ToldNumber, fake_gpu
 from support.kernel_modules import KERNELS
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,7 +33,7 @@ _FREE = {
 }  # fmt: skip
 # The host waits for their result.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
-WAITS |= {"__bool__", "cpu", "numpy", "tolist"}
+WAITS |= {"__bool__", "cpu", "numpy", "tolist", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
 
 
@@ -149,7 +149,10 @@ class OpLog(TorchDispatchMode):
 
     @contextlib.contextmanager
     def questions(self) -> Iterator[None]:
-        """Write down what is asked of a tensor that its stand-in on fake tensors answers without an operation."""
+        """Write down what is asked of a tensor, in a step, that its stand-in answers without an operation.
+
+        Numbers that were copied for the host in this step are among it: the device comes to them meanwhile.
+        """
 
         def noted(name: str) -> Any:
             answer = getattr(FakeTensor, name)
@@ -163,7 +166,10 @@ class OpLog(TorchDispatchMode):
         with contextlib.ExitStack() as stack:
             for name in ("nonzero", "__bool__", "cpu", "numpy", "tolist"):
                 stack.enter_context(mock.patch.object(FakeTensor, name, noted(name)))
+            of_step: list[ToldNumber] = []
+            stack.enter_context(mock.patch.object(foreseen, "HostCopy", _noted_number(of_step, self.ops)))
             yield
+            of_step.clear()
 
 
 def recorded_step(
@@ -174,7 +180,8 @@ def recorded_step(
     With `dead` latents there may be dead ones. Of a penalised SAE k per token are above the bound; or, where it is to
     be `dense`, so many that only dense products will do.
     """
-    ranks, n_tokens = parallel or Parallel(DEVICE), Layout(job, 1).micro_batch
+    ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
+    n_tokens = layout.micro_batch
     above = job.sae.knobs.n_active * n_tokens // ranks.latents.size
     with fake_gpu(None if dense else above):
         log = OpLog()
@@ -187,11 +194,26 @@ def recorded_step(
             log.ops.clear()
             with log.kernels(), log.questions(), log:
                 learner.begin_step(number)
-                learner.accumulate(x, x, len(x) * ranks.data.size)
+                for _ in range(layout.micro_batches):
+                    learner.accumulate(x, x, len(x) * ranks.data.size)
                 n_of_passes = len(log.ops)
                 ranks.sum_step_([learner.tensors_to_exchange()], (False,))
                 learner.update()
     return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]))
+
+
+def _noted_number(of_step: list[ToldNumber], log: list[Op]) -> type[ToldNumber]:
+    class Number(ToldNumber):
+        def __init__(self, number: Tensor) -> None:
+            super().__init__(number)
+            of_step.append(self)
+
+        def read(self) -> int:
+            if self in of_step:
+                log.append(Op("read", (), (), _place()))
+            return super().read()
+
+    return Number
 
 
 def _launch(kernel: Any, grid: Any, args: Any, named: dict[str, Any]) -> Op:

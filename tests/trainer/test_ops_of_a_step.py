@@ -36,6 +36,11 @@ def test_the_host_never_waits_and_all_is_on_the_device(architecture: str, precis
     assert not [op for op in step.ops if op.is_mixed]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nor_does_it_between_micro_batches(architecture: str) -> None:
+    assert not step_of({"architecture": architecture}, {"precision": "bf16", "accumulate": 2}).waits
+
+
 @pytest.mark.parametrize(
     "train",
     [{"state": "bf16"}, {"state": "int8"}, {"optimizer": "signum"}, {"optimizer": "muon"}, {"grad_clip": 0.0}],

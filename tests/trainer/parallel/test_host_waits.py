@@ -5,6 +5,8 @@ So what ranks exchange cannot depend on numbers either, in which they might diff
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.fake_gpu import DEVICE, Elsewhere, job_of
 from support.step_ops import Step, recorded_step
@@ -15,8 +17,15 @@ from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
 from trainer.saes.topk import TopK
 
+Settings = tuple[dict[str, Any], dict[str, Any]]
 # How many ranks have tokens of their own, and how many share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
+# Settings of the ranks and of the training by name; hybrids have both kinds of groups.
+SETTINGS: dict[str, Settings] = {
+    "usual": ({}, {"precision": "bf16"}),
+    "unusual": ({"zero": False, "gradients": "bf16"}, {"precision": "fp16", "accumulate": 2}),
+}
+CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "unusual")]
 
 
 class Unread:
@@ -26,22 +35,24 @@ class Unread:
         return (False,) * len(total)
 
 
-def step_of(grid: str, architecture: str) -> Step:
+def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     n_data, n_latents = GRIDS[grid]
     sizes = {"data": n_data, "latents": n_latents, "world": n_data * n_latents}
     groups: dict[str, Group] = {name: Elsewhere(size) for name, size in sizes.items() if size > 1}
     ranks = Parallel(DEVICE, **groups)
     ranks.__dict__["_wishes"] = Unread()
     mode, *_ = grid.split()
-    settings = {"mode": mode} | ({"latent_ranks": n_latents} if mode == "hybrid" else {})
-    sae, train = {"architecture": architecture, "d_sae": 64, "k": 4}, {"precision": "bf16", "batch_size": 32}
-    return recorded_step(job_of(sae, train, settings), 16, dead=True, parallel=ranks)
+    own = {"mode": mode} | ({"latent_ranks": n_latents} if mode == "hybrid" else {})
+    # Of a rank's latents k are few enough for sparse products of every architecture.
+    sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
+    job = job_of(sae, {"batch_size": 32} | train, own | parallel)
+    return recorded_step(job, 16, dead=True, parallel=ranks)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("grid", GRIDS)
-def test_no_step_waits_for_the_device(grid: str, architecture: str) -> None:
-    step = step_of(grid, architecture)
+@pytest.mark.parametrize(("grid", "settings"), CASES)
+def test_no_step_waits_for_the_device(grid: str, settings: str, architecture: str) -> None:
+    step = step_of(grid, architecture, settings)
     assert len(step.ops) > 50
     assert step.waits == []
     assert not [op for op in step.ops if op.is_mixed]

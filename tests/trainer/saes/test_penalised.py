@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
-from support.steps import skips, take_alone
+from support.steps import ALONE, skips, take_alone
 from torch import Tensor
 
+from trainer.activations.batches import Batch
 from trainer.contract.planning import latent_room
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel, StepSums
@@ -22,6 +23,7 @@ from trainer.saes.penalised import Penalised, Penalty, Steering
 from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.saes.standard import Standard
 from trainer.training.learner import Learner
+from trainer.training.step import take_step
 
 MakeJob = Callable[..., JobConfig]
 PENALISED = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
@@ -260,7 +262,10 @@ def test_with_foreseen_room_losses_and_gradients_are_those_of_the_dense_product(
     sae, x = made(kind, *shape, is_sparse=True).to(dtype), batch(19, 8).to(dtype)
     y = batch(19, 5, seed=5).to(dtype) if sae.is_transcoder else x
     foreseeing(sae)
-    outputs = [sae(x, y) for _ in range(foreseen.MEMORY + 1)]
+    outputs = []
+    for _ in range(foreseen.MEMORY + 1):
+        outputs.append(sae(x, y))
+        sae.count_step(len(x))
     dense, sparse = outputs[-2:]
     assert isinstance(dense.acts, DenseActs)
     assert isinstance(sparse.acts, SparseActs)
@@ -286,40 +291,52 @@ def rows(seed: int, n_tokens: int = 128) -> Tensor:
     return batch(n_tokens, 16, seed).float()
 
 
+def take_cut(one: Learner, number: int, x: Tensor, n_passes: int) -> None:
+    """Take step `number` in so many passes."""
+    take_step([one], ALONE, number, [Batch([(part, part)], len(part)) for part in x.tensor_split(n_passes)])
+
+
+@pytest.mark.parametrize("n_passes", [1, 3])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
 def test_a_run_with_foreseen_room_learns_what_one_without_learns(
-    kind: str, make_job: MakeJob, foreseeing: Callable[[Penalised], None], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    n_passes: int,
+    make_job: MakeJob,
+    foreseeing: Callable[[Penalised], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, ahead = (learner(make_job, kind) for _ in range(2))
+    plain, ahead = (learner(make_job, kind, accumulate=n_passes) for _ in range(2))
     for step in range(20):
-        take_alone(plain, step, rows(step))
+        take_cut(plain, step, rows(step), n_passes)
     monkeypatch.setattr(latent_room, "MARGIN", 3)
     foreseeing(ahead.sae)
     for step in range(20):
-        take_alone(ahead, step, rows(step))
+        take_cut(ahead, step, rows(step), n_passes)
     assert skips(ahead) == (0, 0, 0)
     assert_same(dict(ahead.sae.named_parameters()), dict(plain.sae.named_parameters()), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("n_passes", [1, 2])
 @pytest.mark.parametrize("kind", ["standard", "gated", "jumprelu"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_step_with_too_little_room_is_skipped_and_the_next_one_is_whole(
-    kind: str, precision: str, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
+    kind: str, precision: str, n_passes: int, make_job: MakeJob, foreseeing: Callable[[Penalised], None]
 ) -> None:
-    one = learner(make_job, kind, precision=precision)
+    one = learner(make_job, kind, precision=precision, accumulate=n_passes)
     # So small that no gradient is too large for 16 bits.
     one.loss_scale.factor.fill_(1.0)
     foreseeing(one.sae)
     for step in range(foreseen.MEMORY):
-        take_alone(one, step, rows(step))
+        take_cut(one, step, rows(step), n_passes)
     before = {name: tensor.clone() for name, tensor in one.state.tensors() if "clean_steps" not in name}
     # Ten times as long: more than the penalty lets through of others.
-    many = 10 * rows(9)
-    take_alone(one, 9, many)
+    many = rows(9)
+    many[-64:] *= 10
+    take_cut(one, 9, many, n_passes)
     after = dict(one.state.tensors())
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert skips(one) == (1, 0, 1)
-    take_alone(one, 10, many)
+    take_cut(one, 10, many, n_passes)
     assert not torch.equal(before["sae.W_enc"], one.sae.W_enc)
     assert skips(one) == (0, 0, 0)
 

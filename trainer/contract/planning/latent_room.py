@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-# Room is made for so many times as many as in the batches before.
+# Room is made for so many times as many as in the steps before.
 MARGIN = 1.25
 # Dense products take a GPU as long as sparse ones of one in so many pre-activations: by the model one in 70 to 110 with
 # 65,536 latents and a d_in of 2,304, one in 45 to 75 with 24,576 and 768.

@@ -1,16 +1,18 @@
 """Chooses the pre-activations above a bound on a GPU, whose host does not know how many there are.
 
 A step that waited for their number would leave the GPU without work. So the host makes room for as many as it expects
-from the batches before, and takes the largest: where fewer are above the bound, some below it come with them, which
-take no part in loss or gradient. Where more are, activations are lost. The host learns of that one batch later; but
-the values chosen are NaN then, so that the step is skipped as any step without a finite gradient, and nothing wrong is
-ever learnt. The next batches get the dense product, for which no room is needed and which tells the true number.
+from the steps before, and takes the largest: where fewer are above the bound, some below it come with them, which take
+no part in loss or gradient. Where more are, activations are lost. The host learns of that one step later; but the
+values chosen are NaN then, so that the step is skipped as any step without a finite gradient, and nothing wrong is
+ever learnt. The next steps get the dense product, for which no room is needed and which tells the true number.
 
-The host reads the number of the batch before once this one's product is queued. Behind that number the GPU then has a
-backward pass, an update and the product to do: it never stands still, and the host is at most a step ahead of it.
+The host reads the number of the step before once this one's first product is queued. Behind that number the GPU then
+has a backward pass, an update and the product to do: it never stands still, and the host is at most a step ahead of it.
+A step's other micro-batches go by the same numbers, since that of the one before was queued just now. The weights are
+the same for all of them, so that a step counts as the largest of its micro-batches.
 
-Where steps are recorded, it has to decide before it queues anything. Then it leaves the last batch's number unread, so
-that the GPU still has that whole step to do, and learns of too little room two batches later.
+Where steps are recorded, it has to decide before it queues anything. Then it leaves the last step's number unread, so
+that the GPU still has that whole step to do, and learns of too little room two steps later.
 
 Each rank decides by its own numbers: either product needs the same exchange with other ranks.
 """
@@ -28,11 +30,11 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen, places_of
 
-# From so many batches the number of the next is expected to be the largest; where that is the last's, to have grown as
+# From so many steps the number of the next is expected to be the largest; where that is the last's, to have grown as
 # that one has. Where it has grown by more than a quarter there is room for all: in the first steps of a run half as
 # many again may be active from one to the next, and a step that lacks room is lost.
 MEMORY, MOST_GROWTH = 4, 1.25
-# Where steps are recorded, room shrinks once so many batches had no need of it: L0 swings about its target, and of 400
+# Where steps are recorded, room shrinks once so many of them had no need of it: L0 swings about its target, and of 400
 # steps of each architecture (4,096 latents, k 8) 379 or more could so be replayed, of standard 153 otherwise.
 SHRINKS_AFTER = 100
 
@@ -60,12 +62,13 @@ class _Pass(NamedTuple):
 
 
 class Foresight:
-    """Makes room for the values of a batch that are above a bound, by how many were in those before."""
+    """Makes room for the values of a batch that are above a bound, by how many were in those of the steps before."""
 
     def __init__(self) -> None:
         self._above: deque[float] = deque(maxlen=MEMORY)
-        # Batches whose numbers the host has not read yet.
-        self._unread: deque[_Batch] = deque()
+        # The batches of the step that is being queued, and those of steps whose numbers the host has not read yet.
+        self._of_step: list[_Batch] = []
+        self._unread: deque[list[_Batch]] = deque()
         # Where steps are recorded: how many of a token were expected, and for how many there was room last.
         self._expected: deque[float] = deque(maxlen=SHRINKS_AFTER)
         self._per_token: int | None = None
@@ -92,30 +95,33 @@ class Foresight:
         if self._ahead:
             self._pass = _Pass(n_tokens, size, n_above)
         else:
-            self._unread.append(_Batch(n_tokens, size, HostCopy(n_above)))
+            self._of_step.append(_Batch(n_tokens, size, HostCopy(n_above)))
         return chosen
 
     def decide(self, n_tokens: int, d_sae: int) -> int | None:
         """Decide for how many values of the next batch to make room, and return that; None: for all of them.
 
-        That has to be the only one until `queued`. The number of the last batch is not waited for.
+        That has to be the only one until `queued`. The number of the last step is not waited for.
         """
         self._ahead = _Ahead(self._room(n_tokens, d_sae, n_unread=1))
         return self._ahead.room
 
     def queued(self) -> None:
-        """Note that the GPU was given the pass that was decided on, anew or once more: it copies the number behind it.
+        """Note that the GPU was given a step.
 
-        A replay writes over the number of the one before: the copies, which are queued in between, are apart.
+        Behind a pass that was decided on, which it was given anew or once more, it copies the number. A replay writes
+        over that of the one before: the copies, which are queued in between, are apart.
         """
         if self._ahead and self._pass:
-            self._unread.append(_Batch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
-        self._ahead = None
+            self._of_step.append(_Batch(self._pass.n_tokens, self._pass.room, HostCopy(self._pass.n_above)))
+        if self._of_step:
+            self._unread.append(self._of_step)
+        self._of_step, self._ahead = [], None
 
     def _room(self, n_tokens: int, d_sae: int, n_unread: int = 0) -> int | None:
-        """Return how many values to take of a batch, knowing all batches before but the last `n_unread`; None for all.
+        """Return how many values to take of a batch, knowing all steps before but the last `n_unread`; None for all.
 
-        What is known from the batches before is in no checkpoint, and sparse products round other than dense ones do:
+        What is known from the steps before is in no checkpoint, and sparse products round other than dense ones do:
         in deterministic mode a resumed run would not go on with the same bits.
         """
         while len(self._unread) > n_unread:
@@ -134,13 +140,13 @@ class Foresight:
             self._per_token = per_token = latent_room.per_token(max(self._expected), d_sae, self._per_token)
         return per_token * n_tokens if per_token else None
 
-    def _learn(self, batch: _Batch) -> None:
-        """Take in the number of a batch; begin anew where there was too little room for it."""
-        n_above = int(batch.n_above.read())
-        if n_above == batch.room:
+    def _learn(self, step: list[_Batch]) -> None:
+        """Take in the numbers of a step's batches; begin anew where there was too little room for one."""
+        numbers = [int(batch.n_above.read()) for batch in step]
+        if any(n_above == batch.room for n_above, batch in zip(numbers, step, strict=True)):
             self._above.clear()
-        elif batch.n_tokens:
-            self._above.append(n_above / batch.n_tokens)
+        elif per_token := [n / batch.n_tokens for n, batch in zip(numbers, step, strict=True) if batch.n_tokens]:
+            self._above.append(max(per_token))
 
 
 def largest_above(pre_acts: PreActs, bound: Tensor | float, n: int) -> tuple[Chosen, Tensor]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.contract.planning import latent_room
+from trainer.runtime.device_queue import HostCopy
 from trainer.saes.kernels import foreseen
 from trainer.saes.kernels.foreseen import Foresight, largest_above
 from trainer.saes.kernels.pre_acts import PreActs
@@ -87,11 +88,16 @@ def rooms(foresight: Foresight, *n_per_token: int, ahead: bool = False) -> list[
     found = []
     for n in n_per_token:
         decided = foresight.decide(50, 400) if ahead else None
-        chosen = foresight.above(with_above(n), 0.0)
-        foresight.queued()
-        assert not ahead or decided == (None if chosen is None else len(chosen[1]))
-        found.append(None if chosen is None else len(chosen[1]) // 50)
+        found += rooms_in_step(foresight, n)
+        assert not ahead or decided == (found[-1] and 50 * found[-1])
     return found
+
+
+def rooms_in_step(foresight: Foresight, *n_per_token: int) -> list[int | None]:
+    """Return the same of a step's micro-batches."""
+    chosen = [foresight.above(with_above(n), 0.0) for n in n_per_token]
+    foresight.queued()
+    return [None if one is None else len(one[1]) // 50 for one in chosen]
 
 
 def test_there_is_room_for_a_quarter_more_than_the_most_of_the_batches_before(foresight: Foresight) -> None:
@@ -112,6 +118,49 @@ def test_after_too_little_room_or_with_too_many_above_all_are_taken(foresight: F
     assert not foresight.overflowed
     assert rooms(foresight, 40, 48, 57, 90, 90) == [56, 56, 80, 96, None]
     assert rooms(foresight, 9) == [None]
+
+
+def test_micro_batches_have_the_room_that_the_largest_of_each_step_before_needed(foresight: Foresight) -> None:
+    steps = [(4, 4, 1), (9, 3, 1), (1, 8, 1), (1, 1, 9), (9, 8, 1)]
+    assert [rooms_in_step(foresight, *step) for step in steps] == [[None] * 3] * foreseen.MEMORY + [[12] * 3]
+
+
+def test_with_micro_batches_too_growth_is_that_from_step_to_step(foresight: Foresight) -> None:
+    for n in (8, 12, 18, 27, 40, 60, 60):
+        assert rooms_in_step(foresight, n, n) == [None, None]
+    for n, room in ((64, 80), (66, 96)):
+        assert rooms_in_step(foresight, n, n) == [room, room]
+
+
+def test_after_too_little_room_for_a_micro_batch_all_are_taken_from_the_next_step_on(foresight: Foresight) -> None:
+    rooms(foresight, 8, 8, 8, 8)
+    assert rooms_in_step(foresight, 8, 40, 8) == [10] * 3
+    assert [rooms_in_step(foresight, 40, 8, 8) for _ in range(5)] == [[None] * 3] * 4 + [[56] * 3]
+
+
+def test_no_micro_batch_waits_for_the_number_of_one_in_its_step(
+    foresight: Foresight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_step: list[HostCopy] = []
+    waits = []
+
+    class Number(HostCopy):
+        """A number that a GPU only comes to while the host goes on queueing the step."""
+
+        def __init__(self, number: Tensor) -> None:
+            super().__init__(number)
+            of_step.append(self)
+
+        def read(self) -> Tensor:
+            waits.append(self in of_step)
+            return super().read()
+
+    monkeypatch.setattr(foreseen, "HostCopy", Number)
+    for _ in range(6):
+        of_step.clear()
+        rooms_in_step(foresight, 8, 9, 8)
+    # All but those of the last step were read, later than in their own.
+    assert waits == [False] * 15
 
 
 def test_decided_beforehand_it_is_by_the_batches_before_the_last(foresight: Foresight) -> None:
@@ -155,6 +204,7 @@ def test_a_pass_that_is_repeated_is_a_batch_of_its_own(foresight: Foresight) -> 
 def test_a_rank_without_tokens_has_room_enough(foresight: Foresight) -> None:
     for n_tokens in (50, 0) * 5:
         foresight.above(with_above(8, n_tokens), 0.0)
+        foresight.queued()
         assert not foresight.overflowed
 
 

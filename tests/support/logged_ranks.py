@@ -1,0 +1,178 @@
+"""Ranks as processes that exchange over gloo, as on several machines, and write down what each asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.fake_gpu import job_of
+from support.forked import loaded_context
+from torch import Tensor
+
+from trainer.activations.batches import Batch
+from trainer.contract.planning.workload import Layout
+from trainer.parallel import group, process_group
+from trainer.parallel.grid import Grid
+from trainer.parallel.process_group import CPU, World, join
+from trainer.parallel.shares import even, parse_shares
+from trainer.training.learner import Learner
+from trainer.training.step import cut_of, take_step
+
+D_IN, N_STEPS = 12, 2
+# Until ranks that wait for one that asks for something else, or for nothing more, are let go.
+PATIENCE_S = 60
+# By the names that `trainer.parallel.group` has for them.
+BOUND = ("_reduce_scatter", "_all_gather")
+_packs = group.packs
+
+
+class Case(NamedTuple):
+    """A training of so many ranks with these settings; by `path` tensors say that they are on a "cpu" or a "gpu"."""
+
+    size: int
+    path: str
+    sae: dict[str, Any]
+    parallel: dict[str, Any]
+    train: dict[str, Any] = {}
+
+
+class Call(NamedTuple):
+    """A function of `torch.distributed` that a rank called: the ranks of its group, and its other arguments in words.
+
+    Of rows that each rank has a number of its own of, `sends` and `receives` say how many go to and come from each.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    arguments: tuple[str, ...]
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+    @property
+    def of_all(self) -> tuple[Any, ...]:
+        """What has to be the same on all ranks of the group."""
+        return self[:3]
+
+
+def calls_of_ranks(cases: Sequence[Case], folder: Path) -> list[list[list[Call]]]:
+    """Return what each rank calls in each case, of [rank, case]; the ranks meet by files in `folder`."""
+    n_ranks = max(case.size for case in cases)
+    with loaded_context().Pool(n_ranks) as pool:
+        tasks = [(rank, cases, folder) for rank in range(n_ranks)]
+        return pool.starmap_async(_calls_of_rank, tasks, chunksize=1).get(2 * PATIENCE_S)
+
+
+def _calls_of_rank(rank: int, cases: Sequence[Case], folder: Path) -> list[list[Call]]:
+    torch.set_num_threads(1)
+    # Its kernels need a real GPU; that they do not work is told.
+    sys.modules["triton"] = None  # type: ignore[assignment]
+    warnings.simplefilter("ignore")
+    calls: list[list[Call]] = [[] for _ in cases]
+    # As where each rank has a machine to itself; and tensors of a hundred values are large.
+    with mock.patch.object(process_group, "among_neighbours", _nothing), mock.patch.object(group, "SMALL", 100):
+        for size in sorted({case.size for case in cases if case.size > rank}, reverse=True):
+            world = join(CPU, rank, size, folder / f"{size} ranks", patience=timedelta(seconds=PATIENCE_S))
+            for case, noted in zip(cases, calls, strict=True):
+                if case.size == size:
+                    with _noting(noted), mock.patch.object(Tensor, "is_cuda", case.path == "gpu"):
+                        _train(world, case)
+            world.close()
+    return calls
+
+
+def _train(world: World, case: Case) -> None:
+    train = {"batch_size": 26, "precision": "fp32"} | case.train
+    job = job_of({"d_sae": 48, "k": 3, "dead_after_tokens": 20} | case.sae, train, case.parallel)
+    layout = Layout(job, world.size)
+    shares = even(layout.data_ranks, layout.latent_ranks)
+    if job.parallel.shares != "auto":
+        shares = parse_shares(job.parallel.shares, layout.latent_ranks)
+    parallel = Grid(world, job, shares)
+    learner = Learner(job, D_IN, None, parallel)
+    x = torch.randn(layout.tokens_per_step, D_IN, generator=torch.Generator().manual_seed(0)) + torch.arange(D_IN)
+    learner.initialise(x, x)
+    parts = [(x[one.start : one.start + one.length], one.of_all) for one in cut_of(layout, parallel).stretches]
+    for step in range(N_STEPS):
+        take_step([learner], parallel, step, [Batch([(own, own)], of_all) for own, of_all in parts])
+
+
+@contextlib.contextmanager
+def _noting(calls: list[Call]) -> Iterator[None]:
+    """Write down what is asked of any group meanwhile, by whichever function of `torch.distributed`."""
+    with contextlib.ExitStack() as stack:
+
+        @contextlib.contextmanager
+        def together(over: Any) -> Iterator[None]:
+            members = tuple(dist.get_process_group_ranks(over))
+            calls.append(Call("coalescing", members, ()))
+            with mock.patch.object(Tensor, "is_cuda", False), coalescing(over):
+                yield
+            calls.append(Call("coalesced", members, ()))
+
+        coalescing = group._coalescing
+        stack.enter_context(mock.patch.object(group, "_coalescing", together))
+        stack.enter_context(mock.patch.object(group, "packs", _packs_with_parts))
+        for place, name, signature in _exchanging():
+            stack.enter_context(mock.patch.object(place, name, _noted(getattr(place, name), signature, calls)))
+        yield
+
+
+@functools.cache
+def _exchanging() -> list[tuple[Any, str, inspect.Signature]]:
+    """Return where all that exchanges over a group is found, and how it is called."""
+    public = [(dist, name) for name in vars(dist) if not name.startswith(("_", "get_", "destroy_", "new_"))]
+    found = []
+    for place, name in [*((group, name) for name in BOUND), *public]:
+        one = vars(place)[name]
+        if type(one) is types.FunctionType and "group" in (signature := inspect.signature(one)).parameters:
+            found.append((place, name, signature))
+    return found
+
+
+def _packs_with_parts(tensors: Iterable[Tensor]) -> list[group.Pack]:
+    """Let what is packed be described by the shapes of its parts."""
+    found = _packs(tensors)
+    for pack in found:
+        pack.flat.parts = [list(one.shape) for one in pack.tensors]  # type: ignore[attr-defined]
+    return found
+
+
+def _noted(function: Callable[..., Any], signature: inspect.Signature, calls: list[Call]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(_call_of(function.__name__, signature.bind(*args, **kwargs).arguments))
+        # It would ask for the driver of a GPU.
+        with mock.patch.object(Tensor, "is_cuda", False):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _call_of(name: str, arguments: dict[str, Any]) -> Call:
+    rest = dict(arguments)
+    members = tuple(dist.get_process_group_ranks(rest.pop("group")))
+    sends, receives = (tuple(rest.pop(f"{side}_split_sizes", ())) for side in ("input", "output"))
+    own_rows = bool(sends)
+    words = tuple(f"{argument}: {_in_words(one, own_rows)}" for argument, one in rest.items())
+    return Call(name, members, words, sends, receives)
+
+
+def _in_words(one: Any, own_rows: bool) -> str:
+    if not isinstance(one, Tensor):
+        return str(one)
+    return f"{one.dtype} {getattr(one, 'parts', list(one.shape[own_rows:]))}"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None

@@ -1,0 +1,64 @@
+"""All ranks ask the same of `torch.distributed` in the same order: real processes, each step as it goes over the wire.
+
+What is packed, dealt out and begun together below the groups is in it; a GPU's path goes over gloo here, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support.logged_ranks import Call, Case, calls_of_ranks
+
+from trainer.parallel import group
+
+KINDS = ("topk", "batch_topk", "jumprelu")
+MODES = ("ddp", "tensor", "hybrid")
+# Of 2 ranks there is no hybrid of its own. The path of a CPU asks below the groups for the same on fewer ranks.
+USUAL = [
+    Case(size, path, {"architecture": kind}, {"mode": mode})
+    for size, path in ((8, "gpu"), (8, "cpu"), (4, "gpu"), (2, "gpu"))
+    for kind in KINDS
+    for mode in MODES[: 2 if size == 2 else 3]
+]
+UNUSUAL = [
+    Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "zero": False}),
+    Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "zero": False, "gradients": "bf16"}),
+    Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "ddp", "gradients": "bf16"}),
+    Case(4, "cpu", {"architecture": "batch_topk"}, {"mode": "ddp", "gradients": "bf16"}),
+    Case(4, "gpu", {"architecture": "jumprelu"}, {"mode": "hybrid"}, {"accumulate": 2}),
+    Case(4, "gpu", {"architecture": "topk"}, {"mode": "ddp", "shares": "1:2:2:4"}),
+    Case(4, "gpu", {"architecture": "batch_topk"}, {"mode": "tensor", "shares": "1:2:2:4"}),
+    Case(8, "gpu", {"architecture": "topk"}, {"mode": "hybrid", "latent_ranks": 4, "shares": "1:2:2:4:3:3:5:1"}),
+    # Latents that replicas, and tokens that ranks with the same ones, cannot share evenly.
+    Case(8, "gpu", {"architecture": "topk", "d_sae": 50}, {"mode": "ddp"}),
+    Case(8, "gpu", {"architecture": "batch_topk", "d_sae": 50}, {"mode": "hybrid"}, {"batch_size": 27}),
+]
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[Call]]]:
+    return calls_of_ranks([*USUAL, *UNUSUAL], tmp_path_factory.mktemp("ranks"))
+
+
+def test_all_ranks_of_a_group_call_the_same_in_the_same_order(calls: list[list[list[Call]]]) -> None:
+    for number, case in enumerate([*USUAL, *UNUSUAL]):
+        of_ranks = [of_rank[number] for of_rank in calls[: case.size]]
+        assert all(of_ranks)
+        for one, other in itertools.permutations(range(case.size), 2):
+            ours, theirs = (
+                [call for call in of_ranks[rank] if {one, other} <= {*call.members}] for rank in (one, other)
+            )
+            assert [call.of_all for call in ours] == [call.of_all for call in theirs], (
+                f"{case}, ranks {one} and {other}"
+            )
+            sent = [call.sends[call.members.index(other)] for call in ours if call.sends]
+            assert sent == [call.receives[call.members.index(one)] for call in theirs if call.receives]
+
+
+def test_every_kind_of_exchange_took_part(calls: list[list[list[Call]]]) -> None:
+    of_first = list(itertools.chain(*calls[0]))
+    parts, whole = group._reduce_scatter.__name__, group._all_gather.__name__
+    names = {"all_reduce", "broadcast", "all_to_all_single", "coalescing", "coalesced", parts, whole}
+    assert {call.name for call in of_first} == names
+    assert any("bfloat16" in word for call in of_first for word in call.arguments)

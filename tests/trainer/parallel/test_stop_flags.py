@@ -1,0 +1,110 @@
+"""How ranks on GPUs agree to stop or to save, on queues of work that each GPU comes to when it is let."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.parallel.base import Parallel, StepSums
+from trainer.parallel.stop_flags import CudaWishes
+from trainer.parallel.threads import Threads, on_all
+
+CPU = torch.device("cpu")
+zeros = torch.zeros
+
+
+class Gpu(threading.local):
+    """The GPU of each thread: work that is queued, and how often the host had to wait for some of it."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Callable[[], object]] = deque()
+        self.waits = 0
+
+    def catch_up(self) -> None:
+        """Do all that is queued."""
+        while self.queue:
+            self.queue.popleft()()
+
+
+class Event:
+    """A place in the queue; one that was never recorded counts as passed."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._n_ahead = gpu, 0
+
+    def record(self) -> None:
+        self._n_ahead += 1
+        self._gpu.queue.append(self._pass)
+
+    def synchronize(self) -> None:
+        self._gpu.waits += self._n_ahead > 0
+        while self._n_ahead:
+            self._gpu.queue.popleft()()
+
+    def _pass(self) -> None:
+        self._n_ahead -= 1
+
+
+class Pinned:
+    """Memory of the host to which a GPU copies once it comes to that."""
+
+    def __init__(self, gpu: Gpu, n: int) -> None:
+        self._gpu, self._values = gpu, zeros(n)
+
+    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self._gpu.queue.append(lambda: self._values.copy_(source))
+
+    def bool(self) -> Tensor:
+        return self._values.bool()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    one = Gpu()
+
+    def anywhere(n: int, *, pin_memory: bool = False, **others: Any) -> Any:
+        return Pinned(one, n) if pin_memory else zeros(n, **others)
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(one))
+    monkeypatch.setattr(torch, "zeros", anywhere)
+    return one
+
+
+NOTHING, STOP, SAVE = (False, False), (True, False), (False, True)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_wish_of_any_rank_reaches_all_a_step_later_and_none_waits_for_its_gpu(rank: int, gpu: Gpu) -> None:
+    wishes = [NOTHING, SAVE, NOTHING, NOTHING, STOP, NOTHING, NOTHING]
+
+    def run(thread: Threads) -> tuple[list[tuple[bool, ...]], int]:
+        parallel, agreed = Parallel(CPU, world=thread, data=thread), []
+        parallel.__dict__["_wishes"] = CudaWishes()
+        for own in wishes:
+            # While this step was queued the GPU did what there was to do before.
+            gpu.catch_up()
+            agreed.append(parallel.sum_step_([StepSums([], [], [])], own if thread.index == rank else NOTHING))
+        return agreed, gpu.waits
+
+    assert on_all(3, run, 20.0) == [([NOTHING, *wishes[:-1]], 0)] * 3
+
+
+def test_a_gpu_that_lags_behind_answers_in_the_same_step(gpu: Gpu) -> None:
+    totals = [(0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0, 0.0)]
+    prompt, late = CudaWishes(), CudaWishes()
+    answers = []
+    for total in totals:
+        gpu.catch_up()
+        answers.append(prompt.read(torch.tensor(total)))
+    assert not gpu.waits
+    assert [late.read(torch.tensor(total)) for total in totals] == answers == [NOTHING, NOTHING, SAVE, STOP]
+    # It was waited for, but never for the step that was just queued.
+    assert gpu.waits == 3
+    assert len(gpu.queue) == 2
