@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -64,10 +63,9 @@ def adam_step(
     rates = (~now.skips * now.lr / correction1).float(), correction2.sqrt().float()
     by_row, by_column = _dithers(whole, step, now.skips, axis)
     for rows, columns in _tiles(whole, dim):
-        tile = {name: _part(moment, whole.shape, rows, columns, dim) for name, moment in moments.items()}
-        weights, slopes = (_in_blocks(one[rows, columns], dim) for one in (whole, gradient))
-        dithers = _in_blocks(by_row[rows], dim), by_column[columns]
-        _update(weights, slopes, tile, dithers, rates, betas, now, how, dim - 2)
+        tile = {name: _part(moment, whole.shape, rows, columns) for name, moment in moments.items()}
+        dithers = by_row[rows], by_column[columns]
+        _update(whole[rows, columns], gradient[rows, columns], tile, dithers, rates, betas, now, how, dim)
     state["step"].copy_(torch.where(now.skips, state["step"], step))
 
 
@@ -76,33 +74,23 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the rows and columns of each tile; a tile holds whole blocks along `dim`, or what is left of one."""
+    """Yield the rows and columns of each tile; a tile holds whole blocks along `dim`."""
     if not matrix.numel():
         # A rank may have no part in a dictionary that is smaller than their number.
         return
     n_rows, n_columns = matrix.shape
     size = _TILE[matrix.device.type]
-    unit, width = (BLOCK, max(1, size // BLOCK)) if dim == 0 else (1, n_columns)
-    height = unit * max(1, size // (unit * n_columns))
-    edges = sorted({*range(0, n_rows, height), n_rows - n_rows % unit, n_rows})
-    for start, end in pairwise(edges):
+    height, width = (BLOCK, max(1, size // BLOCK)) if dim == 0 else (max(1, size // n_columns), n_columns)
+    for row in range(0, n_rows, height):
         for column in range(0, n_columns, width):
-            yield slice(start, end), slice(column, column + width)
+            yield slice(row, row + height), slice(column, column + width)
 
 
-def _in_blocks(tile: Tensor, dim: int) -> Tensor:
-    """Return a tile of several blocks of rows as [blocks, rows, columns], any other as it is."""
-    return tile if dim or len(tile) <= BLOCK else tile.unflatten(0, (-1, BLOCK))
-
-
-def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice, dim: int) -> Tensor:
+def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
     """Return a tile's part of a moment, or of its scales: one for every block of rows, or one for every row."""
     if stored.shape == shape:
-        return _in_blocks(stored[rows, columns], dim)
-    if dim:
-        return stored[rows]
-    scales = stored[rows.start // BLOCK : -(-rows.stop // BLOCK), columns]
-    return scales if len(scales) == 1 else scales[:, None]
+        return stored[rows, columns]
+    return stored[rows] if len(stored) == shape[0] else stored[rows.start // BLOCK, columns][None]
 
 
 def _longer(matrix: Tensor) -> LatentAxis:

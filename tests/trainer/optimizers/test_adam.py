@@ -71,15 +71,6 @@ def test_the_size_of_a_tile_changes_nothing(state: str, monkeypatch: pytest.Monk
     assert all(torch.equal(one, other) for one, other in zip(trained(state, 3)[1], whole, strict=True))
 
 
-def test_a_tile_has_as_many_blocks_as_it_may_have_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each is a launch of a few kernels on a GPU.
-    sizes: list[int] = []
-    monkeypatch.setattr(tiled, "_update", lambda weight, *_: sizes.append(weight.numel()))
-    monkeypatch.setitem(tiled._TILE, "cpu", 2 * BLOCK * 300)
-    trained("int8", 1)
-    assert sizes == [2 * BLOCK * 300, 6 * 300, 286 * 134, 14 * 134]
-
-
 @pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.02), ("int8", 0.06)])
 def test_compact_moments_go_the_same_way(state: str, tolerance: float) -> None:
     start = made("fp32")[1]
