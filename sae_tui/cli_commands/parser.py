@@ -252,7 +252,8 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
     probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
     look.add_argument("--probe", action="store_true", help=probe)
-    look.add_argument("--self-test", action="store_true", help="also train in small on an idle GPU, for some minutes")
+    trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
+    look.add_argument("--self-test", action="store_true", help=trained)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None

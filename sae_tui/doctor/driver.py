@@ -24,7 +24,7 @@ def check_driver(box: Box) -> Iterator[Finding]:
         sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
         yield Finding("note", "driver", sentence, "leave out --demo to see the real machine")
     elif gpus.problem:
-        yield _without(gpus.problem, gpus.remedy, _cards_on_the_bus(box))
+        yield _without(gpus.problem, gpus.remedy, cards_on_the_bus(box))
     else:
         facts = gpus.facts
         cuda = f", for CUDA up to {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
@@ -80,6 +80,21 @@ def check_cards(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
 
 
+def cards_on_the_bus(box: Box) -> str:
+    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver.
+
+    The graphics of a processor are left out, as far as a driver tells: nobody trains on them.
+    """
+    vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
+    ids = [
+        path.read_text().strip()
+        for path in vendors
+        if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR)) and not _is_graphics_alone(path)
+    ]
+    counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
+    return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)
+
+
 def _model_name(name: str) -> str:
     for vendor in VENDORS.values():
         name = name.removeprefix(f"{vendor.words} ")
@@ -100,18 +115,3 @@ def _is_graphics_alone(vendor_file: Path) -> bool:
         return int(vendor_file.with_name("mem_info_vram_total").read_text()) < _SMALLEST_CARD_BYTES
     except (OSError, ValueError):
         return False
-
-
-def _cards_on_the_bus(box: Box) -> str:
-    """Count the display controllers and accelerators of all vendors that the kernel lists, with or without a driver.
-
-    The graphics of a processor are left out, as far as a driver tells: nobody trains on them.
-    """
-    vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
-    ids = [
-        path.read_text().strip()
-        for path in vendors
-        if path.with_name("class").read_text().startswith((_DISPLAY, _ACCELERATOR)) and not _is_graphics_alone(path)
-    ]
-    counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
-    return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.driver import cards_on_the_bus
 from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
@@ -45,6 +46,10 @@ def check_training(box: Box) -> Iterator[Finding]:
         return
     if not box.gpus.cuda:
         yield _finding(box, {}, "cpu")
+        return
+    if not box.gpus.n_cards and not cards_on_the_bus(box):
+        found = _finding(box, {}, "cpu")
+        yield msgspec.structs.replace(found, sentence=f"there is no GPU, so the CPU was tested; {found.sentence}")
         return
     usable = choices(box.gpus.samples, Occupancy(box.data).holders())
     vendors = list(dict.fromkeys(choice.vendor for choice in usable))

@@ -7,7 +7,7 @@ import pytest
 from support.cards import Cards
 
 from sae_tui.doctor.self_test import check_training
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
 from trainer.contract.planning import torch_build
@@ -94,8 +94,34 @@ def test_no_card_of_another_vendor_is_tested_where_torchs_are_in_use(tested, tmp
 
 
 def test_where_every_card_is_hidden_none_is_tested(tested) -> None:
-    (finding,) = check_training(tested(Cards(0)))
+    box = tested(Cards(2))
+    box.environ = {**box.environ, "CUDA_VISIBLE_DEVICES": ""}
+    (finding,) = check_training(box)
     assert (finding.level, finding.sentence) == ("note", "not run, for no GPU is idle")
+
+
+class Unreachable(Cards):
+    """A source that finds no driver."""
+
+    def open(self) -> int:
+        raise SourceUnavailable("no NVIDIA driver is loaded", "install it")
+
+
+@pytest.mark.parametrize("source", [Unreachable(0), Cards(0)], ids=["no driver", "a driver without cards"])
+def test_where_there_is_no_card_it_is_the_cpu_that_is_tested_and_that_is_said(source, tested, tmp_path) -> None:
+    (finding,) = check_training(tested(source, device="CPU"))
+    assert (finding.level, finding.sentence) == (
+        "ok", "there is no GPU, so the CPU was tested; this box trains right: 214 checks in 118 s on CPU",
+    )  # fmt: skip
+    assert (tmp_path / "asked").read_text() == "self-test --gpus cpu --json - -"
+
+
+def test_a_card_that_no_driver_reaches_is_not_taken_for_none(tested, sandbox, tmp_path) -> None:
+    sandbox.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
+    sandbox.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030200\n")
+    (finding,) = check_training(tested(Unreachable(0)))
+    assert (finding.level, finding.sentence) == ("note", "not run, for no GPU is idle")
+    assert not (tmp_path / "asked").exists()
 
 
 def test_without_real_gpus_it_is_the_cpu_that_is_tested(tested, tmp_path) -> None:

@@ -61,14 +61,15 @@ def _errors(counts: list[int], d_sae: int, d: int, dtype: torch.dtype, device: t
     with torch.no_grad():
         both = sparse.both_products(acts, on_device[1], on_device[0])
         return {
-            "decoding": _off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
-            "gradient of weights": _off(sparse.transposed_product(acts, on_device[1]), of_weights),
-            "gradient of activations": _off(sparse.row_products(on_device[1], on_device[0], places), of_acts),
-            "both gradients": max(map(_off, both, (of_weights, of_acts))),
+            "decoding": share_off(sparse.decode(acts, on_device[0]), exact @ rows.double()),
+            "gradient of weights": share_off(sparse.transposed_product(acts, on_device[1]), of_weights),
+            "gradient of activations": share_off(sparse.row_products(on_device[1], on_device[0], places), of_acts),
+            "both gradients": max(map(share_off, both, (of_weights, of_acts))),
         }
 
 
-def _off(found: Tensor, exact: Tensor) -> float:
+def share_off(found: Tensor, exact: Tensor) -> float:
+    """Return how far a result is from the exact one, as a share of its norm."""
     found = found.to(CPU, torch.float64)
     return float((found - exact).norm() / exact.norm()) if bool(found.isfinite().all()) else float("inf")
 

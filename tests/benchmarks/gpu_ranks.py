@@ -1,0 +1,98 @@
+"""Whether several GPUs, or CPU processes, come in 20 steps where one comes, and whether their hosts wait meanwhile.
+
+    PYTHONPATH=tests python tests/benchmarks/gpu_ranks.py auto:2 [--modes ddp tensor hybrid]
+
+One job, of an SAE of each of three kinds, by the command that trains: on one card, and in each mode on all. It prints
+JSON: the FVU of each at the end, the places where the host of rank 0 waited in a step, and what is `wrong`, in words.
+It ends with 1 if anything is. Waits are told and not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.measuring.bench import run_ranks
+from trainer.ranks.device_choice import parse_target
+
+SAMPLE, D_IN = Path(__file__).parents[2] / "data" / "sample", 384
+# Two kinds that choose, by token and by batch, and one with a penalty.
+KINDS = ["topk", "batch_topk", "jumprelu"]
+MODES = {"ddp": {}, "tensor": {}, "hybrid": {"latent_ranks": 2}}
+N_STEPS, TOKENS_OF_RANK = 20, 128
+# As in `tests/trainer/parallel/test_modes.py`, which asks the same of CPU processes.
+NEAR = {"rel_tol": 1e-3, "abs_tol": 1e-5}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gpus", help="like auto:2, or cpu:2")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["ddp", "tensor"])
+    options = parser.parse_args()
+    word, (n_ranks, uuids) = options.gpus.partition(":")[0], parse_target(options.gpus)
+    fvus = {"one": trained(shared(f"{word}:1", n_ranks, 1, {"mode": "single"}))}
+    waits: dict[str, dict[str, int]] = {}
+    for mode in options.modes:
+        n_data = {"ddp": n_ranks, "tensor": 1, "hybrid": n_ranks // 2}[mode]
+        job = shared(f"{word}:{n_ranks}", n_ranks, n_data, {"mode": mode} | MODES[mode])
+        fvus[mode] = trained(job)
+        module, sizes = "support.rank_waits", [str(D_IN)]
+        waits |= {mode: run_ranks(module, sizes, job=job, world_size=n_ranks, gpu_uuids=uuids)["waits"]}
+    wrong = differing(fvus)
+    print(json.dumps({"fvu": fvus, "waits": waits, "wrong": wrong}))
+    return 1 if wrong else 0
+
+
+def shared(gpus: str, n_ranks: int, n_data: int, parallel: dict[str, Any]) -> JobConfig:
+    """Return a job with as many tokens a step on any number of cards, of which latents soon count as dead."""
+    tokens = TOKENS_OF_RANK * n_ranks
+    job, problems = parse_job(
+        {
+            "data": {"path": str(SAMPLE)},
+            "sae": {"architecture": KINDS, "d_sae": 3072, "k": 32, "dead_after_tokens": 4 * tokens},
+            "train": {"n_steps": N_STEPS, "batch_size": tokens // n_data, "precision": "fp32", "log_every": 5},
+            "parallel": parallel,
+            "launch": {"gpus": gpus},
+        }
+    )
+    assert job is not None, problems
+    return job
+
+
+def trained(job: JobConfig) -> dict[str, float]:
+    """Train, and return the FVU that each kind comes to."""
+    with tempfile.TemporaryDirectory(prefix="gpu-ranks-") as folder:
+        file, out = Path(folder) / "job.toml", Path(folder) / "run"
+        file.write_text(dump_job(job))
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", "run", str(file), "--out", str(out)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(done.stderr[-2000:] or done.stdout[-2000:])
+        with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
+            return {kind: float(reader.points(f"fvu@architecture={kind}")[-1].value or "nan") for kind in KINDS}
+
+
+def differing(fvus: dict[str, dict[str, float]]) -> list[str]:
+    """Tell in words which kind came in which mode to another FVU than on one card."""
+    return [
+        f"{mode}: FVU of {kind} is {fvu:.5f}, and {fvus['one'][kind]:.5f} on one card"
+        for mode, of_kind in fvus.items()
+        for kind, fvu in of_kind.items()
+        if not math.isclose(fvu, fvus["one"][kind], **NEAR)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

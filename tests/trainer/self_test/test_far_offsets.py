@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from trainer.saes.kernels import sparse, top_k
+from trainer.self_test.base import CPU
+from trainer.self_test.far_offsets import N_LAST, PRE_ACTS, WEIGHTS, check_far_offsets, product_errors, right_choices
+from trainer.self_test.products import TOLERANCE
+
+products, choices = partial(product_errors, 40, 12, CPU), partial(right_choices, 20, 64, CPU)
+
+
+def test_the_last_rows_begin_where_32_bits_end_and_a_cpu_is_not_asked() -> None:
+    for n_rows, width in (WEIGHTS, PRE_ACTS):
+        assert (n_rows - N_LAST) * width >= 2**31
+    assert not list(check_far_offsets(CPU))
+
+
+def test_products_and_choices_at_the_end_are_right_on_a_cpu() -> None:
+    assert max(products().values()) < TOLERANCE
+    assert all(choices().values())
+
+
+def test_a_product_that_reads_or_writes_at_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, both_products = sparse.decode, sparse.both_products
+
+    def write_elsewhere_too(*given: Any) -> tuple[Tensor, Tensor]:
+        sums, entries = both_products(*given)
+        sums[5] = 1
+        return sums, entries.roll(1)
+
+    monkeypatch.setattr(sparse, "decode", lambda acts, rows: decode(acts, rows.roll(3, dims=0)))
+    monkeypatch.setattr(sparse, "both_products", write_elsewhere_too)
+    assert min(products().values()) > TOLERANCE
+
+
+def test_a_choice_at_another_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_each, of_all = top_k.of_each, top_k.of_all
+    monkeypatch.setattr(top_k, "of_each", lambda values, k: of_each(values.flip(0), k))
+    monkeypatch.setattr(top_k, "of_all", lambda values, n: of_all(values, n) - 1)
+    assert not any(choices().values())
