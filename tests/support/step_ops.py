@@ -33,7 +33,10 @@ _FREE = {
 }  # fmt: skip
 # The host waits for their result.
 WAITS = {"_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal", "masked_select"}
-WAITS |= {"__bool__", "cpu", "numpy", "tolist", "read"}
+_QUESTIONS = ("nonzero", "__bool__", "cpu", "numpy", "tolist")
+# It waits for these, too: the memory that they copy numbers of the host from is not pinned.
+_FROM_HOST = ("tensor", "as_tensor", "asarray")
+WAITS |= {*_QUESTIONS, *_FROM_HOST, "new_tensor", "read"}
 _TRAINER = f"{Path(sparse.__file__).parents[2]}/"
 
 
@@ -151,7 +154,8 @@ class OpLog(TorchDispatchMode):
     def questions(self) -> Iterator[None]:
         """Write down what is asked of a tensor, in a step, that its stand-in answers without an operation.
 
-        Numbers that were copied for the host in this step are among it: the device comes to them meanwhile.
+        Numbers that were copied for the host in this step are among it, which the device comes to meanwhile, and
+        numbers that the host has made tensors of on a device.
         """
 
         def noted(name: str) -> Any:
@@ -163,9 +167,21 @@ class OpLog(TorchDispatchMode):
 
             return ask
 
+        def noted_copy(name: str) -> Any:
+            make = getattr(torch, name)
+
+            def copy(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+                if device is not None:
+                    self.ops.append(Op(name, (), (), _place()))
+                return make(*args, device=device, **kwargs)
+
+            return copy
+
         with contextlib.ExitStack() as stack:
-            for name in ("nonzero", "__bool__", "cpu", "numpy", "tolist"):
+            for name in (*_QUESTIONS, "new_tensor"):
                 stack.enter_context(mock.patch.object(FakeTensor, name, noted(name)))
+            for name in _FROM_HOST:
+                stack.enter_context(mock.patch.object(torch, name, noted_copy(name)))
             of_step: list[ToldNumber] = []
             stack.enter_context(mock.patch.object(foreseen, "HostCopy", _noted_number(of_step, self.ops)))
             yield

@@ -5,9 +5,11 @@ So what ranks exchange cannot depend on numbers either, in which they might diff
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from support.fake_gpu import DEVICE, Elsewhere, job_of
 from support.step_ops import Step, recorded_step
 from torch import Tensor
@@ -62,3 +64,22 @@ def test_no_step_waits_for_the_device(grid: str, settings: str, architecture: st
 def test_a_question_would_be_seen(question: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: getattr(sums[0], question)())
     assert step_of("tensor", "topk").waits
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda sums: torch.tensor([1.0], device=sums.device),
+    "as_tensor": lambda sums: torch.as_tensor([1.0], device=sums.device),
+    "asarray": lambda sums: torch.asarray([1.0], device=sums.device),
+    "new_tensor": lambda sums: sums.new_tensor([1.0]),
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_what_the_host_has_would_be_seen(copy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: COPIES[copy](sums))
+    assert step_of("tensor", "topk").waits
+
+
+def test_what_stays_with_the_host_is_no_such_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TopK, "learn_from", lambda sae, sums: torch.tensor([1.0]))
+    assert not step_of("tensor", "topk").waits
