@@ -23,6 +23,7 @@ from trainer.contract.planning import first_look
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.optimizers import tiled
+from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
 from trainer.saes.kernels import foreseen, reused_buffer
 
@@ -46,6 +47,22 @@ class Elsewhere(Group):
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         return tensor.new_empty(n_rows, *tensor.shape[2:])
+
+
+class Unread:
+    """A reader of wishes that reads nothing; that of a GPU reads those of the step before, which are there."""
+
+    def read(self, total: Tensor) -> tuple[bool, ...]:
+        return (False,) * len(total)
+
+
+def one_of(n_data: int, n_latents: int) -> Parallel:
+    """Return one of the ranks of a grid: so many have tokens of their own, and so many share the latents."""
+    sizes = {"data": n_data, "latents": n_latents, "world": n_data * n_latents}
+    groups: dict[str, Any] = {name: Elsewhere(size) for name, size in sizes.items() if size > 1}
+    ranks = Parallel(DEVICE, **groups)
+    ranks.__dict__["_wishes"] = Unread()
+    return ranks
 
 
 class ToldNumber:

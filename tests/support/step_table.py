@@ -6,8 +6,9 @@ PYTHONPATH=tests python -m support.step_table > tests/trainer/ops_of_a_step.csv
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
-from support.fake_gpu import job_of
+from support.fake_gpu import job_of, one_of
 from support.roofline import cost
 from support.step_ops import recorded_step
 
@@ -17,12 +18,31 @@ SAE, D_IN = {"d_sae": 24576, "k": 32}, 768
 COLUMNS = "architecture,case,ops of the passes,ops of the update,kernels launched,MB of the passes,MB of the update"
 
 
+class Way(NamedTuple):
+    """Another way to take a step: its settings of the training, and how many ranks share the latents."""
+
+    train: dict[str, Any]
+    n_ranks: int = 1
+
+
+PLAIN = Way({"precision": "bf16"})
+# Of TopK, by the words that follow its name in the table.
+OTHERS = {
+    "with int8 state": Way({"precision": "bf16", "state": "int8"}),
+    "in fp16": Way({"precision": "fp16"}),
+    "on 2 ranks": Way({"precision": "bf16"}, n_ranks=2),
+}
+
+
 def rows() -> Iterator[str]:
     """Yield the table's lines, the names of its columns first."""
     yield COLUMNS
     for architecture in ARCHITECTURES:
         for case in cases(architecture):
             yield row(architecture, case)
+    for words, way in OTHERS.items():
+        for case in cases("topk"):
+            yield row("topk", case, way).replace("topk", f"topk {words}")
 
 
 def cases(architecture: str) -> tuple[str, str]:
@@ -30,10 +50,12 @@ def cases(architecture: str) -> tuple[str, str]:
     return ("no dead", "auxk") if "top" in architecture else ("sparse", "dense")
 
 
-def row(architecture: str, case: str) -> str:
+def row(architecture: str, case: str, way: Way = PLAIN) -> str:
     """Return one architecture's line in one case."""
-    job = job_of(SAE | {"architecture": architecture}, {"precision": "bf16", "batch_size": 4096})
-    step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense")
+    parallel = {"mode": "tensor" if way.n_ranks > 1 else "single"}
+    job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, parallel)
+    of_ranks = one_of(1, way.n_ranks)
+    step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=of_ranks)
     launches = sum(cost(op).launches for op in step.ops)
     of_passes, of_update = (round(sum(op.bytes for op in ops) / 1e6) for ops in (step.passes, step.update))
     numbers = len(step.passes), len(step.update), launches, of_passes, of_update

@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_gpu import DEVICE, Elsewhere, job_of
+from support.fake_gpu import job_of, one_of
 from support.step_ops import Step, recorded_step
 from torch import Tensor
 
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group
 from trainer.saes.topk import TopK
 
 Settings = tuple[dict[str, Any], dict[str, Any]]
@@ -30,25 +28,14 @@ SETTINGS: dict[str, Settings] = {
 CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "unusual")]
 
 
-class Unread:
-    """A reader of wishes that reads nothing; that of a GPU reads those of the step before, which are there."""
-
-    def read(self, total: Tensor) -> tuple[bool, ...]:
-        return (False,) * len(total)
-
-
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
     n_data, n_latents = GRIDS[grid]
-    sizes = {"data": n_data, "latents": n_latents, "world": n_data * n_latents}
-    groups: dict[str, Group] = {name: Elsewhere(size) for name, size in sizes.items() if size > 1}
-    ranks = Parallel(DEVICE, **groups)
-    ranks.__dict__["_wishes"] = Unread()
     mode, *_ = grid.split()
     own = {"mode": mode} | ({"latent_ranks": n_latents} if mode == "hybrid" else {})
     # Of a rank's latents k are few enough for sparse products of every architecture.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
     job = job_of(sae, {"batch_size": 32} | train, own | parallel)
-    return recorded_step(job, 16, dead=True, parallel=ranks)
+    return recorded_step(job, 16, dead=True, parallel=one_of(n_data, n_latents))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -53,7 +53,8 @@ def of_evaluation(work: Workload, job: JobConfig) -> int:
 def kept_copies(work: Workload, job: JobConfig) -> int:
     """Return the bytes of the 16-bit copies of an SAE's weights that its steps write for the passes that follow.
 
-    Replicas that step a share of the latents each have none.
+    Replicas that step a share of the latents each have none: of n a kernel could write an n-th, and what others sent
+    would still be narrowed. With 65,536 latents and d_in 2304 that would save an H200 0.3 ms by n in each step.
     """
     shares_steps = work.uses_zero(job.train) and work.data_ranks > 1
     writes = OPTIMIZERS[job.train.optimizer].writes_copies and not shares_steps
