@@ -20,7 +20,8 @@ def run_cases(cases: Path, *, on_cpu: bool = False) -> None:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if on_cpu or not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", str(cases)]
+    plugins = [word for name in ("no:xdist", "no:cacheprovider", "support.programs") for word in ("-p", name)]
+    command = [sys.executable, "-m", "pytest", *plugins, str(cases)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout or "100%" in done.stdout

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_gpu import job_of
+from support.programs import Programs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -195,21 +196,9 @@ def test_errors_of_one_level_are_also_written_in_the_type_of_rows(n_beside: int,
     torch.testing.assert_close(found.narrow.float(), found.errors, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-def test_what_levels_miss_does_not_depend_on_the_order_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type != "cpu":
-        pytest.skip("a GPU runs them in its own order")
-    from triton.runtime.interpreter import interpreter_builder as programs
-
+def test_what_levels_miss_does_not_depend_on_the_order_of_programs(programs: Programs) -> None:
     acts, rows, y = by_level(UNEVEN, 11), numbers(11, 300, seed=0).bfloat16(), numbers(6, 300, seed=1)
-    expected = triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])
-    choose = programs.set_grid_idx
-
-    def choose_from_the_end(x: int, y: int, z: int) -> None:
-        choose(*(size - 1 - place for size, place in zip(programs.grid_dim, (x, y, z), strict=True)))
-
-    monkeypatch.setattr(programs, "set_grid_idx", choose_from_the_end)
-    found = triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])
-    assert all(torch.equal(one, other) for one, other in zip(all_of(found), all_of(expected), strict=True))
+    programs.assert_same_bits(lambda: all_of(triton_errors.nested_bags(acts, rows, 5, y[0], y, y[1])))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 129), (70, 300)], ids=str)

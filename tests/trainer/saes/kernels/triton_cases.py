@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from support.programs import Programs
 from torch import Tensor
 
 from trainer.runtime import narrow_copy
@@ -229,22 +230,22 @@ def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
     assert launches == [4]
 
 
-def test_sums_of_a_fixed_order_do_not_depend_on_that_of_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type != "cpu":
-        pytest.skip("a GPU runs them in its own order")
-    from triton.runtime.interpreter import interpreter_builder as programs
-
+def test_sums_of_a_fixed_order_do_not_depend_on_that_of_programs(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make([3] * 20, 9, 48, torch.bfloat16)
+    places = case.acts.places
     monkeypatch.setattr(triton_sparse, "DENSE_BYTES", 500)
-    expected = sparse.both_products(case.acts, case.dense, case.rows)
-    choose = programs.set_grid_idx
+    monkeypatch.setattr(triton_sparse, "WIDEST", 32)
 
-    def choose_from_the_end(x: int, y: int, z: int) -> None:
-        choose(*(size - 1 - place for size, place in zip(programs.grid_dim, (x, y, z), strict=True)))
+    def sums() -> Iterator[Tensor]:
+        yield from sparse.both_products(case.acts, case.dense, case.rows)
+        yield from sparse.by_latent(case.acts, case.dense)
+        yield sparse.decode(case.acts, case.rows)
+        yield sparse.row_products(case.dense, case.rows, places)
+        yield sparse.weighted_sum(case.acts.values[:9], case.rows, -3.0)
 
-    monkeypatch.setattr(programs, "set_grid_idx", choose_from_the_end)
-    found = sparse.both_products(case.acts, case.dense, case.rows)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    programs.assert_same_bits(sums)
 
 
 def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:

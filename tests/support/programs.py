@@ -1,0 +1,68 @@
+"""Chooses which programs of a launch Triton's interpreter runs, and in which order: by itself it runs all, ascending.
+
+A GPU runs them in an order of its own. `support.interpreted` lets pytest load this module.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+Program = tuple[int, ...]
+
+
+class Programs:
+    """All programs of each launch in a random order, or, with `only_last`, those that are last on its first axis.
+
+    Grids of the same size have the same order until there is another `seed`, so that what a test repeats gives the same
+    bits where programs add to the same numbers.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self.seed = seed
+        self.only_last = False
+
+    def of(self, grid: Program) -> list[Program]:
+        """Return those of a launch."""
+        size, *others = map(range, grid)
+        chosen = list(itertools.product(size[-1:] if self.only_last else size, *others))
+        random.Random(f"{self.seed} {grid}").shuffle(chosen)
+        return chosen
+
+    def assert_same_bits(self, make: Callable[[], Iterable[Tensor]]) -> None:
+        """Assert that what is made does not depend on the order of programs."""
+        expected = list(make())
+        self.seed += " again"
+        assert all(torch.equal(found, one) for found, one in zip(make(), expected, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
+    """Give each test an order of its own."""
+    chosen = Programs(request.node.nodeid)
+    choose, set_size = interpreter.interpreter_builder.set_grid_idx, interpreter.interpreter_builder.set_grid_dim
+
+    class Launch(interpreter.GridExecutor):  # type: ignore[misc]
+        def __init__(self, kernel: Any, names: Any, grid: Program, *others: Any) -> None:
+            self.whole = (*grid, 1, 1)[:3]
+            self.chosen = chosen.of(self.whole)
+            super().__init__(kernel, names, (len(self.chosen),), *others)
+
+        def __call__(self, *args: Any, **named: Any) -> None:
+            with mock.patch.multiple(
+                interpreter.interpreter_builder,
+                set_grid_dim=lambda *_: set_size(*self.whole),
+                set_grid_idx=lambda number, *_: choose(*self.chosen[number]),
+            ):
+                super().__call__(*args, **named)
+
+    with mock.patch.object(interpreter, "GridExecutor", Launch):
+        yield chosen

@@ -1,0 +1,31 @@
+"""Matrices larger than memory, of which a test writes and reads little."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Numbers from which on a tensor is large.
+_LARGE = 2**20
+# Linux refuses no mapping with this flag for being larger than memory; Python 3.11 has no name for it.
+_MAP_NORESERVE = 0x4000
+
+
+class VirtualMemory(TorchDispatchMode):
+    """Makes tensors that are empty full of 0; large ones take no memory but for the pages that are written.
+
+    As many bytes lie before each of them, so that a negative place, which an overflow makes, is one that can be read.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if "empty" not in func.__name__:
+            return func(*args, **named)
+        like = func(*args, **named | {"device": "meta"})
+        if like.numel() < _LARGE:
+            return func(*args, **named).zero_()
+        memory = mmap.mmap(-1, 2 * like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        return torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=like.nbytes).view(like.shape)
