@@ -43,8 +43,9 @@ KINDS = (
     "jumprelu", "gated", "standard",
 )  # fmt: skip
 KINDS_OF_CPU = ("topk:dead", "jumprelu")
-# Of cases, those for a driver that is none, and those that take a CPU for a GPU; on a CPU only few, for it is slow.
-NOT_FOR_GPUS = ("fake_cuda/kernel_cases.py", "training/recorded_cases.py")
+# Of cases, those for a driver that is none, those that take a CPU for a GPU, and those on more memory than there is; on
+# a CPU only few, for it is slow.
+NOT_FOR_GPUS = ("fake_cuda/kernel_cases.py", "training/recorded_cases.py", "trainer/long_offset_cases.py")
 CASES_OF_CPU = "metrics/interval_cases.py"
 # Compiling takes 0.3 to 1 s a kernel, and there are 600; each process takes half a GB of the GPU.
 MOST_PROCESSES = 8
@@ -164,7 +165,8 @@ def kernels(on_cpu: bool) -> Part:
     every = [file for file in sorted(ROOT.glob("tests/**/*_cases.py")) if not str(file).endswith(NOT_FOR_GPUS)]
     files = [str(file) for file in every if not on_cpu or str(file).endswith(CASES_OF_CPU)]
     at_once = 0 if on_cpu else min(MOST_PROCESSES, os.cpu_count() or 1)
-    argv = [sys.executable, "-m", "pytest", "-n", str(at_once), "-p", "no:cacheprovider", "--tb", "short", *files]
+    plugins = ["-p", "no:cacheprovider", "-p", "support.programs"]
+    argv = [sys.executable, "-m", "pytest", "-n", str(at_once), *plugins, "--tb", "short", *files]
     # It is by this variable that cases take a device.
     return Part("kernels", argv, 150, variables={"TRITON_INTERPRET": "1" if on_cpu else "0", "OMP_NUM_THREADS": "1"})
 
