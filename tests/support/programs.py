@@ -5,6 +5,7 @@ A GPU runs them in an order of its own. `support.interpreted` lets pytest load t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from triton import language
 from triton.runtime import interpreter
 
 Program = tuple[int, ...]
@@ -49,6 +51,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
     """Give each test an order of its own."""
     chosen = Programs(request.node.nodeid)
     choose, set_size = interpreter.interpreter_builder.set_grid_idx, interpreter.interpreter_builder.set_grid_dim
+    prepare = interpreter._patch_lang
 
     class Launch(interpreter.GridExecutor):  # type: ignore[misc]
         def __init__(self, kernel: Any, names: Any, grid: Program, *others: Any) -> None:
@@ -57,12 +60,30 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
             super().__init__(kernel, names, (len(self.chosen),), *others)
 
         def __call__(self, *args: Any, **named: Any) -> None:
-            with mock.patch.multiple(
-                interpreter.interpreter_builder,
-                set_grid_dim=lambda *_: set_size(*self.whole),
-                set_grid_idx=lambda number, *_: choose(*self.chosen[number]),
+            self.prepared: set[frozenset[str]] = set()
+            with (
+                mock.patch.multiple(
+                    interpreter.interpreter_builder,
+                    set_grid_dim=lambda *_: set_size(*self.whole),
+                    set_grid_idx=lambda number, *_: choose(*self.chosen[number]),
+                ),
+                mock.patch.object(interpreter, "_patch_lang", self.prepare),
             ):
                 super().__call__(*args, **named)
 
+        def prepare(self, function: Any) -> Any:
+            """Prepare what a kernel knows of the language once, not for each function that it calls anew."""
+            known = _known_of_language(function)
+            if known in self.prepared:
+                return None
+            self.prepared.add(known)
+            return prepare(function)
+
     with mock.patch.object(interpreter, "GridExecutor", Launch):
         yield chosen
+
+
+@functools.cache
+def _known_of_language(function: Any) -> frozenset[str]:
+    modules = (language, language.core)
+    return frozenset(one.__name__ for one in modules if any(one is value for value in function.__globals__.values()))
