@@ -23,6 +23,7 @@ from trainer.contract.planning import first_look
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.optimizers import tiled
+from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
 from trainer.saes.kernels import foreseen, reused_buffer
 
@@ -46,6 +47,23 @@ class Elsewhere(Group):
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
         return tensor.new_empty(n_rows, *tensor.shape[2:])
+
+
+class Unread:
+    """A reader of wishes that reads nothing; that of a GPU reads those of the step before, which are there."""
+
+    def read(self, total: Tensor) -> tuple[bool, ...]:
+        return (False,) * len(total)
+
+
+def one_of_ranks(n_data: int, n_latents: int) -> tuple[Parallel, dict[str, Any]]:
+    """Return one of so many ranks that have tokens of their own, or share the latents, and its job's settings."""
+    data, latents, world = (Elsewhere(n) if n > 1 else None for n in (n_data, n_latents, n_data * n_latents))
+    ranks = Parallel(DEVICE, data=data, latents=latents, world=world)
+    ranks.__dict__["_wishes"] = Unread()
+    if n_data > 1 and n_latents > 1:
+        return ranks, {"mode": "hybrid", "latent_ranks": n_latents}
+    return ranks, {"mode": "ddp" if n_data > 1 else "tensor"}
 
 
 class ToldNumber:

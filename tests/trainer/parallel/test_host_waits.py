@@ -6,34 +6,18 @@ So what ranks exchange cannot depend on numbers either, in which they might diff
 from __future__ import annotations
 
 import pytest
-from support.fake_gpu import DEVICE, Elsewhere, job_of
+from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Step, recorded_step
-from torch import Tensor
 
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group
 from trainer.saes.topk import TopK
 
 # How many ranks have tokens of their own, and how many share the latents.
 GRIDS = {"ddp": (2, 1), "tensor": (1, 2), "tensor of 8": (1, 8), "hybrid": (2, 4)}
 
 
-class Unread:
-    """A reader of wishes that reads nothing; that of a GPU reads those of the step before, which are there."""
-
-    def read(self, total: Tensor) -> tuple[bool, ...]:
-        return (False,) * len(total)
-
-
 def step_of(grid: str, architecture: str) -> Step:
-    n_data, n_latents = GRIDS[grid]
-    sizes = {"data": n_data, "latents": n_latents, "world": n_data * n_latents}
-    groups: dict[str, Group] = {name: Elsewhere(size) for name, size in sizes.items() if size > 1}
-    ranks = Parallel(DEVICE, **groups)
-    ranks.__dict__["_wishes"] = Unread()
-    mode, *_ = grid.split()
-    settings = {"mode": mode} | ({"latent_ranks": n_latents} if mode == "hybrid" else {})
+    ranks, settings = one_of_ranks(*GRIDS[grid])
     sae, train = {"architecture": architecture, "d_sae": 64, "k": 4}, {"precision": "bf16", "batch_size": 32}
     return recorded_step(job_of(sae, train, settings), 16, dead=True, parallel=ranks)
 
