@@ -7,14 +7,15 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
-from support.fake_gpu import job_of
-from support.step_ops import Op, Operand, recorded_step
+from support.fake_gpu import job_of, one_of_ranks
+from support.step_ops import Op, Operand, Step, recorded_step
 from triton.backends.compiler import GPUTarget
 
 # Shared memory that one program may have, in KiB, by compute capability.
@@ -31,17 +32,24 @@ OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 @functools.cache
 def launches() -> dict[str, Op]:
-    """Return each kind of launch of steps of all architectures, by a name that says what it is."""
+    """Return a launch of each kind that is compiled by itself, by a name that says what it is."""
     found: dict[str, Op] = {}
-    for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp32")):
-        states = ("fp32", "bf16", "int8") if architecture == "topk" else ("fp32",)
-        for state in states:
-            sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
-            train = {"precision": precision, "batch_size": 4096, "state": state}
-            for op in recorded_step(job_of(sae, train), d_in, dead=True).ops:
-                if op.is_kernel:
-                    found.setdefault(_name(op), op)
-    return found
+    for op in itertools.chain.from_iterable(step.ops for step in _steps()):
+        if op.is_kernel:
+            found.setdefault(f"{op.name} {_specialised(op)}", op)
+    return {_name(op): op for op in found.values()}
+
+
+def _steps() -> Iterator[Step]:
+    """Take a step of every architecture on a lone GPU and on one of two, which share either tokens or latents."""
+    for architecture, (d_in, d_sae, k), precision in itertools.product(ARCHITECTURES, SHAPES, ("bf16", "fp16", "fp32")):
+        sae = {"architecture": architecture, "d_sae": d_sae, "k": k}
+        train = {"precision": precision, "batch_size": 4096}
+        for state in ("fp32", "bf16", "int8") if architecture == "topk" else ("fp32",):
+            yield recorded_step(job_of(sae, train | {"state": state}), d_in, dead=True)
+        for grid in ((2, 1), (1, 2)) if precision != "fp32" else ():
+            ranks, settings = one_of_ranks(*grid)
+            yield recorded_step(job_of(sae, train, settings), d_in, dead=True, parallel=ranks)
 
 
 def _name(op: Op) -> str:
@@ -49,6 +57,16 @@ def _name(op: Op) -> str:
     return f"{op.name} {types} {' '.join(f'{k}={v}' for k, v in op.arguments if not isinstance(v, Operand))}"
 
 
+def test_launches_have_all_types_and_entries_of_which_some_do_not_count() -> None:
+    called = [one for op in launches().values() for one in op.arguments]
+    assert {torch.float32, torch.bfloat16, torch.float16} <= {
+        one.dtype for _, one in called if isinstance(one, Operand)
+    }
+    assert any(name == "n_filled" and value is not None for name, value in called)
+
+
+# Up to four minutes of a core, of which a test may have a share.
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", SHARED, ids=str)
 def test_every_kernel_compiles_without_spills_and_fits(target: int | str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert launches()
@@ -65,9 +83,17 @@ def test_every_kernel_compiles_without_spills_and_fits(target: int | str, monkey
 
 
 def _compiled(op: Op, target: int | str) -> Any:
-    called, parameters = dict(op.arguments), op.kernel.params
+    *source, options = _specialised(op)
+    kind, width = ("cuda", 32) if isinstance(target, int) else ("hip", 64)
+    compiler = triton.compiler
+    return compiler.compile(compiler.ASTSource(op.kernel, *source), GPUTarget(kind, target, width), options)
+
+
+def _specialised(op: Op) -> tuple[dict[str, Any], ...]:
+    """Return all that is known when the launch's kernel is compiled: types, constants, what is divisible, options."""
+    called = dict(op.arguments)
     signature, constants, attributes = {}, {}, {}
-    for place, parameter in enumerate(parameters):
+    for place, parameter in enumerate(op.kernel.params):
         value = called.get(parameter.name, parameter.default)
         if parameter.is_constexpr or value is None:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
@@ -81,10 +107,7 @@ def _compiled(op: Op, target: int | str) -> Any:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32" if value < 2**31 else "i64"
             if isinstance(value, int) and value % 16 == 0:
                 attributes[place,] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(op.kernel, signature, constants, attributes)
-    kind, width = ("cuda", 32) if isinstance(target, int) else ("hip", 64)
-    options = {name: value for name, value in called.items() if name in OPTIONS}
-    return triton.compile(source, target=GPUTarget(kind, target, width), options=options)
+    return signature, constants, attributes, {name: value for name, value in called.items() if name in OPTIONS}
 
 
 def _spills(compiled: Any, target: int | str) -> int:

@@ -56,13 +56,14 @@ class Unread:
         return (False,) * len(total)
 
 
-def one_of(n_data: int, n_latents: int) -> Parallel:
-    """Return one of the ranks of a grid: so many have tokens of their own, and so many share the latents."""
-    sizes = {"data": n_data, "latents": n_latents, "world": n_data * n_latents}
-    groups: dict[str, Any] = {name: Elsewhere(size) for name, size in sizes.items() if size > 1}
-    ranks = Parallel(DEVICE, **groups)
+def one_of_ranks(n_data: int, n_latents: int) -> tuple[Parallel, dict[str, Any]]:
+    """Return one of so many ranks that have tokens of their own, or share the latents, and its job's settings."""
+    data, latents, world = (Elsewhere(n) if n > 1 else None for n in (n_data, n_latents, n_data * n_latents))
+    ranks = Parallel(DEVICE, data=data, latents=latents, world=world)
     ranks.__dict__["_wishes"] = Unread()
-    return ranks
+    if n_data > 1 and n_latents > 1:
+        return ranks, {"mode": "hybrid", "latent_ranks": n_latents}
+    return ranks, {"mode": "ddp" if n_data > 1 else "tensor" if n_latents > 1 else "single"}
 
 
 class ToldNumber:

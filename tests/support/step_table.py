@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from support.fake_gpu import job_of, one_of
+from support.fake_gpu import job_of, one_of_ranks
 from support.roofline import cost
 from support.step_ops import recorded_step
 
@@ -52,10 +52,9 @@ def cases(architecture: str) -> tuple[str, str]:
 
 def row(architecture: str, case: str, way: Way = PLAIN) -> str:
     """Return one architecture's line in one case."""
-    parallel = {"mode": "tensor" if way.n_ranks > 1 else "single"}
-    job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, parallel)
-    of_ranks = one_of(1, way.n_ranks)
-    step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=of_ranks)
+    ranks, mode = one_of_ranks(1, way.n_ranks)
+    job = job_of(SAE | {"architecture": architecture}, {"batch_size": 4096} | way.train, mode)
+    step = recorded_step(job, D_IN, dead=case == "auxk", dense=case == "dense", parallel=ranks)
     launches = sum(cost(op).launches for op in step.ops)
     of_passes, of_update = (round(sum(op.bytes for op in ops) / 1e6) for ops in (step.passes, step.update))
     numbers = len(step.passes), len(step.update), launches, of_passes, of_update

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_gpu import job_of, one_of
+from support.fake_gpu import job_of, one_of_ranks
 from support.step_ops import Step, recorded_step
 from torch import Tensor
 
@@ -29,13 +29,10 @@ CASES = [*((grid, "usual") for grid in GRIDS), ("ddp", "unusual"), ("hybrid", "u
 
 
 def step_of(grid: str, architecture: str, settings: str = "usual") -> Step:
-    n_data, n_latents = GRIDS[grid]
-    mode, *_ = grid.split()
-    own = {"mode": mode} | ({"latent_ranks": n_latents} if mode == "hybrid" else {})
+    ranks, mode = one_of_ranks(*GRIDS[grid])
     # Of a rank's latents k are few enough for sparse products of every architecture.
     sae, (parallel, train) = {"architecture": architecture, "d_sae": 4096, "k": 16}, SETTINGS[settings]
-    job = job_of(sae, {"batch_size": 32} | train, own | parallel)
-    return recorded_step(job, 16, dead=True, parallel=one_of(n_data, n_latents))
+    return recorded_step(job_of(sae, {"batch_size": 32} | train, mode | parallel), 16, dead=True, parallel=ranks)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
