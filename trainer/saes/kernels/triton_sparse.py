@@ -347,9 +347,9 @@ def _sum_by_latent(
     if out_squares is not None:
         measures = part * n_latents + latent
         if unit_rows is not None:
-            # Not before the loop, which would hold twice the registers.
-            near_row = _once(unit_rows + row + near, near < right)
+            # Not before the loop, which would hold twice the registers; in the other order sm_86 and sm_89 spilled.
             far_row = _once(unit_rows + row + far, far < right)
+            near_row = _once(unit_rows + row + near, near < right)
             if out_lengths is not None:
                 length = tl.sqrt(tl.sum(near_row * near_row, axis=0) + tl.sum(far_row * far_row, axis=0))
                 tl.store(out_lengths + measures, length)
