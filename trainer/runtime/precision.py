@@ -37,10 +37,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that narrows matrix products where the resolved `precision` asks for it.
-
-    It may be entered again, but not within itself.
-    """
+    """Return a context that narrows matrix products where the resolved `precision` asks for it."""
     narrow = NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 

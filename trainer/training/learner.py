@@ -103,8 +103,6 @@ class Learner:
         if self.steps_by_rows:
             self._keep_rates_on_device()
         self.precision = resolve_precision(self._train.precision, device)
-        # Made once: torch asks the driver whether the device knows bf16, which takes a host 10 µs.
-        self._in_precision = autocast(self.precision, device)
         self.loss_scale = LossScale(device, enabled=self.precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
@@ -199,7 +197,7 @@ class Learner:
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
-        with self._in_precision:
+        with autocast(self.precision, self._device):
             output: Output = self.sae(x, y)
         return output
 

@@ -115,20 +115,6 @@ def test_tf32_is_used_where_fp32_is_not_asked_for(chosen: str, expected: str) ->
     assert torch.get_float32_matmul_precision() == expected
 
 
-def test_torch_is_asked_once_for_all_passes_whether_the_device_knows_a_type(
-    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made, x = learner(make_job(train={"precision": "bf16"})), batch(0)
-
-    def ask_again(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(torch.autocast, "__init__", ask_again)
-    first, second = (made.forward(x, x) for _ in range(2))
-    assert torch.equal(first.x_hat, second.x_hat)
-    assert not torch.is_autocast_enabled("cpu")
-
-
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
 def test_weights_and_what_is_remembered_stay_fp32(chosen: str, make_job: MakeJob) -> None:
     weights = weights_after(make_job(train={"precision": chosen}), n_steps=2)
