@@ -94,11 +94,8 @@ def make_parser() -> Parser:
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     test = add("self-test", "whether a GPU trains right: against float64, the CPU and itself", SELF_TEST)
     test.add_argument("--gpus", default="auto:1", metavar="GPU", help='one GPU by number, or "cpu"; default the first')
-    test.add_argument(
-        "--full",
-        action="store_true",
-        help="longer trainings, memory against the estimate, and matrices that 32 bits do not count",
-    )
+    more = "longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
+    test.add_argument("--full", action="store_true", help=more)
     test.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")

@@ -75,7 +75,7 @@ def test_none_is_overlooked_that_starts_as_all_are_ended(monkeypatch) -> None:
         with pytest.raises(UserError):
             asked.result(20)
     wait_until(lambda: not runs(f"sleep {mark}"))
-    with pytest.raises(UserError, match="host far was not asked: sae-tui ends"):
+    with pytest.raises(UserError, match="host far was not asked, since sae-tui is ending"):
         wrapped.run("far", "stop", "7")
 
 

@@ -1,4 +1,4 @@
-"""Rows that begin 2³¹ numbers into a matrix, beyond what 32 bits count; `test_long_offsets.py` runs this.
+"""Rows that begin 2³¹ numbers into a matrix, so that offsets need 64 bits; `test_long_offsets.py` runs this.
 
 With TRITON_INTERPRET=1, in which only the last programs of a launch are run. They have to do with the last row of a
 matrix, the only one that is not 0, what is done with it where there is no other.

@@ -13,9 +13,9 @@ import torch
 
 from trainer.contract.errors import first_line
 from trainer.self_test.base import Check
-from trainer.self_test.far_offsets import check_far_offsets
 from trainer.self_test.feeding import check_feeding
 from trainer.self_test.learning import check_curves, check_recording, check_resuming, check_waits
+from trainer.self_test.long_offsets import check_long_offsets
 from trainer.self_test.memory_need import check_memory
 from trainer.self_test.products import check_products, check_selections
 
@@ -34,7 +34,7 @@ FULL: tuple[Part, ...] = (
     partial(check_resuming, half=20),
     partial(check_curves, n_steps=200),
     check_memory,
-    check_far_offsets,
+    check_long_offsets,
 )
 
 

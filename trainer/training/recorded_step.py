@@ -65,7 +65,7 @@ def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
 
     Else torch would take all memory that is freed later for the recording's, and batches would fill the GPU.
     """
-    # Those that were ended are an error.
+    # Where the recording was ended before, torch raises.
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(device_index, pool)
         torch._C._cuda_releasePool(device_index, pool)

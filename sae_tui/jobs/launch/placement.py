@@ -129,7 +129,7 @@ def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi
         raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
     any_gpus = not isinstance(gpus, list)
     if any_gpus:
-        _refuse_too_many(choices, count, takes_slices=takes_slices(job))
+        _refuse_too_many(choices, job)
     chosen = _find_gpus(gpus, choices) if isinstance(gpus, list) else []
     if exchanges(job) and (refusal := refusal_of_slices([(gpu.index, is_slice(gpu.uuid)) for gpu in chosen])):
         raise _refusal(refusal)
@@ -260,11 +260,12 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
     return [gpu_by_index[index] for index in indices]
 
 
-def _refuse_too_many(choices: Sequence[GpuChoice], count: int, *, takes_slices: bool) -> None:
+def _refuse_too_many(choices: Sequence[GpuChoice], job: AnyJob) -> None:
     """Raise `JobFileError` where too few GPUs can be used; busy ones count, since the job waits for them."""
+    count = wanted_devices(job)
     if not choices:
         raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    suited = [choice for choice in choices if takes_slices or not is_slice(choice.uuid)]
+    suited = [choice for choice in choices if takes_slices(job) or not is_slice(choice.uuid)]
     usable = [choice for choice in suited if choice.state != "unhealthy"]
     if len(usable) < count:
         alone = "" if len(suited) == len(choices) else "; slices of cards run a job alone"

@@ -18,13 +18,13 @@ EXACT = 0.7
 class Costs(NamedTuple):
     """What a first look costs a CPU, by the time of the exact product of all values.
 
-    `rounded` is the product of bf16 factors. A value computed alone, and chosen, costs as much as `one` values of the
+    `rounded` is the product of bf16 factors. A value computed alone, and chosen, costs as much as `alone` values of the
     exact product. Where all are exact it takes longer to choose the k of each token by `of_tokens`, and those of a
     whole batch by `of_batch`.
     """
 
     rounded: float
-    one: float
+    alone: float
     of_tokens: float = 0.5
     of_batch: float = 0.0
 
@@ -47,10 +47,10 @@ def pays(n_exact: float, d_sae: int, *, of_batch: bool = False) -> bool:
 
     The largest are those of each token, or those `of_batch` together.
     """
-    if (its := costs()) is None:
+    if (cost := costs()) is None:
         return False
-    choice = its.of_batch if of_batch else its.of_tokens
-    return its.one * n_exact < (1 + choice - its.rounded) * d_sae
+    choice = cost.of_batch if of_batch else cost.of_tokens
+    return cost.alone * n_exact < (1 + choice - cost.rounded) * d_sae
 
 
 @functools.cache
@@ -60,4 +60,4 @@ def costs() -> Costs | None:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):
         return None
-    return next((its for flag, its in _COSTS.items() if flag in flags.split()), None)
+    return next((cost for flag, cost in _COSTS.items() if flag in flags.split()), None)

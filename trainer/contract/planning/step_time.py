@@ -163,9 +163,9 @@ def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     active = tokens * per_token
     n_exact = first_look.EXACT * first_look.n_seen(sae.knobs.n_active, sharing)
     is_exact = work.device == "cpu" and work.precision == "fp32"
-    if is_exact and not matrices and (its := first_look.costs()) and first_look.pays(n_exact, int(own)):
+    if is_exact and not matrices and (cost := first_look.costs()) and first_look.pays(n_exact, int(own)):
         # The rounded product's pre-activations have half the bytes.
-        product_s *= its.rounded + its.one * n_exact / own
+        product_s *= cost.rounded + cost.alone * n_exact / own
         product_s += work.micro_batches * _ROUNDED_BYTES * work.d_in * own / speeds.memory_bytes_per_s
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)

@@ -158,8 +158,8 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
     flat = _not_below(rough.values, floors)
     reused_buffer.put_back(rough.values)
     n_tokens, d_sae = rough.values.shape
-    its = first_look.costs()
-    most = n_tokens * d_sae // its.one if its else len(flat)
+    cost = first_look.costs()
+    most = n_tokens * d_sae // cost.alone if cost else len(flat)
     # Nothing outside `flat` exceeds the bound.
     if not n <= len(flat) <= most:
         return None

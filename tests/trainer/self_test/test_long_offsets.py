@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.saes.kernels import sparse, top_k
 from trainer.self_test.base import CPU
-from trainer.self_test.far_offsets import N_LAST, PRE_ACTS, WEIGHTS, check_far_offsets, product_errors, right_choices
+from trainer.self_test.long_offsets import N_LAST, PRE_ACTS, WEIGHTS, check_long_offsets, product_errors, right_choices
 from trainer.self_test.products import TOLERANCE
 
 products, choices = partial(product_errors, 40, 12, CPU), partial(right_choices, 20, 64, CPU)
@@ -17,7 +17,7 @@ products, choices = partial(product_errors, 40, 12, CPU), partial(right_choices,
 def test_the_last_rows_begin_where_32_bits_end_and_a_cpu_is_not_asked() -> None:
     for n_rows, width in (WEIGHTS, PRE_ACTS):
         assert (n_rows - N_LAST) * width >= 2**31
-    assert not list(check_far_offsets(CPU))
+    assert not list(check_long_offsets(CPU))
 
 
 def test_products_and_choices_at_the_end_are_right_on_a_cpu() -> None:

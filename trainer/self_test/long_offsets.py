@@ -1,4 +1,4 @@
-"""Products and selections of a GPU in matrices so large that 32 bits do not count their numbers."""
+"""Products and selections of a GPU in matrices of more than 2^31 numbers, whose offsets need 64 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.saes.sparse_acts import Places, SparseActs
 from trainer.self_test.base import Check
 from trainer.self_test.products import TOLERANCE, share_off
 
-PART = "far offsets"
+PART = "long offsets"
 # Rows of weights, and of pre-activations: the last of each begin beyond 2^31 numbers. Only those are not 0.
 WEIGHTS, PRE_ACTS = (2**20 + 64, 2304), (2**15 + 8, 65536)
 N_LAST = 8
@@ -20,7 +20,7 @@ N_LAST = 8
 NEEDED_BYTES = 20 * 10**9
 
 
-def check_far_offsets(device: torch.device) -> Iterator[Check]:
+def check_long_offsets(device: torch.device) -> Iterator[Check]:
     """Compare what is read, summed and chosen at the end of such matrices with float64, where as much is free."""
     if device.type != "cuda":
         return
