@@ -153,7 +153,7 @@ def several_cards(n_cards: int) -> Iterator[Part]:
     for mode, settings in modes.items():
         argv = [*bench("topk", SHAPES["B"], f"auto:{n_cards}"), "--set", f"parallel.mode={mode}", *settings]
         yield Part(f"bench B topk {mode}", [*TRAINER, *argv], 90, sees_all=True)
-    yield Part("ranks", [*script("gpu_ranks.py"), f"auto:{n_cards}", "--modes", *modes], 200, sees_all=True)
+    yield Part("ranks", [*script("gpu_ranks.py"), f"auto:{n_cards}", "--modes", *modes, "dp"], 200, sees_all=True)
 
 
 def script(name: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.parallel.group import Group, PeerLost, dense, own_part
 from trainer.parallel.waiting import HostWaiting, Waiting
+from trainer.runtime.device_queue import Moment, moment
 
 T = TypeVar("T")
 
@@ -20,23 +21,24 @@ class Meeting:
     """Lets `size` threads exchange objects; a thread that fails releases the others."""
 
     def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        self._left: list[Any] = [None] * size
+        # Two tables take turns: who writes to the second has read the first.
+        self._tables: list[list[Any]] = [[None] * size for _ in range(2)]
+        self._n_times = [0] * size
         self._barrier = threading.Barrier(size, timeout=timeout_s)
 
-    def wait(self) -> None:
-        """Wait until all threads are here; raise `PeerLost` if one never comes."""
+    def exchange(self, index: int, own: Any) -> list[Any]:
+        """Return the objects of all threads, not copies: nobody may change them before all have met again.
+
+        Raise `PeerLost` if a thread never comes.
+        """
+        table = self._tables[self._n_times[index] % 2]
+        self._n_times[index] += 1
+        table[index] = own
         try:
             self._barrier.wait()
         except threading.BrokenBarrierError:
             raise PeerLost("the connection to another rank was lost (its thread has ended)") from None
-
-    def exchange(self, index: int, own: Any) -> list[Any]:
-        """Return the objects of all threads, not copies: nobody may change them before all have met again."""
-        self._left[index] = own
-        self.wait()
-        objects = list(self._left)
-        self.wait()
-        return objects
+        return list(table)
 
     def abort(self) -> None:
         self._barrier.abort()
@@ -105,21 +107,24 @@ class Threads(Group):
         return tensors
 
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all threads, once the devices have computed them."""
-        self._complete(tensor)
+        """Return the tensors of all threads; what is queued from here on waits until their devices have them."""
         with self.waiting.measure():
-            return self._meeting.exchange(self.index, tensor)
+            everybodys = self._meet(tensor)
+            for theirs, computed in everybodys:
+                # A copy between two GPUs is in the queue of the one that it comes from.
+                computed.hold(theirs.device)
+                computed.hold(tensor.device)
+        return [theirs for theirs, _ in everybodys]
 
     def _wait_for_all(self, tensor: Tensor) -> None:
-        """Wait until no thread needs the tensors of the others any more."""
-        self._complete(tensor)
+        """Let what is queued from here on wait until no thread needs the tensors of the others any more."""
         with self.waiting.measure():
-            self._meeting.wait()
+            for _, read in self._meet(tensor):
+                read.hold(tensor.device)
 
-    def _complete(self, tensor: Tensor) -> None:
-        """Wait for the device, since the streams of other threads do not wait for this one's."""
-        if tensor.device.type == "cuda":
-            torch.cuda.synchronize(tensor.device)
+    def _meet(self, tensor: Tensor) -> list[tuple[Tensor, Moment]]:
+        """Return the tensor of each thread, and the moment at which its device has done all that it had queued."""
+        return self._meeting.exchange(self.index, (tensor, moment(tensor.device)))
 
 
 def on_all(size: int, work: Callable[[Threads], T], timeout_s: float | None = None) -> list[T]:

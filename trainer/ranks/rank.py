@@ -171,6 +171,7 @@ def _run(
 
     from trainer.parallel.process_group import World, join
     from trainer.parallel.threads import Threads, on_all
+    from trainer.parallel.waiting import waiting
 
     refuse_slice(spec, _local_rank())
     torch.manual_seed(job.train.seed)
@@ -190,7 +191,9 @@ def _run(
         from trainer.reporting.progress import Progress
 
         rank_log.muted.is_on = group.index > 0
-        world = World(rank_device(spec, group.index), group, group.waiting)
+        device = rank_device(spec, group.index)
+        group.waiting = waiting(device)
+        world = World(device, group, group.waiting)
         return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop)
 
     return on_all(spec.world_size, of_thread)[0]

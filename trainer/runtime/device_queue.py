@@ -31,6 +31,36 @@ class HostCopy:
         return self._values.cpu()
 
 
+class Moment(Protocol):
+    """A moment in a device's work, by which the work of others is ordered while no host waits."""
+
+    def hold(self, device: torch.device) -> None:
+        """Let whatever this thread queues on `device` from here on wait until the moment has passed."""
+
+
+class Past:
+    """A moment in work that is done when it returns."""
+
+    def hold(self, device: torch.device) -> None:
+        pass
+
+
+class CudaMoment:
+    """The end of what this thread has queued on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def hold(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).wait_event(self._event)
+
+
+def moment(device: torch.device) -> Moment:
+    """Return the moment at which this device has done all that this thread has queued."""
+    return CudaMoment(device) if device.type == "cuda" else Past()
+
+
 def queued_copy(values: Tensor, device: torch.device) -> Tensor:
     """Return values of the host on a device; a GPU gets them once it is there, and nobody waits for that."""
     if device.type == "cuda" and values.device.type == "cpu":

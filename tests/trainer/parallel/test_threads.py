@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from support.races import HERE, Moment, races_in
 
 from trainer.contract.errors import UserError
+from trainer.parallel import threads
 from trainer.parallel.group import PeerLost
 from trainer.parallel.threads import Threads, on_all
+from trainer.runtime.device_queue import Past
 
 
 def test_sums_of_many_shapes_are_everybodys_and_in_place() -> None:
@@ -57,7 +62,7 @@ def test_a_thread_that_fails_lets_the_others_go_and_its_reason_is_told() -> None
 def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> None:
     owns = torch.randn(3, n_rows, 4)
 
-    def exchange(group: Threads) -> torch.Tensor:
+    def in_parts(group: Threads) -> torch.Tensor:
         tensor = owns[group.index].clone()
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
@@ -67,5 +72,40 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.spread_parts_([tensor])
         return tensor
 
-    for received in on_all(3, exchange):
+    for received in on_all(3, in_parts):
         torch.testing.assert_close(received, owns.sum(dim=0) + 1)
+
+
+EXCHANGES: dict[str, Callable[[Threads, torch.Tensor], object]] = {
+    "sum": lambda group, tensor: group.sum_(tensor),
+    "sum of parts": lambda group, tensor: group.sum_parts_([tensor]),
+    "spread": lambda group, tensor: group.spread_parts_([tensor]),
+    "gather": lambda group, tensor: group.gather(tensor),
+    "to owners": lambda group, tensor: group.to_owners(tensor),
+    "from owners": lambda group, tensor: group.from_owners(tensor, 6),
+    "copy": lambda group, tensor: group.copy_from_first_([tensor]),
+}
+
+
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_queues_of_gpus_wait_for_each_other_while_no_host_does(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hosts meet twice an exchange: when all have queued what they give, and when all have queued their reading."""
+
+    def give_and_change(group: Threads) -> None:
+        tensor = torch.ones(6, 4) * group.index if kind != "from owners" else torch.ones(3, 2, 4)
+        EXCHANGES[kind](group, tensor)
+        tensor.zero_()
+
+    def without(left_out: int) -> list[str]:
+        n_moments = [0] * 3
+
+        def made(device: torch.device) -> Moment | Past:
+            n_moments[HERE.queue.index] += 1
+            return Past() if n_moments[HERE.queue.index] == left_out else Moment(device)
+
+        monkeypatch.setattr(threads, "moment", made)
+        return races_in(3, give_and_change)
+
+    assert without(0) == []
+    assert without(1)
+    assert without(2)

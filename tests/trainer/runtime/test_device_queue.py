@@ -7,7 +7,7 @@ import torch
 
 from trainer.parallel.group import Group
 from trainer.parallel.totals import Totals
-from trainer.runtime.device_queue import HostCopy, stopwatch
+from trainer.runtime.device_queue import HostCopy, moment, stopwatch
 
 CPU = torch.device("cpu")
 
@@ -75,6 +75,25 @@ def test_a_copy_and_a_stretch_of_work_end_in_the_queue_of_their_own_gpu_whicheve
     assert copy.read().tolist() == [3, 4]
     stopwatch(OnSecondGpu.device).stop()
     assert Event.recorded == ["queue of cuda:1"] * 3
+
+
+def test_work_on_two_gpus_is_ordered_in_their_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[tuple[str, Event]] = []
+
+    class Queue(str):
+        def wait_event(self, event: Event) -> None:
+            held.append((self, event))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue(queue_of(device)))
+    Event.recorded.clear()
+    made = moment(OnSecondGpu.device)
+    made.hold(torch.device("cuda:2"))
+    assert Event.recorded == ["queue of cuda:1"]
+    assert [queue for queue, _ in held] == ["queue of cuda:2"]
+    # What a CPU has returned from is done.
+    moment(CPU).hold(torch.device("cuda:2"))
+    assert len(held) == 1
 
 
 @pytest.mark.parametrize(("size", "where"), [(1, CPU), (2, torch.device("meta"))])

@@ -1,0 +1,133 @@
+"""Finds races between the queues of several GPUs, each of which a thread stands for: whoever reads what another queue
+writes, or writes what another reads, has to have waited in its own queue for a moment after that.
+
+When the threads really do so does not matter: a queue knows of another only what it was told by moments that it held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trainer.parallel.threads import Threads, on_all
+
+T = TypeVar("T")
+HERE = threading.local()
+
+
+class Queue:
+    """What one queue has done, and how far into the others it has waited."""
+
+    def __init__(self, index: int) -> None:
+        self.index, self.seen = index, {index: 0}
+
+    def has_seen(self, index: int, time: int) -> bool:
+        return self.seen.get(index, 0) >= time
+
+
+class Moment:
+    """Stands in for the moment of a GPU: the end of what this thread's queue has done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seen = dict(HERE.queue.seen)
+
+    def hold(self, device: torch.device) -> None:
+        mine = HERE.queue.seen
+        mine.update({index: max(time, mine.get(index, 0)) for index, time in self._seen.items()})
+
+
+class Access(NamedTuple):
+    """A stretch of memory, in bytes from its beginning, that a queue has read or written, and when in its own time."""
+
+    begin: int
+    end: int
+    is_write: bool
+    queue: int
+    time: int
+
+    def harms(self, other: Access) -> bool:
+        """Tell whether the order of the two matters."""
+        return (self.is_write or other.is_write) and self.begin < other.end and other.begin < self.end
+
+    def __str__(self) -> str:
+        return "writes" if self.is_write else "reads"
+
+
+class Memory(NamedTuple):
+    """What was done to a piece of memory; it is kept, so that no other tensor gets it while races may be found."""
+
+    kept: Tensor
+    accesses: list[Access]
+
+
+class Watch(TorchDispatchMode):
+    """Notes what a thread reads and writes in a table that the threads share, and each race in `races`."""
+
+    def __init__(self, queue: Queue, table: dict[int, Memory], races: list[str], lock: threading.Lock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._queue, self._table, self._races, self._lock = queue, table, races, lock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        with self._lock:
+            self._queue.seen[self._queue.index] += 1
+            # A view reads and writes nothing.
+            if not func.is_view:
+                written = [*_written(func, args, kwargs), *_tensors(result)]
+                read = [one for one in _tensors([args, kwargs]) if all(one is not other for other in written)]
+                self._note(str(func), read, is_write=False)
+                self._note(str(func), written, is_write=True)
+        return result
+
+    def _note(self, name: str, tensors: list[Tensor], *, is_write: bool) -> None:
+        for tensor in tensors:
+            begin, end = _extent(tensor)
+            now = Access(begin, end, is_write, self._queue.index, self._queue.seen[self._queue.index])
+            key = tensor.untyped_storage().data_ptr()
+            accesses = self._table.setdefault(key, Memory(tensor, [])).accesses
+            for before in accesses:
+                if now.harms(before) and not self._queue.has_seen(before.queue, before.time):
+                    self._races.append(f"queue {now.queue}: {name} {now} what queue {before.queue} {before}")
+            accesses.append(now)
+
+
+def races_in(size: int, work: Callable[[Threads], object]) -> list[str]:
+    """Return the races, in words, between the queues of so many threads that do this; `Moment` has to be theirs."""
+    table: dict[int, Memory] = {}
+    races: list[str] = []
+    lock = threading.Lock()
+
+    def watched(group: Threads) -> None:
+        HERE.queue = Queue(group.index)
+        with Watch(HERE.queue, table, races, lock):
+            work(group)
+
+    on_all(size, watched, timeout_s=60)
+    return races
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its memory, and the first after it."""
+    begin = tensor.storage_offset()
+    last = begin + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(begin) * tensor.itemsize, (int(last) + 1) * tensor.itemsize
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    given = itertools.zip_longest(func._schema.arguments, args)
+    by_name = {one.name: value for one, value in given if one is not None} | kwargs
+    changed = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    return _tensors([by_name.get(name) for name in changed])
