@@ -58,7 +58,7 @@ def test_several_cards_have_parts_of_their_own_and_modes_that_so_many_can_take()
     names = [part.name for part in several_cards(3)]
     assert names == ["bus", "bench B topk ddp", "bench B topk tensor", "ranks"]
     *_, ranks = several_cards(4)
-    assert ranks.argv[-5:] == ["auto:4", "--modes", "ddp", "tensor", "hybrid"]
+    assert ranks.argv[-6:] == ["auto:4", "--modes", "ddp", "tensor", "hybrid", "dp"]
     assert not list(several_cards(1))
 
 
