@@ -224,9 +224,9 @@ def _selecting_kernel(op: Op) -> Cost:
     """Count a kernel that looks through a row per program: its bytes, or the instructions of its threads."""
     n_rows, n_columns = op.argument("bits").shape
     moved = op.bytes
-    if op.name == "_keep_strongest":
-        # Half of the rows, as of noise around 0, have more than k positive numbers; the others need no search.
-        instructions = op.argument("COLUMNS") * (18 + (22 + 4 * _ROW_ROUNDS) / 2)
+    if op.name in _OF_WHOLE_ROWS:
+        searched = _OF_WHOLE_ROWS[op.name]
+        instructions = op.argument("COLUMNS") * (18 + (22 + 4 * _ROW_ROUNDS) * searched)
     else:
         groups, numbers = op.argument("GROUPS"), op.argument("KEPT") * op.argument("GROUP")
         moved += op.argument("GROUP") * op.argument("bits").dtype.itemsize * n_rows * op.argument("k")
@@ -252,6 +252,9 @@ def _candidates_kernel(op: Op) -> Cost:
     return Cost(1, LAUNCH + op.argument("silence").bytes / _OF_PROGRAM + _COUNTED, "selecting kernel")
 
 
+# The share of rows that kernels of whole rows search: half of them, as of noise around 0, have more than k positive
+# numbers, and what is marked need not be positive.
+_OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0}
 # Operations on elements of which torch has slow kernels for uneven operands.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
@@ -261,6 +264,7 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_sum_by_latent": _latent_kernel,
     "_largest_of_rows": _selecting_kernel,
     "_keep_strongest": _selecting_kernel,
+    "_mark_largest": _selecting_kernel,
     "_count": _counting_kernel,
     "_count_digits": _sharing_kernel,
     "_write_chosen": _sharing_kernel,

@@ -74,13 +74,13 @@ class AuxK(nn.Module):
         no answer from a GPU or from other ranks.
         """
         n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
-        has_all = sae.latents.group.size == 1
-        if has_all:
-            given = sae.n_tokens_since_fired, sae.b_enc, self.residual_variance
-            if found := dead_latents.longest_silent(*given, sae.dead_after_tokens, n, dtype):
-                return Candidates(*found, n_chosen)
+        has_all, n_own = sae.latents.group.size == 1, min(n, sae.n_own)
+        given = sae.n_tokens_since_fired, sae.b_enc, self.residual_variance
+        found = dead_latents.longest_silent(*given, sae.dead_after_tokens, n_own, dtype)
+        if found and has_all:
+            return Candidates(*found, n_chosen)
         # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
-        latents = _longest_silent(sae, min(n, sae.n_own))
+        latents = found.latents if found else _longest_silent(sae, n_own)
         if has_all:
             is_candidate = are_candidates = sae.n_tokens_since_fired.index_select(0, latents) >= sae.dead_after_tokens
         else:
@@ -110,7 +110,8 @@ def _among_longest_silent(sae: Sae, own: Tensor, n: int) -> tuple[Tensor, Tensor
     """Tell which of this rank's latents `own` are dead and among the n longest silent of all ranks, and so of all."""
     keys = _keys(sae).index_select(0, own)
     everybodys = sae.latents.group.gather(F.pad(keys, (0, n - len(keys)), value=-1)).flatten()
-    bound = everybodys.topk(n).values[-1].clamp_min(sae.dead_after_tokens * sae.d_sae)
+    # On a GPU a topk of 64 bits is 33 kernels; up to 4,096 numbers one kernel sorts, and more take a dozen.
+    bound = everybodys.sort(descending=True).values[n - 1].clamp_min(sae.dead_after_tokens * sae.d_sae)
     return keys >= bound, everybodys >= bound
 
 

@@ -74,6 +74,9 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows]."""
     if not k:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
+    if (triton := triton_for(values)) and triton.fits_whole(values, k):
+        found: tuple[Tensor, Tensor] = triton.are_largest(values, k)
+        return found
     if values.is_cuda:
         largest, columns = values.topk(k, dim=1, sorted=False)
         return _mask_of(values, columns), largest.amin(dim=1)

@@ -77,7 +77,7 @@ def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def fits_whole(values: Tensor, k: int) -> bool:
-    """Tell whether `strongest` can hold each row as a whole."""
+    """Tell whether `strongest` and `are_largest` can hold each row as a whole, and fill a GPU."""
     n_rows, n = values.shape
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n <= WIDEST
 
@@ -86,14 +86,36 @@ def strongest(values: Tensor, k: int) -> Tensor:
     """Return the k largest of each row where they are positive or NaN, in place of all others 0: [n_rows, n]."""
     n_rows, n = values.shape
     kept = torch.empty_like(values, memory_format=torch.contiguous_format)
-    columns = triton.next_power_of_2(n)
-    warps = min(max(columns // 1024, 1), 16)
+    columns, warps = _program_of_row(n)
     if n_rows:
         with torch.cuda.device_of(values):
             _keep_strongest[n_rows,](
                 _bits(kept), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
             )
     return kept
+
+
+def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows].
+
+    They are what `fits_whole` says that a program can hold.
+    """
+    n_rows, n = values.shape
+    is_chosen = torch.empty(n_rows, n, dtype=torch.bool, device=values.device)
+    smallest = values.new_empty(n_rows)
+    columns, warps = _program_of_row(n)
+    if n_rows:
+        with torch.cuda.device_of(values):
+            _mark_largest[n_rows,](
+                is_chosen, _bits(smallest), _bits(values), n, k, COLUMNS=columns, **_of_type(values), num_warps=warps
+            )
+    return is_chosen, smallest
+
+
+def _program_of_row(n: int) -> tuple[int, int]:
+    """Return how many columns a program has that holds a whole row of n, and its warps."""
+    columns: int = triton.next_power_of_2(n)
+    return columns, min(max(columns // 1024, 1), 16)
 
 
 def fits_all(values: Tensor, n: int) -> bool:
@@ -159,7 +181,9 @@ def try_out(device: torch.device) -> None:
     values = (torch.arange(64, device=device) * 37 % 64).bfloat16().expand(2, 64).contiguous()
     columns, largest = largest_of_each(values, 3)
     kept = strongest(values, 3)
-    is_right = (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
+    is_chosen, smallest = are_largest(values, 3)
+    is_right = (is_chosen.gather(1, columns).sum(dim=1) == is_chosen.sum(dim=1)) & (smallest == 61)
+    is_right &= (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
     # As many that maxima and candidates are looked through in several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
     places = largest_of_all(whole, 2048)
@@ -277,6 +301,25 @@ def _keep_strongest(
 
 
 @triton.jit
+def _mark_largest(
+    out_chosen, out_smallest, bits, n_columns, k,
+    COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Mark the k largest of one row, and write the bits of the smallest of them."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside, lowest = columns < n_columns, -INFINITY - 1
+    numbers = tl.load(bits + row * n_columns + columns, mask=inside, other=0)
+    # What is outside is below −∞, the lowest number.
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest - 1)
+    highest = tl.max(ordered, axis=0)
+    bound, n_above = search(ordered, k, lowest, highest, BY_HALVES, BITS)
+    chosen, _ = choose(ordered, k, bound, n_above)
+    tl.store(out_chosen + row * n_columns + columns, chosen, mask=inside)
+    smallest = tl.min(tl.where(chosen, ordered, highest), axis=0)
+    tl.store(out_smallest + row, _bits_of(smallest, BITS).to(out_smallest.dtype.element_ty))
+
+
+@triton.jit
 def _write_maxima(
     out_maxima, bits, n_groups, GROUP: tl.constexpr, AT_ONCE: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
@@ -285,9 +328,7 @@ def _write_maxima(
     # Indices are below 2^31, as `fits_all` sees to.
     places = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     largest = _largest_of_each(tl.load(bits + places, mask=(groups < n_groups)[:, None], other=0), INFINITY, BITS)
-    # What puts bits in order also undoes it; NaN has become the one of all ones.
-    numbers = tl.where(largest < 0, largest ^ (2 ** (BITS - 1) - 1), largest)
-    tl.store(out_maxima + groups, numbers.to(out_maxima.dtype.element_ty), mask=groups < n_groups)
+    tl.store(out_maxima + groups, _bits_of(largest, BITS).to(out_maxima.dtype.element_ty), mask=groups < n_groups)
 
 
 @triton.jit
@@ -416,6 +457,12 @@ def _ordered(bits, INFINITY: tl.constexpr, BITS: tl.constexpr):
     wide, all_ones = bits.to(tl.int32), 2 ** (BITS - 1) - 1
     size = wide & all_ones
     return tl.where(size > INFINITY, all_ones, tl.where(wide < 0, wide ^ all_ones, wide))
+
+
+@triton.jit
+def _bits_of(ordered, BITS: tl.constexpr):
+    """Return the bits of which `_ordered` made this: what puts them in order also undoes it. NaN has all ones."""
+    return tl.where(ordered < 0, ordered ^ (2 ** (BITS - 1) - 1), ordered)
 
 
 @triton.jit

@@ -85,6 +85,17 @@ def test_so_are_those_that_are_kept_in_place_if_positive(values: Tensor, k: int,
     assert torch.equal(kept.nan_to_num(nan=7e4), torch.where(is_kept, values, 0).nan_to_num(nan=7e4))
 
 
+@CASES
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_so_are_those_that_are_marked_and_the_smallest_of_them(values: Tensor, k: int, dtype: torch.dtype) -> None:
+    values = values.to(dtype)
+    marked, smallest = (one.cpu() for one in triton_top_k.are_largest(values.to(DEVICE), k))
+    assert torch.equal(marked, torch.zeros_like(marked).scatter(1, expected(values, k), True))
+    keys = values.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299)
+    kth = keys.sort(dim=1, descending=True).values[:, k - 1]
+    assert torch.equal(smallest.double().nan_to_num(nan=1e300, posinf=1e299, neginf=-1e299), kth)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
     chance = random.Random(seed)
@@ -99,6 +110,7 @@ def test_so_are_those_of_random_rows_of_random_widths(seed: int) -> None:
     dtype = chance.choice(DTYPES)
     test_the_largest_are_those_of_a_full_sort(values, k, dtype)
     test_so_are_those_that_are_kept_in_place_if_positive(values, k, dtype)
+    test_so_are_those_that_are_marked_and_the_smallest_of_them(values, k, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
