@@ -12,8 +12,10 @@ from trainer.saes.kernels import (
     silence,
     sparse,
     top_k,
+    top_k_across_ranks,
     triton_dead_latents,
     triton_encode,
+    triton_entries,
     triton_errors,
     triton_silence,
     triton_sparse,
@@ -25,6 +27,7 @@ from trainer.training import gradients, triton_scale
 KERNELS: dict[ModuleType, ModuleType] = {
     encode: triton_encode,
     top_k: triton_top_k,
+    top_k_across_ranks: triton_entries,
     sparse: triton_sparse,
     losses: triton_errors,
     dead_latents: triton_dead_latents,

@@ -71,6 +71,12 @@ def test_the_largest_of_rows_are_kept() -> None:
     assert_alike([found[-1:]], [expected])
 
 
+def test_the_largest_of_rows_are_marked() -> None:
+    row = numbers(1, WIDTH, dtype=torch.bfloat16)
+    found, expected = (triton_top_k.are_largest(values, 5) for values in (below(N_ROWS, row), row))
+    assert_alike((one[-1:] for one in found), expected)
+
+
 def last_active(n_bags: int, d_sae: int) -> SparseActs:
     """Return activations of the last latent for the last bag alone, three of them."""
     places = Places(torch.full((3,), d_sae - 1), torch.full((3,), n_bags - 1), torch.zeros(n_bags, dtype=torch.int64))

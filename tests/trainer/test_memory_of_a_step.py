@@ -26,7 +26,9 @@ from trainer.saes.kernels import (
     silence,
     sparse,
     top_k,
+    top_k_across_ranks,
     triton_dead_latents,
+    triton_entries,
     triton_errors,
     triton_sparse,
     triton_top_k,
@@ -113,6 +115,22 @@ class TopKKernels:
     def strongest(values: Tensor, k: int) -> Tensor:
         return torch.empty_like(values)
 
+    @staticmethod
+    def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(values, dtype=torch.bool), values.new_empty(len(values))
+
+
+class EntryKernels:
+    """A stand-in for that which puts entries in order."""
+
+    @staticmethod
+    def chosen_first(
+        latents: Tensor, tokens: Tensor, values: Tensor, is_chosen: Tensor, n_tokens: int
+    ) -> triton_entries.Ordered:
+        so_far = is_chosen.cumsum(0)
+        copies = [torch.empty_like(one) for one in (latents, tokens, values, tokens)]
+        return triton_entries.Ordered(*copies, so_far[-1])
+
 
 class ErrorKernels:
     """A stand-in for that of the errors."""
@@ -180,6 +198,7 @@ class UpdateKernels:
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows, dtype=None: Kernels)
     monkeypatch.setattr(top_k, "_working_triton", lambda device: TopKKernels)
+    monkeypatch.setattr(top_k_across_ranks, "_working_triton", lambda device: EntryKernels)
     monkeypatch.setattr(dead_latents, "_working_triton", lambda device, dtype: DeadLatentKernels)
     monkeypatch.setattr(losses, "_working_triton", lambda device: ErrorKernels)
     monkeypatch.setattr(gradients, "_working_triton", lambda device: None)

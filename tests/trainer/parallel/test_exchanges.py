@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
-from trainer.saes.kernels import sparse
+from trainer.saes.kernels import dead_latents, sparse
 
 # The first with no latent dead, the second with some.
 N_STEPS = 2
@@ -55,6 +55,30 @@ def test_all_ranks_exchange_the_same_and_learn_what_one_does(architecture: str, 
         # Of the others a pre-activation lies at the bound for certain, on either side of it by rounding.
         if architecture in CHOOSING:
             same_weights(ranks, alone)
+
+
+@pytest.mark.parametrize("path", ["gpu"], indirect=True)
+def test_candidates_that_a_kernel_finds_in_the_order_of_numbers_are_those_of_all_ranks(
+    path: str, data: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a kernel that finds its own."""
+    (alone,) = trained(job("topk", 1, 1), data, 1, 1, N_STEPS)
+    n_found = []
+
+    def longest_silent(
+        silence: Tensor, b_enc: Tensor, variance: Tensor, dead_after: int, n: int, dtype: torch.dtype
+    ) -> dead_latents.Silent:
+        of_dead = torch.where(silence >= dead_after, silence, -1)
+        latents = of_dead.sort(stable=True, descending=True).indices[:n].sort().values
+        is_dead = of_dead[latents] >= 0
+        n_found.append(int(is_dead.sum()))
+        bias = torch.where(is_dead, b_enc.detach()[latents].to(dtype), -torch.inf)
+        return dead_latents.Silent(latents, bias, is_dead.any() / variance)
+
+    monkeypatch.setattr(dead_latents, "longest_silent", longest_silent)
+    for n_ranks, sharing in grids(SIZES[path]):
+        same_weights(trained(job("topk", n_ranks, sharing), data, n_ranks, sharing, N_STEPS), alone)
+    assert max(n_found) > 3
 
 
 def same_weights(ranks: list[Trained], alone: Trained) -> None:

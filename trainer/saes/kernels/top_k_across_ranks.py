@@ -14,6 +14,7 @@ are exchanged as well, and the products read only the entries that count.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,12 @@ from torch import Tensor
 from trainer.contract.planning import first_look
 from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
 from trainer.parallel.group import Group
+from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.rounded_top_k import Candidates
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.sparse_acts import Filled, Places, fill_rest
+from trainer.saes.sparse_acts import Filled, Places
 
 # As `MARGIN_PER_TOKEN` for the k of a whole batch, where chance matters less.
 MARGIN_PER_BATCH = 1.5
@@ -117,12 +119,25 @@ class _Entries(NamedTuple):
 
     def chosen_first(self, n_tokens: int, n_expected: int) -> Chosen:
         """Return all entries, those that are chosen first; only they count. About `n_expected` will be chosen."""
-        order = self.is_chosen.logical_not().byte().argsort(stable=True)
-        filled = Filled(self.is_chosen.sum(), n_expected)
-        latents, tokens = self.latents.index_select(0, order), self.tokens.index_select(0, order)
-        ascending = fill_rest(tokens, filled, n_tokens)
+        if triton := _triton_for(self.values):
+            latents, tokens, values, ascending, n = triton.chosen_first(*self, n_tokens)
+        else:
+            order = self.is_chosen.logical_not().byte().argsort(stable=True)
+            ascending, values = self.tokens.where(self.is_chosen, n_tokens), self.values.where(self.is_chosen, 0)
+            given = self.latents, self.tokens, values, ascending
+            latents, tokens, values, ascending = (one.index_select(0, order) for one in given)
+            n = self.is_chosen.sum()
         starts = torch.searchsorted(ascending, torch.arange(n_tokens, device=tokens.device))
-        return Places(latents, tokens, starts, filled), self.values.where(self.is_chosen, 0).index_select(0, order)
+        return Places(latents, tokens, starts, Filled(n, n_expected)), values
+
+
+def _triton_for(values: Tensor) -> ModuleType | None:
+    """Return the Triton kernels where they work, on a GPU and for any entries; else None."""
+    return _working_triton(values.device) if values.is_cuda and len(values) else None
+
+
+def _working_triton(device: torch.device) -> ModuleType | None:
+    return working_kernels("trainer.saes.kernels.triton_entries", "choices of several ranks", device)
 
 
 def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

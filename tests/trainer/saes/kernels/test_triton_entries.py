@@ -1,0 +1,13 @@
+"""The kernel, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.interpreted import run_cases
+
+CASES = Path(__file__).with_name("entry_cases.py")
+
+
+def test_the_kernel_agrees_with_sorting() -> None:
+    run_cases(CASES)
