@@ -253,8 +253,8 @@ def _candidates_kernel(op: Op) -> Cost:
 
 
 # The share of rows that kernels of whole rows search: half of them, as of noise around 0, have more than k positive
-# numbers, and what is marked need not be positive.
-_OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0}
+# numbers; what is marked or gathered need not be positive.
+_OF_WHOLE_ROWS = {"_keep_strongest": 0.5, "_mark_largest": 1.0, "_gather_largest": 1.0}
 # Operations on elements of which torch has slow kernels for uneven operands.
 _UNEVENLY = {"add", "sub", "mul", "div"}
 _KERNELS: dict[str, Callable[[Op], Cost]] = {
@@ -265,6 +265,7 @@ _KERNELS: dict[str, Callable[[Op], Cost]] = {
     "_largest_of_rows": _selecting_kernel,
     "_keep_strongest": _selecting_kernel,
     "_mark_largest": _selecting_kernel,
+    "_gather_largest": _selecting_kernel,
     "_count": _counting_kernel,
     "_count_digits": _sharing_kernel,
     "_write_chosen": _sharing_kernel,

@@ -59,9 +59,10 @@ def test_rows_are_centred() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_largest_of_rows_are_found(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("k", [5, 3000], ids=["in groups", "of the whole row"])
+def test_the_largest_of_rows_are_found(k: int, dtype: torch.dtype) -> None:
     row = numbers(1, WIDTH, dtype=dtype)
-    found, expected = (triton_top_k.largest_of_each(values, 5) for values in (below(N_ROWS, row), row))
+    found, expected = (triton_top_k.largest_of_each(values, k) for values in (below(N_ROWS, row), row))
     assert_alike((one[-1:] for one in found), expected)
 
 

@@ -26,6 +26,8 @@ MOST_GROUPS, MOST_KEPT, TILE_BYTES = 2**12, 2**12, 2**14
 LEAST_GROUP = 8
 # The widest row that a program holds as a whole.
 WIDEST = 2**14
+# And the widest whose columns are gathered: with more numbers in a thread registers were spilled.
+WIDEST_GATHERED = 2**13
 # Fewer rows would leave most of a GPU idle.
 LEAST_ROWS = 64
 # Numbers of a program where programs share the search, and how many programs' counts it adds up at a time.
@@ -43,41 +45,62 @@ BY_HALVES = tl.constexpr(2**30)
 def fits(values: Tensor, k: int) -> bool:
     """Tell whether `largest_of_each` can find the k largest of each row, and fills a GPU."""
     n_rows, n = values.shape
-    kept = triton.next_power_of_2(max(k, 1)) * _group(n, k)
-    return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and kept <= MOST_KEPT
+    are_few = _keeps_few(n, k) or n <= WIDEST_GATHERED
+    return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n and are_few
+
+
+def _keeps_few(n: int, k: int) -> bool:
+    """Tell whether a program can hold the groups of n columns with the k largest maxima."""
+    kept: int = triton.next_power_of_2(max(k, 1)) * _group(n, k)
+    return kept <= MOST_KEPT
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the columns of the k largest of each row, ascending, and their values: both [n_rows, k]."""
     n_rows, n = values.shape
-    bits, group = _bits(values), _group(n, k)
-    n_groups = triton.cdiv(n, group)
     columns = torch.empty(n_rows, k, dtype=torch.int64, device=values.device)
     largest = values.new_empty(n_rows, k)
-    maxima = bits.new_empty(n_rows, n_groups)
     if n_rows:
         # Triton launches on the current device, which need not be the tensors'.
         with torch.cuda.device_of(values):
-            _largest_of_rows[n_rows,](
-                columns,
-                _bits(largest),
-                maxima,
-                bits,
-                n,
-                n_groups,
-                k,
-                GROUP=group,
-                GROUPS=triton.next_power_of_2(n_groups),
-                AT_ONCE=min(TILE_BYTES // (group * values.dtype.itemsize), triton.next_power_of_2(n_groups)),
-                KEPT=triton.next_power_of_2(k),
-                **_of_type(values),
-                num_warps=4,
+            (_look_in_groups if _keeps_few(n, k) else _look_at_whole)(
+                columns, _bits(largest), _bits(values), k, _of_type(values)
             )
     return columns, largest
 
 
+def _look_in_groups(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int, of_type: dict[str, Any]) -> None:
+    n_rows, n = bits.shape
+    group = _group(n, k)
+    n_groups = triton.cdiv(n, group)
+    maxima = bits.new_empty(n_rows, n_groups)
+    _largest_of_rows[n_rows,](
+        out_columns,
+        out_bits,
+        maxima,
+        bits,
+        n,
+        n_groups,
+        k,
+        GROUP=group,
+        GROUPS=triton.next_power_of_2(n_groups),
+        AT_ONCE=min(TILE_BYTES // (group * bits.dtype.itemsize), triton.next_power_of_2(n_groups)),
+        KEPT=triton.next_power_of_2(k),
+        **of_type,
+        num_warps=4,
+    )
+
+
+def _look_at_whole(out_columns: Tensor, out_bits: Tensor, bits: Tensor, k: int, of_type: dict[str, Any]) -> None:
+    n_rows, n = bits.shape
+    columns: int = triton.next_power_of_2(n)
+    # With 32 numbers in a thread, as others have, registers were spilled.
+    warps = min(max(columns // 512, 1), 16)
+    _gather_largest[n_rows,](out_columns, out_bits, bits, n, k, COLUMNS=columns, **of_type, num_warps=warps)
+
+
 def fits_whole(values: Tensor, k: int) -> bool:
-    """Tell whether `strongest` and `are_largest` can hold each row as a whole, and fill a GPU."""
+    """Tell whether a program can hold each row as a whole, as `strongest` and `are_largest` have to."""
     n_rows, n = values.shape
     return values.dtype in _INFINITY and n_rows >= LEAST_ROWS and 0 < k <= n <= WIDEST
 
@@ -184,6 +207,9 @@ def try_out(device: torch.device) -> None:
     is_chosen, smallest = are_largest(values, 3)
     is_right = (is_chosen.gather(1, columns).sum(dim=1) == is_chosen.sum(dim=1)) & (smallest == 61)
     is_right &= (largest.sum(dim=1) == 186) & (kept.gather(1, columns) == largest).all(dim=1) & (kept.sum(dim=1) == 186)
+    # So many that rows are held as a whole.
+    wide = (torch.arange(1024, device=device) * 37 % 1024).bfloat16().expand(2, 1024)
+    is_right &= (largest_of_each(wide, 600)[1].sort().values == wide.sort().values[:, -600:]).all()
     # As many that maxima and candidates are looked through in several tiles.
     whole = (torch.arange(2**17, device=device) * 37 % 2**17).bfloat16().view(2, -1)
     places = largest_of_all(whole, 2048)
@@ -307,16 +333,35 @@ def _mark_largest(
 ):  # fmt: skip
     """Mark the k largest of one row, and write the bits of the smallest of them."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
-    inside, lowest = columns < n_columns, -INFINITY - 1
+    inside = columns < n_columns
     numbers = tl.load(bits + row * n_columns + columns, mask=inside, other=0)
-    # What is outside is below −∞, the lowest number.
-    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), lowest - 1)
-    highest = tl.max(ordered, axis=0)
-    bound, n_above = search(ordered, k, lowest, highest, BY_HALVES, BITS)
-    chosen, _ = choose(ordered, k, bound, n_above)
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
+    chosen, _ = _largest_of_one(ordered, k, INFINITY, BITS)
     tl.store(out_chosen + row * n_columns + columns, chosen, mask=inside)
-    smallest = tl.min(tl.where(chosen, ordered, highest), axis=0)
+    smallest = tl.min(tl.where(chosen, ordered, 2 ** (BITS - 1) - 1), axis=0)
     tl.store(out_smallest + row, _bits_of(smallest, BITS).to(out_smallest.dtype.element_ty))
+
+
+@triton.jit
+def _gather_largest(
+    out_columns, out_values, bits, n_columns, k,
+    COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Write the columns of the k largest of one row, and their values."""
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
+    inside = columns < n_columns
+    numbers = tl.load(bits + row * n_columns + columns, mask=inside, other=0)
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
+    chosen, nth = _largest_of_one(ordered, k, INFINITY, BITS)
+    tl.store(out_columns + row * k + nth - 1, columns.to(tl.int64), mask=chosen)
+    tl.store(out_values + row * k + nth - 1, numbers, mask=chosen)
+
+
+@triton.jit
+def _largest_of_one(ordered, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
+    """Return what `choose` does of one row; what is below −∞ is outside, and at least k are inside."""
+    bound, n_above = search(ordered, k, -INFINITY - 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
+    return choose(ordered, k, bound, n_above)
 
 
 @triton.jit

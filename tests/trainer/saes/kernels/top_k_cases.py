@@ -174,6 +174,9 @@ def test_what_is_too_much_for_a_program_or_too_little_for_a_gpu_is_left_to_other
     assert not fits(1, 65536, 64)
     assert not fits(4096, 2**19, 64)
     assert not fits(4096, 65536, 2000)
+    # Of rows that a program holds as a whole k may be as large as it likes.
+    assert fits(4096, 8192, 8000)
+    assert not fits(4096, 8193, 8000)
     assert not fits(4096, 65536, 0)
     assert not fits(4096, 65536, 64, torch.float64)
 
