@@ -153,9 +153,9 @@ def _selection(op: Op) -> Cost:
 def _sort(op: Op) -> Cost:
     keys = op.reads[0]
     passes = 2 * keys.dtype.itemsize
-    return Cost(
-        3 + passes, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort"
-    )
+    # Up to 4,096 numbers one block sorts, once they are copied and numbered.
+    launches = 3 if keys.shape[-1] <= 4096 else 3 + passes
+    return Cost(launches, max(keys.numel * (keys.dtype.itemsize + 8) * 3 * passes / BANDWIDTH, LAUNCH * passes), "sort")
 
 
 def _gathered(op: Op) -> Cost:
