@@ -328,40 +328,37 @@ def _keep_strongest(
 
 @triton.jit
 def _mark_largest(
-    out_chosen, out_smallest, bits, n_columns, k,
-    COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+    out_chosen, out_smallest, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
     """Mark the k largest of one row, and write the bits of the smallest of them."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
-    inside = columns < n_columns
-    numbers = tl.load(bits + row * n_columns + columns, mask=inside, other=0)
-    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
-    chosen, _ = _largest_of_one(ordered, k, INFINITY, BITS)
-    tl.store(out_chosen + row * n_columns + columns, chosen, mask=inside)
+    _, ordered, chosen, _ = _largest_of_one(bits + row * n_columns, columns, n_columns, k, INFINITY, BITS)
+    tl.store(out_chosen + row * n_columns + columns, chosen, mask=columns < n_columns)
     smallest = tl.min(tl.where(chosen, ordered, 2 ** (BITS - 1) - 1), axis=0)
     tl.store(out_smallest + row, _bits_of(smallest, BITS).to(out_smallest.dtype.element_ty))
 
 
 @triton.jit
 def _gather_largest(
-    out_columns, out_values, bits, n_columns, k,
-    COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr,
+    out_columns, out_values, bits, n_columns, k, COLUMNS: tl.constexpr, INFINITY: tl.constexpr, BITS: tl.constexpr
 ):  # fmt: skip
     """Write the columns of the k largest of one row, and their values."""
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
-    inside = columns < n_columns
-    numbers = tl.load(bits + row * n_columns + columns, mask=inside, other=0)
-    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
-    chosen, nth = _largest_of_one(ordered, k, INFINITY, BITS)
+    numbers, _, chosen, nth = _largest_of_one(bits + row * n_columns, columns, n_columns, k, INFINITY, BITS)
     tl.store(out_columns + row * k + nth - 1, columns.to(tl.int64), mask=chosen)
     tl.store(out_values + row * k + nth - 1, numbers, mask=chosen)
 
 
 @triton.jit
-def _largest_of_one(ordered, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
-    """Return what `choose` does of one row; what is below −∞ is outside, and at least k are inside."""
+def _largest_of_one(bits, columns, n_columns, k, INFINITY: tl.constexpr, BITS: tl.constexpr):
+    """Return the bits of one row, what `_ordered` makes of them, and what `choose` does of the k largest."""
+    inside = columns < n_columns
+    numbers = tl.load(bits + columns, mask=inside, other=0)
+    # What is outside is below −∞, which at least k are not.
+    ordered = tl.where(inside, _ordered(numbers, INFINITY, BITS), -INFINITY - 2)
     bound, n_above = search(ordered, k, -INFINITY - 1, tl.max(ordered, axis=0), BY_HALVES, BITS)
-    return choose(ordered, k, bound, n_above)
+    chosen, nth = choose(ordered, k, bound, n_above)
+    return numbers, ordered, chosen, nth
 
 
 @triton.jit
