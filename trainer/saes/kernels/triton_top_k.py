@@ -121,7 +121,7 @@ def strongest(values: Tensor, k: int) -> Tensor:
 def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows].
 
-    They are what `fits_whole` says that a program can hold.
+    A program holds a whole row; `fits_whole` tells whether it can.
     """
     n_rows, n = values.shape
     is_chosen = torch.empty(n_rows, n, dtype=torch.bool, device=values.device)
