@@ -1,0 +1,187 @@
+"""Whether the automatic learning rate is still the best one in long runs: held-out FVU by text, run by run.
+
+    python tests/benchmarks/long_runs.py ROWS RESULTS.jsonl [--steps 2000 10000 50000] [--d-sae 1536] [--seeds 0]
+        [--recipes NAME ...] [--batch 512] [--threads 1]
+    python tests/benchmarks/long_runs.py RESULTS.jsonl
+
+ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
+One text in 20 is held out as a whole, whatever the seed; every recipe trains on the same rows in the same order.
+Each run ends as its schedule has it, since an SAE is only as good as its finished decay. A result is one line of
+RESULTS; a run found there is not repeated, so that a stopped benchmark goes on. Without ROWS the results are printed.
+
+Recipes: `default`; its rate divided by 3 and by 10, with 5 % of warm-up; `plain`, the Adam TopK of Gao et al. (2024)
+and sparsify: 2e-4 * sqrt(2^14 / d_sae), 5 % of warm-up, a fall over the last fifth, free encoders, betas 0.9 and 0.999.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+K = 32
+CHUNK = 4096
+ONE_TEXT_IN = 20
+WARM_UP = {"warmup_fraction": 0.05}
+
+
+def settings_of(recipe: str, d_sae: int, batch: int, n_steps: int) -> dict[str, Any]:
+    """Return the settings of `trainer.api.train` that make a recipe."""
+    if recipe == "default":
+        return {}
+    if recipe == "plain":
+        adam = {"encoder_follows": "off", "decay_fraction": 0.2, "beta1": 0.9, "beta2": 0.999}
+        return {"lr": 2e-4 * math.sqrt(2**14 / d_sae), **adam, **WARM_UP}
+    return {"lr": automatic_rate(d_sae, batch, n_steps) / int(recipe.removeprefix("/")), **WARM_UP}
+
+
+RECIPES = ("default", "/3", "/10", "plain")
+
+
+def automatic_rate(d_sae: int, batch: int, n_steps: int) -> float:
+    """Return the rate that `lr = "auto"` stands for."""
+    from trainer.contract.planning.rates import full_rate
+    from trainer.contract.planning.workload import Layout
+    from trainer.contract.settings.job_file import parse_job
+
+    sae = {"d_sae": d_sae, "k": K}
+    job, problems = parse_job(
+        {"data": {"path": "rows"}, "sae": sae, "train": {"n_steps": n_steps, "batch_size": batch}}
+    )
+    assert job is not None, problems
+    return full_rate(Layout(job, 1), d_sae, is_transcoder=False)
+
+
+class Rows:
+    """Rows [n_tokens, d_in] of a hook, those of some texts held out."""
+
+    def __init__(self, folder: Path) -> None:
+        files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
+        self._rows = torch.cat([file.get_tensor("activations") for file in files])
+        self.documents = torch.cat([file.get_tensor("document") for file in files]).long()
+        texts = self.documents.unique()
+        drawn = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))[: len(texts) // ONE_TEXT_IN]
+        is_held_out = torch.isin(self.documents, texts[drawn])
+        self.train, self.held_out = torch.where(~is_held_out)[0], torch.where(is_held_out)[0]
+
+    def batches(self, size: int, seed: int) -> Iterator[Tensor]:
+        """Yield batches of training rows without end, in a new order for each pass."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for numbers in self.train[torch.randperm(len(self.train), generator=generator)].split(size):
+                if len(numbers) == size:
+                    yield self._rows[numbers].float()
+
+    def held_out_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the held-out rows with the numbers of their texts."""
+        for numbers in self.held_out.split(CHUNK):
+            yield self._rows[numbers].float(), self.documents[numbers]
+
+
+def measure(fitted: Any, rows: Rows) -> dict[str, float]:
+    """Return FVU on the texts held out with its standard error over texts, and the share of latents that never fire."""
+    mean = sum(x.double().sum(0) for x, _ in rows.held_out_batches()) / len(rows.held_out)
+    n_texts = int(rows.documents.max()) + 1
+    error, spread = torch.zeros(2, n_texts, dtype=torch.float64)
+    fired = torch.zeros(fitted.sae.d_sae, dtype=torch.bool)
+    for x, texts in rows.held_out_batches():
+        error.index_add_(0, texts, (x - fitted.reconstruct(x)).double().square().sum(1))
+        spread.index_add_(0, texts, (x - mean).square().sum(1))
+        fired |= (fitted.encode(x) > 0).any(0)
+    fvu = float(error.sum() / spread.sum())
+    residual = error - fvu * spread
+    return {
+        "fvu": fvu,
+        "fvu_error": float(residual.square().sum().sqrt() / spread.sum()),
+        "never_fire": float((~fired).float().mean()),
+    }
+
+
+def run(rows: Rows, setup: dict[str, Any]) -> dict[str, Any]:
+    """Train one SAE and measure it."""
+    from trainer.api import train
+
+    d_sae, batch, n_steps, seed = (setup[name] for name in ("d_sae", "batch", "steps", "seed"))
+    settings = settings_of(setup["recipe"], d_sae, batch, n_steps)
+    began = time.process_time()
+    fitted = train(rows.batches(batch, seed), n_steps=n_steps, device="cpu", d_sae=d_sae, k=K, seed=seed, **settings)
+    return {
+        **setup,
+        **measure(fitted, rows),
+        "batch_fvu": fitted.values["fvu"],
+        "passes": n_steps * batch / len(rows.train),
+        "rows": len(rows.train),
+        "cpu_s": time.process_time() - began,
+    }
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    results = options.paths[-1]
+    if len(options.paths) == 2:
+        fill(options.paths[0], results, options)
+    print(table([json.loads(line) for line in results.read_text().splitlines()]))
+
+
+def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
+    """Add to the results what is missing of them."""
+    rows = Rows(folder)
+    for n_steps in options.steps:
+        for seed in options.seeds:
+            for recipe in options.recipes:
+                setup = {"hook": folder.name, "d_sae": options.d_sae, "batch": options.batch, "steps": n_steps}
+                setup |= {"seed": seed, "recipe": recipe}
+                done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+                if not any(setup.items() <= one.items() for one in done):
+                    with results.open("a") as file:
+                        file.write(json.dumps(run(rows, setup)) + "\n")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the results in Markdown, a line for each hook, width and length; means over seeds."""
+    lines = [
+        f"| hook | latents | steps | passes | {' | '.join(RECIPES)} |",
+        f"|---|---|---|---|{'---|' * len(RECIPES)}",
+    ]
+    cases = dict.fromkeys((one["hook"], one["d_sae"], one["steps"]) for one in results)
+    for hook, d_sae, steps in sorted(cases):
+        of_case = [one for one in results if (one["hook"], one["d_sae"], one["steps"]) == (hook, d_sae, steps)]
+        cells = [cell([one for one in of_case if one["recipe"] == recipe], of_case) for recipe in RECIPES]
+        lines.append(f"| {hook} | {d_sae:,} | {steps:,} | {of_case[0]['passes']:.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def cell(of_recipe: list[dict[str, Any]], of_case: list[dict[str, Any]]) -> str:
+    """Write the mean FVU over seeds with its distance to the default recipe's of the same seeds."""
+    if not of_recipe:
+        return "–"
+    mean = sum(one["fvu"] for one in of_recipe) / len(of_recipe)
+    seeds = {one["seed"] for one in of_recipe}
+    default = [one["fvu"] for one in of_case if one["recipe"] == "default" and one["seed"] in seeds]
+    away = f" ({100 * (mean / (sum(default) / len(default)) - 1):+.1f} %)" if default else ""
+    return f"{mean:.4f}{away if of_recipe[0]['recipe'] != 'default' else ''}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", type=Path, nargs="+", metavar="[ROWS] RESULTS")
+    parser.add_argument("--steps", type=int, nargs="+", default=[2000, 10_000, 50_000])
+    parser.add_argument("--d-sae", type=int, default=1536)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--threads", type=int, default=1)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
