@@ -28,8 +28,8 @@ class Texts:
     """The texts of the rows of one set of shards; `parts` are the numbers of each shard's rows, in their order.
 
     A number stands for the same text in all shards where they are `numbered_through`, as those of an extraction are.
-    Other shards may begin again at the lowest number: then they are of other texts, if within each such numbering
-    shards follow each other. In doubt equal numbers are one text, so that none is on both sides of a split.
+    Where a later shard begins again at the lowest number, and numbers ascend in all shards, it is of other texts. In
+    doubt equal numbers are one text, so that none is on both sides of a split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -81,19 +81,23 @@ def seed_key(*seed: int) -> Words:
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
     """Return for each shard which numbering it is of, from 0; all of one in doubt."""
-    numberings = [0] * bool(parts)
-    lowest = min((int(part.min()) for part in parts), default=0)
+    numberings, lowest = np.zeros(len(parts), np.int64), int(parts[0].min()) if parts else 0
     last = lowest
     for number, part in enumerate(parts):
-        first = int(part.min())
         # A single text that goes on in the next shard looks like a numbering of one text that begins again.
-        begins = number > 0 and first == lowest < last
-        if number:
-            numberings.append(numberings[-1] + begins)
-        if first < last and not begins:
+        begins = number > 0 and int(part.min()) == lowest < last
+        if begins and not all(_is_ascending(one) for one in parts):
+            # Rows that were shuffled over all shards: each has some of every text.
             return np.zeros(len(parts), np.int64)
+        if int(part.min()) < last and not begins:
+            return np.zeros(len(parts), np.int64)
+        numberings[number:] += begins
         last = int(part.max())
-    return np.array(numberings, np.int64)
+    return numberings
+
+
+def _is_ascending(part: Numbers) -> bool:
+    return bool((part[1:] >= part[:-1]).all())
 
 
 def _counted(part: Numbers) -> tuple[Indices, Indices]:

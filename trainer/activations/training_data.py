@@ -70,8 +70,9 @@ class Clusters(NamedTuple):
 class HookRows(ABC):
     """A sample of the rows of one hook, and those that are never trained on."""
 
-    # Rows kept back on all ranks together.
+    # Rows kept back on all ranks together, and how they were chosen.
     n_held_out: int
+    hold_out: str
 
     @abstractmethod
     def sample(self, seed: int) -> Pair:
@@ -217,7 +218,7 @@ class _IndexedRows(HookRows):
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
         self._source, self._split, self._group = source, split, group
-        self.n_held_out = len(split.held_out)
+        self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))

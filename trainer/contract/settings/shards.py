@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,6 +98,28 @@ def documents_in(shard: Shard) -> Documents | None:
     if dtype is None or n_rows != shard.n_tokens or last - first != n_rows * int(dtype[-1]):
         return None
     return Documents(begin + first, dtype) if begin + last <= shard.file.stat().st_size else None
+
+
+def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
+    """Return two shards that are one file, or by the notes next to them of the same bytes; None where there are none.
+
+    A folder that is named twice, and one behind a link, has the same files.
+    """
+    first: dict[object, Path] = {}
+    files = dict.fromkeys((number, shard.file) for number, one in enumerate(sets) for shard in one.shards)
+    for _, file in files:
+        state = file.stat()
+        for identity in ((state.st_dev, state.st_ino), _noted_sha256(file)):
+            if identity and identity in first:
+                return first[identity], file
+            first[identity] = file
+    return None
+
+
+def _noted_sha256(file: Path) -> str | None:
+    shards = (read_json(file.parent / "meta.json", dict[str, object]) or {}).get("shards")
+    sha256 = shards.get(file.name) if isinstance(shards, dict) else None
+    return sha256 if isinstance(sha256, str) else None
 
 
 def is_shuffled(shards: ShardSet) -> bool:

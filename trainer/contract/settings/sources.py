@@ -12,7 +12,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
-from trainer.contract.settings.shards import ShardSet, documents_in, inspect_shards, is_shuffled
+from trainer.contract.settings.shards import ShardSet, documents_in, inspect_shards, is_shuffled, same_shards
 from trainer.contract.wording import join_words, plural
 
 
@@ -68,6 +68,10 @@ class SourceKnobs(msgspec.Struct, frozen=True):
     def shape_once_written(self, promises: Promises) -> DataShape:
         """Return the shape of the data where other jobs have yet to write some of it."""
         return self.shape()
+
+    def repeated(self) -> list[Problem]:
+        """Report rows that are given twice."""
+        return []
 
     def usual_hold_out(self) -> HoldOut:
         """Return how rows are held out where the job leaves it open: single rows where none is of the same text."""
@@ -191,6 +195,19 @@ class ShardKnobs(SourceKnobs, frozen=True):
         if all(documents_in(shard) for one in sets for shard in one.shards):
             return "texts"
         return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
+
+    def repeated(self) -> list[Problem]:
+        """Report rows that are given twice: they would be trained on and held out at once."""
+        try:
+            twice = same_shards(inspect_sets(self.folders, "data.path"))
+        except (JobFileError, OSError):
+            return []  # reported by `shape`, or written by another job before this one starts
+        if twice is None:
+            return []
+        first, second = (str(file) for file in twice)
+        what = f"{first} is given twice" if first == second else f"{second} is the same file as {first}"
+        message = f"{what}, so that held-out rows would be trained on; give each once (data.weights draws more of one)"
+        return [Problem("data.path", message)]
 
     @property
     def target_field(self) -> str:
