@@ -74,7 +74,13 @@ def _show(comparison: Comparison, settings: Settings) -> None:
     else:
         say("all settings are the same" if len(labels) > 1 else "there is nothing to compare this run with")
     say()
-    show_table(["RESULT", *labels], [_words(line) for line in results(comparison.saes, settings)])
+    lines = results(comparison.saes, settings)
+    show_table(["RESULT", *labels], [_words(line) for line in lines])
+    reasons = [line.why for line in lines if line.why]
+    if reasons:
+        say()
+    for reason in reasons:
+        say(reason)
 
 
 def _words(line: Line) -> list[str]:
@@ -88,5 +94,10 @@ def _as_json(saes: Sequence[Sae], settings: Settings) -> dict[str, Any]:
         | {name: getattr(energy_of(sae.job, settings), name) for name in ("energy_share", "cost", "currency", "co2_g")}
         for sae in saes
     ]
-    same = {line.title: [saes[place].label for place in sorted(line.same)] for line in results(saes) if line.same}
-    return {"runs": members, "differences": {line.title: line.values for line in differences(saes)}, "same": same}
+    alike = [line for line in results(saes) if line.same]
+    return {
+        "runs": members,
+        "differences": {line.title: line.values for line in differences(saes)},
+        "same": {line.title: [saes[place].label for place in sorted(line.same)] for line in alike},
+        "same_because": {line.title: line.why for line in alike},
+    }

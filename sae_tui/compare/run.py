@@ -13,6 +13,7 @@ from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.row_sums import RowSums, read_sums
 from trainer.contract.settings.job_file import members, parse_job, to_table
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.database import StoreError
@@ -44,6 +45,8 @@ class Sae(msgspec.Struct, frozen=True):
     member: str
     settings: Settings
     latest: Mapping[str, float]
+    # By text, of the rows that the report card was measured on.
+    sums: RowSums | None = None
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -63,6 +66,7 @@ class Run:
         self._live = LiveRun(data.run(job_id))
         self._output = data.sae(job_id)
         self._cards: dict[str, ReportCard] = {}
+        self._sums: dict[str, RowSums] = {}
         self._job: Job | None = None
         self._began: float | None = None
         self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
@@ -84,6 +88,8 @@ class Run:
             self._job = None
         if (cards := {card.label: card for card in read_cards(self._output)}) != self._cards:
             self._cards, self._job = cards, None
+            read = {label: read_sums(self._output / label, card.figures.fvu) for label, card in cards.items()}
+            self._sums = {label: sums for label, sums in read.items() if sums}
         if job != self._job:
             self._job = job
             shown = job if job.state.is_final else msgspec.structs.replace(job, **self._live.fields())
@@ -123,7 +129,8 @@ class Run:
         for member, settings in settings_of(job.config).items():
             label = f"{job.id} {member}" if member else str(job.id)
             # It may have been renamed since its job file was written.
-            yield Sae(label, job, member, {**settings, "name": job.name}, self._latest(member) | self._card(member))
+            latest = self._latest(member) | self._card(member)
+            yield Sae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
         """Return the newest values by metric: the SAE's own, and the run's where its SAEs share them."""

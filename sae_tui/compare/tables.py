@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from sae_tui.compare.noise import Lead, Measured, lead_of
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
 from sae_tui.jobs.states import was_resumed
@@ -27,13 +28,11 @@ from trainer.contract.settings.series import (
     with_held_out,
 )
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import count, duration, gibibytes, number
+from trainer.contract.wording import count, duration, gibibytes, join_words, number
 
 UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
-# A lead of no more than so many standard errors, those of both values combined, is none.
-LEAD = 2.0
 # What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
@@ -41,13 +40,17 @@ _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart."""
+    """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart.
+
+    `why` says why these are not.
+    """
 
     title: str
     values: tuple[Any, ...]
     best: frozenset[int] = frozenset()
     word: Callable[[Any], str] = str
     same: frozenset[int] = frozenset()
+    why: str = ""
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
         """Return the values as text, the best marked, or those that are the same as the best."""
@@ -159,9 +162,12 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     """Return the line with what leads marked, or what is not told apart from it."""
     if any(_has_held_out(sae, result.name) for sae in saes) or not _leads(line.values, result):
         return line
-    same = same_as_best(line.values, [_error(sae, result.name) for sae in saes], result.better)
-    top = frozenset() if same else _best_as_shown(line.values, result)
-    return msgspec.structs.replace(line, best=top, same=same)
+    leads = leads_of_best(line.values, result, saes)
+    alike = {place: lead for place, lead in leads.items() if not lead.is_real}
+    if not alike:
+        return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
+    top = min(best(line.values, result.better))
+    return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
 def _has_held_out(sae: Sae, name: str) -> bool:
@@ -204,23 +210,26 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
     return frozenset(place for place, value in enumerate(values) if value == top)
 
 
-def same_as_best(values: Sequence[float | None], errors: Sequence[float | None], better: str | None) -> frozenset[int]:
-    """Return the places of the best value and of those behind it by less than noise, by their standard errors.
-
-    There are none where the best one leads, or where its error or that of all others is unknown. Errors are taken for
-    independent; on the same held-out rows they go together, and a lead may be real that is called none here.
-    """
-    top = min(best(values, better), default=None)
-    if top is None or (of_top := errors[top]) is None:
-        return frozenset()
-    behind = {
-        place
-        for place, (value, error) in enumerate(zip(values, errors, strict=True))
-        if value is not None
-        and error is not None
-        and abs(value - (values[top] or 0.0)) <= LEAD * math.hypot(error, of_top)
+def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence[Sae]) -> dict[int, Lead]:
+    """Return how far the best value is ahead of each other one whose noise is known."""
+    top = min(best(values, result.better), default=None)
+    if top is None:
+        return {}
+    measured = [Measured(sae, value, _error(sae, result.name)) for sae, value in zip(saes, values, strict=True)]
+    leads = {
+        place: lead_of(result.name, measured[top], one, measured) for place, one in enumerate(measured) if place != top
     }
-    return frozenset(behind) if len(behind) > 1 else frozenset()
+    return {place: lead for place, lead in leads.items() if lead}
+
+
+def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> str:
+    """Say by how much the best is ahead of the farthest that is not told apart from it, and what would count."""
+    farthest = max(leads, key=lambda place: leads[place].lead)
+    lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
+    return (
+        f"{line.title}: {names} are the same, as {saes[top].label} is {number(lead.lead)} ahead and "
+        f"only more than {number(lead.least)} counts: {lead.why}"
+    )
 
 
 def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:

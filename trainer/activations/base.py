@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.parallel.group import Group
+
+if TYPE_CHECKING:
+    from trainer.activations.texts import Texts
 
 Indices = NDArray[np.int64]
 # Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
@@ -89,6 +92,8 @@ class IndexedSource(Source):
     # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
+    # The texts of each of these sets; none where some shard does not know them.
+    texts: Sequence[Texts] = ()
     # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
     run: int = 1
 
@@ -131,6 +136,8 @@ class StreamSource(Source):
     shuffle_tokens: int
     # Whether rows cost so much that ranks with the same part make a share of them each; `divide` is then called.
     is_divided: bool = False
+    # Whether `documents` says which texts rows are of.
+    knows_texts: bool = False
     # Devices of this rank that only make rows, set before `begin`; without one they are made where they are trained on.
     own_devices: Sequence[torch.device] = ()
 
@@ -147,6 +154,13 @@ class StreamSource(Source):
 
         They are never changed by the caller, and must not be changed later by the stream.
         """
+
+    def documents(self) -> Tensor:
+        """Return the number of the text of each row that `next_rows` gave last, int64 [n] on the CPU.
+
+        A text has the same number in all parts, and those that come later mostly have higher ones.
+        """
+        raise NotImplementedError
 
     def divide(self, peers: Group) -> None:
         """Make only a share of the rows, and get the others of `peers`, which read the same part; called after `begin`.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from trainer.activations.base import Indices
 from trainer.activations.permutation import permutation
-from trainer.activations.split import Split
+from trainer.activations.split import split_of
+from trainer.activations.texts import Texts
+from trainer.contract.settings.sources import HoldOut
+from trainer.contract.wording import join_words
 
 # Ends of seeds: other random numbers than those of one source alone, and than each other.
 _OF_PASS, _OF_SPLIT = 1, 2
@@ -17,15 +21,33 @@ _OF_PASS, _OF_SPLIT = 1, 2
 class MixedSplit:
     """Rows are held out of each source in proportion to its weight, or to its rows where there are no weights.
 
-    Rows are numbered through, the first source's first; at least one of each source is trained on.
+    Rows are numbered through, the first source's first; at least one of each source is trained on. Of the
+    `first_sizes` rows of each source the held-out ones are chosen, as in `Split`.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, n_held_out: int, seed: int) -> None:
-        parts = apportion(n_held_out, weights or sizes, [size - 1 for size in sizes])
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float] | None,
+        n_held_out: int,
+        seed: int,
+        *,
+        hold_out: HoldOut = "rows",
+        texts: Sequence[Texts] = (),
+        first_sizes: Sequence[int] | None = None,
+        is_asked: bool = False,
+    ) -> None:
+        first = first_sizes or sizes
+        parts = apportion(n_held_out, weights or first, [size - 1 for size in first])
+        every = zip(sizes, parts, texts or [None] * len(sizes), first, strict=True)
+        how: Any = {"hold_out": hold_out, "is_asked": is_asked}
         self.splits = [
-            Split(size, part, seed, number, _OF_SPLIT)
-            for number, (size, part) in enumerate(zip(sizes, parts, strict=True))
+            split_of(size, part, seed, number, _OF_SPLIT, texts=of_source, n_first=n, **how)
+            for number, (size, part, of_source, n) in enumerate(every)
         ]
+        used = [split for split in self.splits if len(split.held_out)]
+        self.hold_out = join_words(list(dict.fromkeys(split.hold_out for split in used)) or [hold_out])
+        self.n_texts = sum(split.n_texts for split in used)
         self._begins: Indices = np.cumsum([0, *sizes[:-1]])
         self._sizes = [split.n_train for split in self.splits]
         self.n_train = sum(self._sizes)

@@ -81,6 +81,14 @@ def permutation(n: int, run: int, *seed: int) -> Callable[[Indices], Indices]:
     return RunPermutation(n, run, *seed) if run > 1 and n >= _FEWEST_RUNS * run else Permutation(n, *seed)
 
 
+def mixed(words: Words) -> Words:
+    """Hash each word by the mixing function of SplitMix64 (Steele et al. 2014)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 def _below(words: Words, width: np.uint64) -> Words:
     """Replace each word by its hash in 0 .. width - 1, in place."""
     words *= np.uint64(0x9E3779B97F4A7C15)

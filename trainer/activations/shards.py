@@ -17,10 +17,11 @@ from torch import Tensor
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.activations.parquet import decode
 from trainer.activations.side_by_side import SideBySide
+from trainer.activations.texts import Texts
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
-from trainer.contract.settings.shards import Shard, ShardSet
+from trainer.contract.settings.shards import Shard, ShardSet, documents_in
 from trainer.contract.settings.sources import Paths, ShardKnobs, each, inspect_sets
 from trainer.contract.wording import join_words
 
@@ -32,6 +33,8 @@ _DTYPES = {
     "F32": (np.float32, torch.float32),
 }
 
+# Only an extraction of ours notes this next to its shards.
+_OF_EXTRACTION = "documents_share_contexts"
 # Rows that are read at one place of shuffled shards: a disk serves them as fast as the whole file, and a batch of 4096
 # is still of 64 places.
 _RUN = 64
@@ -61,6 +64,7 @@ class Shards(IndexedSource):
         self.meta = _meta_of(sets)
         if self.meta.get("shuffled") is True:
             self.run = _RUN
+        self.texts = _texts_of(sets)
         self._inputs = _Mapped(sets, "data.path", alone=self.run == 1)
         self._targets = None if targets is None else self._mapped_targets(targets, knobs.target_field)
 
@@ -169,6 +173,24 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
     dtype = np.dtype(_DTYPES[shard.dtype][0])
     n_bytes = shard.n_tokens * shard.d_in * dtype.itemsize
     return content[shard.offset : shard.offset + n_bytes].view(dtype).reshape(shard.n_tokens, shard.d_in)
+
+
+def _texts_of(sets: Sequence[ShardSet]) -> list[Texts]:
+    """Return the texts of each set; none where a shard does not know them."""
+    columns = {shard: documents_in(shard) for one in sets for shard in one.shards}
+    if not all(columns.values()):
+        return []
+    texts = []
+    for one in sets:
+        parts = [
+            np.memmap(shard.file, at.dtype, "r", at.offset, (shard.n_tokens,))
+            for shard in one.shards
+            if (at := columns[shard])
+        ]
+        meta = _read_meta(one.shards[0].file.parent / "meta.json")
+        # An extraction counts through its text, also where several processes write.
+        texts.append(Texts(parts, numbered_through=_OF_EXTRACTION in meta))
+    return texts
 
 
 def _read_meta(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,11 +18,24 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows that a stream gave at once, on the CPU, and its state before."""
+    """Rows that a stream gave at once, on the CPU, its state before, and the texts of the rows where it knows them."""
 
     state: Any
     x: Tensor
     y: Tensor
+    documents: Tensor | None = None
+
+    def where(self, chosen: Tensor) -> Chunk:
+        """Return the rows that are chosen, bool [n]."""
+        if chosen.all():
+            return self
+        x = self.x[chosen]
+        documents = None if self.documents is None else self.documents[chosen]
+        return Chunk(self.state, x, x if self.y is self.x else self.y[chosen], documents)
+
+
+# Tells of the texts of rows, int64 [n], which of them are left out, bool [n].
+LeaveOut = Callable[[Tensor], Tensor]
 
 
 class StreamRows:
@@ -35,6 +49,7 @@ class StreamRows:
         self._source = source
         self._kept: list[Chunk] | None = []
         self._again: deque[Chunk] = deque()
+        self._leave_out: LeaveOut | None = None
         self._go_on_from(self._state_of_source())
 
     @property
@@ -44,22 +59,38 @@ class StreamRows:
 
     def take(self, n: int) -> Pair:
         """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer where the stream ends."""
-        xs: list[Tensor] = []
-        ys: list[Tensor] = []
-        while n and (pair := self.take_some(n)):
-            xs.append(pair[0])
-            ys.append(pair[1])
-            n -= len(pair[0])
-        x = _joined(xs, self._source.n_hooks * self._source.d_in)
-        return x, x if self._source.d_out is None else _joined(ys, self._source.n_hooks * self._source.d_out)
+        return self.joined(self.take_chunks(n))
+
+    def take_chunks(self, n: int) -> list[Chunk]:
+        """Return the next n rows as the stream gave them; fewer where it ends."""
+        chunks: list[Chunk] = []
+        while n and (chunk := self._some(n)):
+            chunks.append(chunk)
+            n -= len(chunk.x)
+        return chunks
+
+    def joined(self, chunks: Sequence[Chunk]) -> Pair:
+        """Return the inputs and targets of chunks."""
+        x = _joined([chunk.x for chunk in chunks], self._source.n_hooks * self._source.d_in)
+        if self._source.d_out is None:
+            return x, x
+        return x, _joined([chunk.y for chunk in chunks], self._source.n_hooks * self._source.d_out)
 
     def take_some(self, n: int) -> Pair | None:
         """Return up to n of the next rows, those that the stream gave at once, without a copy; None where it ends."""
-        if not self._has_rows():
-            return None
-        x, y = (part[self._n_used : self._n_used + n] for part in self._chunk[1:])
-        self._n_used += len(x)
-        return x, x if self._chunk.y is self._chunk.x else y
+        chunk = self._some(n)
+        return None if chunk is None else (chunk.x, chunk.y)
+
+    def next_chunk(self) -> Chunk | None:
+        """Return the rest of what the stream has given at once, or the next that it gives; None where it ends."""
+        return self._some(None)
+
+    def begin_again(self, leave_out: LeaveOut | None = None) -> None:
+        """Go to the first row again, before the first `go_to`; from now on leave out the rows of some texts."""
+        assert self._kept is not None
+        self._leave_out = leave_out
+        self._again = deque(self._kept)
+        self._go_on_from(self._kept[0].state if self._kept else self._state_of_source())
 
     def go_to(self, place: StreamPlace) -> None:
         """Go to where the rows were when this was their `place`; what is skipped is read."""
@@ -72,6 +103,16 @@ class StreamRows:
         self._go_on_from(place.state)
         self.take(place.skip)
 
+    def _some(self, n: int | None) -> Chunk | None:
+        if not self._has_rows():
+            return None
+        last = len(self._chunk.x) if n is None else self._n_used + n
+        x, y = (part[self._n_used : last] for part in self._chunk[1:3])
+        documents = self._chunk.documents
+        own = None if documents is None else documents[self._n_used : last]
+        self._n_used += len(x)
+        return Chunk(self._chunk.state, x, x if self._chunk.y is self._chunk.x else y, own)
+
     def _go_on_from(self, state: Any) -> None:
         nothing = torch.empty(0, 0)
         self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
@@ -82,6 +123,8 @@ class StreamRows:
             chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:
                 return False
+            if self._leave_out is not None and chunk.documents is not None:
+                chunk = chunk.where(~self._leave_out(chunk.documents))
             self._n_used, self._chunk = 0, chunk
         return True
 
@@ -91,7 +134,8 @@ class StreamRows:
             return None
         x, y = pair
         inputs = x.cpu()
-        chunk = Chunk(state, inputs, inputs if y is x else y.cpu())
+        documents = self._source.documents() if self._source.knows_texts else None
+        chunk = Chunk(state, inputs, inputs if y is x else y.cpu(), documents)
         if self._kept is not None:
             self._kept.append(chunk)
         return chunk

@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
+from trainer.activations.texts import Texts
 from trainer.contract.wording import join_words
+
+_ROWS_COMPARED = 4096
 
 
 class SideBySide(IndexedSource):
@@ -23,6 +27,8 @@ class SideBySide(IndexedSource):
         self.n_hooks, self.d_in, self.d_out, self.n_tokens = len(sources), first.d_in, first.d_out, first.n_tokens
         self.sizes, self.weights, self.meta = first.sizes, first.weights, first.meta
         self.place = join_words([one.place for one in sources])
+        if all(are_alike(first.texts, one.texts) for one in sources):
+            self.texts = first.texts
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self._sources[hook]
@@ -41,6 +47,18 @@ class SideBySide(IndexedSource):
 
     def name_of(self, index: int) -> str:
         return f"{self._sources[0].name_of(index)}, or of the same row of another hook"
+
+
+def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
+    """Tell whether rows of the same number are of the same texts, by rows from everywhere."""
+    return len(some) == len(others) and all(
+        one.n_rows == other.n_rows and np.array_equal(*(of.labels(_spread(one.n_rows)) for of in (one, other)))
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _spread(n_rows: int) -> Indices:
+    return np.unique(np.linspace(0, n_rows - 1, _ROWS_COMPARED).astype(np.int64))
 
 
 def _beside(parts: Sequence[Tensor], empty: Empty) -> Tensor:

@@ -5,21 +5,54 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.activations.base import Indices
+from trainer.activations.texts import Counts, Texts, keys_of, seed_key
+from trainer.contract.settings.sources import HoldOut
+
+# Neighbours that are held out together, and that count as of one text where no text is known.
+BLOCK = 128
+# The fewest places that rows are held out at.
+LEAST_BLOCKS = 8
+# Whole texts are held out if they have no more rows than this share of all.
+MOST_IN_TEXTS = 0.25
+
+
+class TooFewTexts(ValueError):
+    """The texts are too few or too long for whole ones to be held out; says so in a sentence."""
 
 
 class Split:
-    """Random rows are held out, the same for the same seed; the others are numbered from 0 without a gap.
+    """Rows that are held out, and the others, which are numbered from 0 without a gap.
 
-    They are random, since rows lie in text order and the last of them would be of one text only.
+    It depends on its arguments alone: on `hold_out`, the seed, how many rows are wanted, and of the first `n_first`
+    rows (by default all) on their number, or on the texts that they are of. So what is held out stays the same where
+    rows are added at the end; then of these all are trained on, but for the rows of a text that is held out.
+
+    Whole texts have about as many rows as are wanted, "rows" and "blocks" exactly. Raise `TooFewTexts`.
     """
 
-    def __init__(self, n_tokens: int, n_held_out: int, *seed: int) -> None:
-        self.n_train = n_tokens - n_held_out
-        # A stream of its own: the permutations of epochs are seeded by (seed, epoch).
-        generator = np.random.default_rng((*seed, 2**32))
-        self.held_out: Indices = np.sort(generator.choice(n_tokens, n_held_out, replace=False, shuffle=False))
+    def __init__(
+        self,
+        n_tokens: int,
+        n_held_out: int,
+        *seed: int,
+        hold_out: HoldOut = "rows",
+        texts: Texts | None = None,
+        n_first: int | None = None,
+    ) -> None:
+        n_first = n_tokens if n_first is None else n_first
+        self.hold_out = hold_out
+        # How many texts are held out; 0 where none is known.
+        self.n_texts = 0
+        if hold_out == "texts" and n_held_out:
+            assert texts is not None
+            chosen = _texts(texts.counts(n_first), n_first, n_held_out, seed_key(*seed))
+            self.held_out: Indices = texts.rows_of(chosen)
+            self.n_texts = len(chosen.number)
+        else:
+            self.held_out = np.sort((_blocks if hold_out == "blocks" else _rows)(n_first, n_held_out, seed))
+        self.n_train = n_tokens - len(self.held_out)
         # Held-out row j lies after held_out[j] - j training rows.
-        self._before = self.held_out - np.arange(n_held_out)
+        self._before = self.held_out - np.arange(len(self.held_out))
 
     def rows(self, numbers: Indices) -> Indices:
         """Return the rows of some training numbers 0 .. n_train - 1."""
@@ -29,3 +62,71 @@ class Split:
         """Draw at most n training rows from everywhere: with rows of one place only, b_dec would be that text's own."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))
+
+
+def split_of(
+    n_tokens: int,
+    n_held_out: int,
+    *seed: int,
+    hold_out: HoldOut = "rows",
+    texts: Texts | None = None,
+    n_first: int | None = None,
+    is_asked: bool = False,
+) -> Split:
+    """Return a `Split` by texts, or by blocks where these are too few; if texts are asked for, raise `TooFewTexts`."""
+    if hold_out != "texts":
+        return Split(n_tokens, n_held_out, *seed, hold_out=hold_out, n_first=n_first)
+    try:
+        if texts is None:
+            raise TooFewTexts("which text a row is of is not known")
+        return Split(n_tokens, n_held_out, *seed, hold_out="texts", texts=texts, n_first=n_first)
+    except TooFewTexts:
+        if is_asked:
+            raise
+        return Split(n_tokens, n_held_out, *seed, hold_out="blocks", n_first=n_first)
+
+
+def _generator(seed: tuple[int, ...]) -> np.random.Generator:
+    # A stream of its own: the permutations of epochs are seeded by (seed, epoch).
+    return np.random.default_rng((*seed, 2**32))
+
+
+def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
+    """Choose single rows from everywhere."""
+    return _generator(seed).choice(n_rows, n_held_out, replace=False, shuffle=False)
+
+
+def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
+    """Choose the first rows of some blocks of `BLOCK` neighbours, of each as many: whole blocks if many are wanted."""
+    if not n_held_out:
+        return np.zeros(0, np.int64)
+    n_blocks = -(-n_rows // BLOCK)
+    wanted = min(n_blocks, max(LEAST_BLOCKS, -(-n_held_out // BLOCK) + 1))
+    begins = BLOCK * _generator(seed).choice(n_blocks, wanted, replace=False, shuffle=False)
+    sizes = np.minimum(BLOCK, n_rows - begins)
+    length = -(-n_held_out // wanted)
+    # The last block of all may be short.
+    while np.minimum(sizes, length).sum() < n_held_out:
+        length += 1
+    places = np.arange(length)
+    return (begins[:, None] + places)[places < sizes[:, None]][:n_held_out]
+
+
+def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: np.ndarray) -> Counts:
+    """Choose texts at random until they have `n_wanted` rows, of those that have no more than that each.
+
+    Where these are too few, the shortest of the others follow.
+    """
+    order = np.argsort(keys_of(texts.number, seed, texts.numbering), kind="stable")
+    is_long = texts.n_rows[order] > n_wanted
+    longer = order[is_long]
+    candidates = np.concatenate([order[~is_long], longer[np.argsort(texts.n_rows[longer], kind="stable")]])
+    totals = texts.n_rows[candidates].cumsum()
+    n = min(len(totals), int(np.searchsorted(totals, n_wanted)) + 1)
+    if totals[n - 1] == n_rows:
+        n -= 1
+    total = int(totals[n - 1]) if n else 0
+    if total < n_wanted / 2 or total > max(2 * n_wanted, MOST_IN_TEXTS * n_rows):
+        n_texts, longest = len(totals), int(texts.n_rows.max())
+        raise TooFewTexts(f"the {n_rows:,} rows are of {n_texts:,} texts, the longest of {longest:,} rows")
+    return Counts(*(column[candidates[:n]] for column in texts))

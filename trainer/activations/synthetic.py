@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 from trainer.activations.base import IndexedSource, Indices
+from trainer.activations.permutation import Words, mixed
 from trainer.contract.settings.sources import SyntheticKnobs
 
-Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 
@@ -43,7 +43,7 @@ class Synthetic(IndexedSource):
 
     def rows(self, indices: Indices) -> Tensor:
         """Return rows [n, d_in] in fp32, in ascending order of their number."""
-        words = _hash(np.sort(indices).astype(np.uint64) ^ self._key)
+        words = mixed(np.sort(indices).astype(np.uint64) ^ self._key)
         rows = self._sums(words)
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
 
@@ -96,7 +96,7 @@ def _poisson_cumulative(rate: float) -> Floats:
 
 def _uniform(words: Words, stream: int) -> Floats:
     """Return a uniform number in [0, 1) for each word; each stream gives other numbers."""
-    numbers: Floats = (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * np.float64(2.0**-53)
+    numbers: Floats = (mixed(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * np.float64(2.0**-53)
     return numbers
 
 
@@ -107,14 +107,6 @@ _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5
 def _normal(words: Words, d: int) -> Tensor:
     """Return d normal numbers for each word [n, d]: four from each of its hashes."""
     n_words = -(-d // 4)
-    hashes = _hash(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
+    hashes = mixed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
     normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
     return normal
-
-
-def _hash(words: Words) -> Words:
-    """Hash each word by the mixing function of SplitMix64 (Steele et al. 2014)."""
-    words = words + np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))

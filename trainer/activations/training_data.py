@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from trainer.activations.base import (
     Empty,
     IndexedSource,
+    Indices,
     Pair,
     Source,
     StreamSource,
@@ -22,16 +24,24 @@ from trainer.activations.base import (
 )
 from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
-from trainer.activations.shuffle_buffer import ShuffleBuffer, StreamRows
-from trainer.activations.split import Split
+from trainer.activations.permutation import Words
+from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
+from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.texts import keys_of, seed_key
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, State
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, gather_bytes
 
 # Rows of a sample: OpenAI's number for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
+# Of the texts of a stream, one in so many is held out among those that come first: the rows that are read for that, 8 x
+# 32,768, are as many as are held to mix them, so that a model reads none of them for it alone.
+SHARE_OF_TEXTS = 1 / 8
+# Rows that are read to find those to hold out, for each of them; and the least share of those that are wanted.
+MOST_READ, LEAST_OF_TEXTS = 24, 0.25
 
 
 class Read(NamedTuple):
@@ -50,11 +60,19 @@ class Mark(NamedTuple):
     bad_row: int | None
 
 
+class Clusters(NamedTuple):
+    """A label for each of some rows, int64 [n], which rows of one text, or of one block of neighbours, share."""
+
+    labels: Indices
+    of: Literal["texts", "blocks"]
+
+
 class HookRows(ABC):
     """A sample of the rows of one hook, and those that are never trained on."""
 
-    # Rows kept back on all ranks together.
+    # Rows kept back on all ranks together, and how they were chosen.
     n_held_out: int
+    hold_out: str
 
     @abstractmethod
     def sample(self, seed: int) -> Pair:
@@ -68,12 +86,22 @@ class HookRows(ABC):
     def held_out(self, batch_size: int) -> Iterator[Pair]:
         """Yield this rank's part of the rows that are never trained on, in batches."""
 
+    @abstractmethod
+    def clusters(self) -> Clusters:
+        """Return which of the rows that `held_out` yields depend on each other."""
+
+    @abstractmethod
+    def clusters_of_sample(self, seed: int) -> Clusters:
+        """Return which rows of a sample depend on each other."""
+
 
 class TrainingData(ABC):
     """The rows that one rank trains on, in their order; of several hooks side by side, as their source has them."""
 
-    # Rows kept back on all ranks together.
+    # Rows kept back on all ranks together, how they are chosen, and how many texts they are, where these are known.
     n_held_out: int
+    hold_out: str = "rows"
+    n_texts: int = 0
     # Whether `read` waits for other ranks, which have to read as often.
     reads_together: bool = False
 
@@ -111,28 +139,61 @@ class TrainingData(ABC):
         return msgspec.UNSET
 
 
-def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
+def open_data(
+    source: Source,
+    job: JobConfig,
+    parallel: Parallel,
+    resumed: State | None = None,
+    first_sizes: Sequence[int] | None = None,
+) -> TrainingData:
     """Return what one rank trains on; `resumed` is the state of the checkpoint that a run goes on from.
 
-    Raise `UserError` where a stream cannot go on from there.
+    Where stored rows were added since the run began, `first_sizes` are the rows that each set had then, of which those
+    held out were chosen. Raise `UserError` where a stream cannot go on from there, or rows cannot be held out as asked.
     """
-    n_held_out, seed = job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed
+    n_tokens = sum(first_sizes) if first_sizes else source.n_tokens
+    n_held_out, seed = job.data.held_out(n_tokens, parallel.world_size), job.train.seed
+    how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked=job.data.hold_out != "auto")
     if isinstance(source, StreamSource):
-        return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None)
+        return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
-    return IndexedData(source, n_held_out, seed, parallel.data)
+    return IndexedData(source, n_held_out, seed, parallel.data, how, first_sizes)
+
+
+class HowHeldOut(NamedTuple):
+    """How rows are held out, and by which seed; where that `is_asked` for, no other way takes its place."""
+
+    hold_out: HoldOut
+    seed: int
+    is_asked: bool = False
 
 
 class IndexedData(TrainingData):
     """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
 
-    def __init__(self, source: IndexedSource, n_held_out: int, seed: int, group: Group) -> None:
+    def __init__(
+        self,
+        source: IndexedSource,
+        n_held_out: int,
+        seed: int,
+        group: Group,
+        how: HowHeldOut | None = None,
+        first_sizes: Sequence[int] | None = None,
+    ) -> None:
         super().__init__(source.n_hooks)
         self._source, self._group = source, group
-        self.split, self._order = _order(source, n_held_out, seed)
-        self.n_held_out = len(self.split.held_out)
+        try:
+            self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed), first_sizes)
+        except TooFewTexts as error:
+            raise UserError(f'data.hold_out: {error}, and whole ones cannot be held out; use "blocks"') from None
+        if isinstance(self.split, MixedSplit):
+            self._order: Order | MixedOrder = MixedOrder(self.split, seed, source.run)
+        else:
+            self._order = Order(self.split, seed, source.run)
+        self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
+        self.hold_out = self.split.hold_out
 
     def of_hook(self, hook: int) -> HookRows:
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
@@ -157,7 +218,7 @@ class _IndexedRows(HookRows):
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
         self._source, self._split, self._group = source, split, group
-        self.n_held_out = len(split.held_out)
+        self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))
@@ -166,30 +227,66 @@ class _IndexedRows(HookRows):
         return _bad_row(self._source, int(np.sort(self._split.sample(SAMPLE_TOKENS, seed))[index]))
 
     def held_out(self, batch_size: int) -> Iterator[Pair]:
-        own = self._split.held_out[self._group.index :: self._group.size]
-        for start in range(0, len(own), batch_size):
-            yield self._source.pairs(own[start : start + batch_size])
+        for start in range(0, len(self._own), batch_size):
+            yield self._source.pairs(self._own[start : start + batch_size])
+
+    def clusters(self) -> Clusters:
+        return _clusters(self._source, self._own)
+
+    def clusters_of_sample(self, seed: int) -> Clusters:
+        return _clusters(self._source, np.sort(self._split.sample(SAMPLE_TOKENS, seed)))
+
+    @property
+    def _own(self) -> Indices:
+        return self._split.held_out[self._group.index :: self._group.size]
 
 
 def _bad_row(source: IndexedSource, row: int) -> str:
     return f"{source.place} holds NaN or infinite values in {source.name_of(row)}"
 
 
-def _order(source: IndexedSource, n_held_out: int, seed: int) -> tuple[Split | MixedSplit, Order | MixedOrder]:
+def _split(
+    source: IndexedSource, n_held_out: int, how: HowHeldOut, first_sizes: Sequence[int] | None
+) -> Split | MixedSplit:
     if len(source.sizes) < 2:
-        split = Split(source.n_tokens, n_held_out, seed)
-        return split, Order(split, seed, source.run)
-    mixed = MixedSplit(source.sizes, source.weights, n_held_out, seed)
-    return mixed, MixedOrder(mixed, seed, source.run)
+        texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
+        rows = source.n_tokens, n_held_out, how.seed
+        return split_of(*rows, hold_out=how.hold_out, texts=texts, n_first=n_first, is_asked=how.is_asked)
+    return MixedSplit(
+        source.sizes,
+        source.weights,
+        n_held_out,
+        how.seed,
+        hold_out=how.hold_out,
+        texts=source.texts,
+        first_sizes=first_sizes,
+        is_asked=how.is_asked,
+    )
+
+
+def _clusters(source: IndexedSource, rows: Indices) -> Clusters:
+    """Return which of some ascending rows are of one text, or where that is not known of `BLOCK` neighbours."""
+    if not source.texts:
+        return Clusters(rows // BLOCK, "blocks")
+    sizes = source.sizes or [source.n_tokens]
+    labels, n = [np.zeros(0, np.int64)], 0
+    for texts, (first, last) in zip(source.texts, itertools.pairwise([0, *itertools.accumulate(sizes)]), strict=True):
+        own = rows[(rows >= first) & (rows < last)]
+        if len(own):
+            labels.append(texts.labels(own - first) + n)
+            n = int(labels[-1].max()) + 1
+    return Clusters(np.concatenate(labels), "texts")
 
 
 class StreamData(TrainingData):
     """Rows of a stream, each trained on once, mixed by a `ShuffleBuffer`; every rank reads a part of its own.
 
-    The first rows of each part are held out. They and the sample, which is of the rows after them, stay in memory, and
-    are read again by a run that is resumed. A checkpoint keeps how far each part is, so that parts stay as they are: a
-    run is resumed by as many ranks with tokens of their own as it had, or not at all. Where shares of the tokens
-    change, a step has other rows than it would have had; none is trained on twice.
+    Of a stream that knows its texts whole ones are held out, which a hash of their numbers chooses among those that
+    come first; of another, or of one of few long texts, the first rows of each part. They and the sample, which is of
+    the first rows that are trained on, stay in memory, and are read again by a run that is resumed. A checkpoint keeps
+    how far each part is, so that parts stay as they are: a run is resumed by as many ranks with tokens of their own as
+    it had, or not at all. Where shares of the tokens change, a step has other rows than it would have had; none is
+    trained on twice.
     """
 
     def __init__(
@@ -199,6 +296,7 @@ class StreamData(TrainingData):
         seed: int,
         parallel: Parallel,
         places: list[BufferPlace] | msgspec.UnsetType | None,
+        how: HowHeldOut | None = None,
     ) -> None:
         super().__init__(source.n_hooks)
         self._source, self._group, self._device = source, parallel.data, parallel.device
@@ -208,18 +306,23 @@ class StreamData(TrainingData):
             source.divide(peers)
             self.reads_together = True
         rows = StreamRows(source)
-        n_own = len(range(self._group.index, n_held_out, self._group.size))
-        self._held_out = of_each_hook(rows.take(n_own), source.n_hooks)
+        held_out = self._hold_out(rows, how or HowHeldOut("rows", seed))
+        self._held_out = of_each_hook(rows.joined(held_out), source.n_hooks)
+        self._clusters = _clusters_of_chunks(held_out)
+        if self.hold_out == "texts":
+            self.n_texts = len(np.unique(self._clusters.labels))
         first = BufferPlace(0, 0, rows.place)
-        sample = self._whole_sample(rows.take(-(-SAMPLE_TOKENS // self._group.size)))
-        self._sample = of_each_hook(sample, source.n_hooks)
+        taken = rows.take_chunks(-(-SAMPLE_TOKENS // self._group.size))
+        self._sample = of_each_hook(self._whole_sample(rows.joined(taken)), source.n_hooks)
         self._place = first if places is None else _place_of(self._group, places)
         self._buffer = ShuffleBuffer(rows, source.shuffle_tokens, seed, self._group.index)
         self._is_filled = False
         self._bad: list[Mark] = []
 
     def of_hook(self, hook: int) -> HookRows:
-        return _StreamHook(self._held_out[hook], self._sample[hook], self.n_held_out, self._bad_in_sample)
+        return _StreamHook(
+            self._held_out[hook], self._sample[hook], self.n_held_out, self._bad_in_sample, self._clusters
+        )
 
     def rewind(self) -> None:
         self._is_filled = False
@@ -251,6 +354,41 @@ class StreamData(TrainingData):
         encoded = gather_bytes(self._group, msgspec.json.encode(self._place), self._device)
         return [msgspec.json.decode(of_part, type=BufferPlace) for of_part in encoded]
 
+    def _hold_out(self, rows: StreamRows, how: HowHeldOut) -> list[Chunk]:
+        """Return the rows that this rank holds out; `rows` are then at the first that is trained on."""
+        n_own = len(range(self._group.index, self.n_held_out, self._group.size))
+        if how.hold_out == "texts" and self.n_held_out:
+            if self._source.knows_texts and (chunks := self._of_whole_texts(rows, n_own, how.seed)):
+                self.hold_out = "texts"
+                return chunks
+            if how.is_asked:
+                known = "are too few or too long" if self._source.knows_texts else "are not known"
+                raise UserError(f'data.hold_out: the texts of {self._source.place} {known}; use "rows"')
+            rows.begin_again()
+        return rows.take_chunks(n_own)
+
+    def _of_whole_texts(self, rows: StreamRows, n_own: int, seed: int) -> list[Chunk]:
+        """Hold out the texts that a hash chooses among those that are read first; return [] where that gives too few.
+
+        All ranks hold out the same texts, and of each as much as lies in its part. Those of twice as high numbers as
+        have been read are chosen too, since fewer parts read as many rows a little further.
+        """
+        key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
+        while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
+            assert chunk.documents is not None
+            n_read, last = n_read + len(chunk.x), max(last, int(chunk.documents.max()))
+            if (chosen := _is_chosen(chunk.documents, key)).any():
+                held.append(chunk.where(chosen))
+                n_held += len(held[-1].x)
+        of_ranks = self._group.gather(torch.tensor([n_held, n_held < n_own, last], device=self._device))
+        fewest, some_lack, last = int(of_ranks[:, 0].min()), bool(of_ranks[:, 1].any()), int(of_ranks[:, 2].max())
+        if some_lack:
+            if fewest * self._group.size < LEAST_OF_TEXTS * self.n_held_out:
+                return []
+            n_own, self.n_held_out = fewest, fewest * self._group.size
+        rows.begin_again(lambda documents: (documents <= 2 * last + 1) & _is_chosen(documents, key))
+        return _first(held, n_own)
+
     def _whole_sample(self, own: Pair) -> Pair:
         """Return the same number of rows of each part, on all ranks."""
         n = int(self._group.gather(torch.tensor(len(own[0]), device=self._device)).min())
@@ -270,8 +408,10 @@ class StreamData(TrainingData):
 
     def _bad_sentence(self, row: int, part: int) -> str:
         """Say that a row, counted from the first that is not held out, is not finite."""
-        number = row + len(range(part, self.n_held_out, self._group.size))
-        return f"{self._source.place} holds NaN or infinite values in row {number}{self._of_part(part)}"
+        where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
+        if self.hold_out == "texts":
+            where = f"row {row} of those that are not held out"
+        return f"{self._source.place} holds NaN or infinite values in {where}{self._of_part(part)}"
 
     def _ended(self) -> UserError:
         where = f"{self._source.place} has ended{self._of_part(self._group.index)}"
@@ -284,8 +424,11 @@ class StreamData(TrainingData):
 class _StreamHook(HookRows):
     """What a stream keeps of one hook, in memory."""
 
-    def __init__(self, held_out: Pair, sample: Pair, n_held_out: int, bad: Callable[[int], str]) -> None:
+    def __init__(
+        self, held_out: Pair, sample: Pair, n_held_out: int, bad: Callable[[int], str], clusters: Clusters
+    ) -> None:
         self._held_out, self._sample, self.n_held_out, self._bad = held_out, sample, n_held_out, bad
+        self._clusters = clusters
 
     def sample(self, seed: int) -> Pair:
         return self._sample
@@ -293,11 +436,42 @@ class _StreamHook(HookRows):
     def bad_in_sample(self, index: int, seed: int) -> str:
         return self._bad(index)
 
+    def clusters(self) -> Clusters:
+        return self._clusters
+
+    def clusters_of_sample(self, seed: int) -> Clusters:
+        return Clusters(np.arange(len(self._sample[0])) // BLOCK, "blocks")
+
     def held_out(self, batch_size: int) -> Iterator[Pair]:
         x, y = self._held_out
         for start in range(0, len(x), batch_size):
             inputs = x[start : start + batch_size]
             yield inputs, inputs if y is x else y[start : start + batch_size]
+
+
+def _is_chosen(documents: Tensor, key: Words) -> Tensor:
+    """Tell which texts, by their numbers int64 [n], are among the share that is held out, bool [n]."""
+    # Rows of one text follow each other: a hash for each text, not for each row.
+    numbers, inverse = documents.unique_consecutive(return_inverse=True)
+    return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
+
+
+def _first(chunks: list[Chunk], n: int) -> list[Chunk]:
+    """Return the first n rows of chunks."""
+    kept: list[Chunk] = []
+    for chunk in chunks:
+        if n > 0:
+            kept.append(chunk.where(torch.arange(len(chunk.x)) < n))
+            n -= len(chunk.x)
+    return kept
+
+
+def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
+    """Return which rows of chunks are of one text, or where that is not known of `BLOCK` neighbours."""
+    documents = [chunk.documents for chunk in chunks if chunk.documents is not None]
+    if not documents:
+        return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")
+    return Clusters(torch.cat(documents).numpy(), "texts")
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:

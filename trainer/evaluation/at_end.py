@@ -101,7 +101,8 @@ class Cards:
         device = self._parallel.device
         most = most_rows(self._at.tokens, self._parallel.world_size)
         hook = self._trainer.learners[label].hook
-        rows = Rows(self._held_out().of_hook(hook), self._trainer.outliers[hook], self._job, device, most, self._stop)
+        own, outliers, copies = self._held_out().of_hook(hook), self._trainer.outliers[hook], self._trainer.copies[hook]
+        rows = Rows(own, outliers, self._job, device, most, self._stop, copies)
         source, sae = self._source.of_hook(hook), read_exported(folder, device)
         card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
         try:
@@ -146,6 +147,9 @@ def most_rows(tokens: int, world_size: int) -> int:
 
 
 def error_of_all(card: Card) -> float | None:
-    """Return the standard error that the FVU has over all held-out rows, from that over those which were measured."""
-    error = card.figures.fvu_error * (card.figures.n_tokens / card.data.n_held_out) ** 0.5
+    """Return the standard error of the FVU; None where it is not known.
+
+    Of all held-out rows it is hardly smaller than of those which were measured: they are of the same texts.
+    """
+    error = card.figures.fvu_error
     return error if math.isfinite(error) else None

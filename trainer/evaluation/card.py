@@ -23,6 +23,7 @@ from trainer.contract.runs.report_card import (
     marked,
     sample_latents,
 )
+from trainer.contract.runs.row_sums import SUMS
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 
 # What Markdown would take for more than text.
@@ -39,6 +40,8 @@ def write_card(folder: Path, card: Card) -> None:
         if not readme.exists() or readme.read_text(errors="replace").startswith(CARD_TITLE):
             write_whole(readme, model_card(card))
         write_json(folder / CARD, as_table(card))
+        if card.sums:
+            write_whole(folder / SUMS, msgspec.json.encode(card.sums))
     except OSError as error:
         raise UserError(f"{folder}: the card could not be written: {error.strerror or error}") from None
 

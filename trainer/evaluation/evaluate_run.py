@@ -106,6 +106,7 @@ def evaluations_of(
                 origin=state.origin_of(label),
                 data=of_hook.describe(own.place, figures.n_tokens),
                 figures=figures,
+                sums=of_hook.sums,
                 recovery=recovery(own, learner.sae.W_dec),
                 spliced=_splice(language_model, learner, own, n_tokens),
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
@@ -183,6 +184,6 @@ def _measure(learner: Learner, rows: Rows) -> Figures:
         return output.acts, output.x_hat / sae.y_scale
 
     try:
-        return measure(reconstruct, rows.batches, sae.W_dec)
+        return measure(reconstruct, rows.batches, sae.W_dec, rows.grouped)
     except ValueError as error:
         raise UserError(f"data: {error}") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.toml import read_own_text, read_plain_text
 
@@ -15,7 +15,7 @@ def evaluated_job(file: Path) -> JobConfig:
 
     Raise `UserError` where it says to run a model's own code, and somebody else may have written it.
     """
-    job = load_job(file, read=read_plain_text)
+    job = load_run_job(file, read=read_plain_text)
     if any(isinstance(knobs, ModelKnobs) and knobs.remote_code for knobs in job.hooks.values()):
-        job = load_job(file, read=read_own_text)
+        job = load_run_job(file, read=read_own_text)
     return job.replace("train", precision="fp32")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from trainer.activations.base import Pair, Source
+from trainer.activations.base import Indices, Pair, Source
 from trainer.contract.runs.report_card import BINS_PER_DECADE, LEAST_ROWS_FOR_RARE, LOWEST_DECADE, RARE, Figures
 from trainer.saes.sparse_acts import Acts
 
@@ -20,6 +21,14 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 # Decoder directions that are compared with all others.
 MOST_COMPARED = 2048
 _AT_ONCE = 256
+
+
+class Grouped(NamedTuple):
+    """Errors and spreads, float64 [n], summed over groups of rows that depend on each other, and what these are."""
+
+    error: Tensor
+    spread: Tensor
+    of: str
 
 
 class Counted(msgspec.Struct, frozen=True):
@@ -32,10 +41,16 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 @torch.no_grad()
-def measure(reconstruct: Reconstruct, batches: Callable[[], Iterable[Pair]], w_dec: Tensor) -> Figures:
+def measure(
+    reconstruct: Reconstruct,
+    batches: Callable[[], Iterable[Pair]],
+    w_dec: Tensor,
+    grouped: Callable[[Tensor, Tensor], Grouped] | None = None,
+) -> Figures:
     """Measure an SAE on the rows of `batches()`, which is called twice and gives the same rows; `w_dec` [d_sae, d_out].
 
-    Raise `ValueError` where there is no row.
+    `grouped` sums errors and spreads [n] of these rows over those that depend on each other; without it none do. Raise
+    `ValueError` where there is no row.
     """
     mean = _mean(y for _, y in batches())
     sums = dict.fromkeys(("cosine", "norm_ratio", "norm", "product"), 0.0)
@@ -55,7 +70,7 @@ def measure(reconstruct: Reconstruct, batches: Callable[[], Iterable[Pair]], w_d
         counted.append(Counted(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = Counted(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
-    return _figures(rows, sums, d_in, w_dec)
+    return _figures(rows, sums, d_in, w_dec, grouped(error, spread) if grouped else Grouped(error, spread, ""))
 
 
 def _mean(batches: Iterable[Tensor]) -> Tensor:
@@ -67,7 +82,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
     return total / n
 
 
-def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) -> Figures:
+def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
     n, density = len(rows.error), rows.fired / len(rows.error)
     fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
     dead = float((density == 0).double().mean())
@@ -76,7 +91,9 @@ def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) ->
         d_in=d_in,
         d_sae=len(density),
         fvu=fvu,
-        fvu_error=ratio_error(rows.error, rows.spread),
+        fvu_error=ratio_error(groups.error, groups.spread),
+        n_clusters=len(groups.error) if groups.of else 0,
+        clustered_by=groups.of,
         median_row_fvu=float((rows.error / rows.spread.clamp(min=1e-300)).median()),
         explained_variance=1 - fvu,
         mse=float(rows.error.mean()),
@@ -95,8 +112,15 @@ def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) ->
     )
 
 
+def by_label(labels: Indices, values: Tensor) -> Tensor:
+    """Return the sum, float64, of the values [n] of each label, in the order of the labels."""
+    _, places = torch.from_numpy(labels).unique(return_inverse=True)
+    sums = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
+    return sums.index_add(0, places, values.double().cpu())
+
+
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
-    """Return the standard error of Σ numerators / Σ denominators, [n] each of independent rows (the delta method)."""
+    """Return the standard error of Σ numerators / Σ denominators, [n] each of independent clusters (delta method)."""
     n, total = len(numerators), float(denominators.sum())
     if n < 2 or not total:
         return math.nan

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.activations.base import Pair, Source, on_device
+from trainer.activations.base import Indices, Pair, Source, on_device
+from trainer.activations.copies import copies_in
 from trainer.activations.heavy_dimensions import heavy_dimensions
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HookRows, are_finite, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.report_card import Data
+from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.figures import Grouped, by_label
 from trainer.parallel.base import Parallel
 from trainer.training.row_sample import Sampler
 
@@ -43,13 +48,20 @@ class Rows:
         device: torch.device,
         most: int | None = None,
         stop: threading.Event | None = None,
+        copies: float | None = None,
     ) -> None:
+        self._copies = copies
         self.outliers, self._data, self._job, self._device = outliers, data, job, device
         self._stop = stop or threading.Event()
         self.n_held_out = data.n_held_out
         # Held-out rows are in the order of the text, whose beginning is not like the rest.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = 0
+        # Of the rows that were gone through last, the labels of what they belong to, and a hash of both.
+        self._labels: list[Indices] = []
+        self._digest = hashlib.sha256()
+        self._of = ""
+        self.sums: RowSums | None = None
 
     @classmethod
     def of_hooks(cls, source: Source, job: JobConfig, device: torch.device) -> list[Rows]:
@@ -57,23 +69,50 @@ class Rows:
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [Sampler(one, device).find_outliers(job.train.seed, job.data.max_norm) for one in hooks]
-        return [cls(one, outliers, job, device) for one, outliers in zip(hooks, found, strict=True)]
+        # With the rows from which a training starts, as it is told at its start.
+        copies = [copies_in(one, job.train.seed) for one in hooks]
+        every = zip(hooks, found, copies, strict=True)
+        return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
 
     def batches(self) -> Iterator[Pair]:
         """Yield inputs and targets, fp32 on the device; the same ones every time."""
         self.n_not_finite = self.n_outliers = 0
+        self._labels, self._digest = [], hashlib.sha256()
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
         # In the log of a rank it would be a line for each batch.
-        for x, y in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
+        for x, y, labels in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
             finite = are_finite(x, y)
             inputs = x[finite]
-            ordinary = self.outliers.leave_out(*on_device((inputs, inputs if y is x else y[finite]), self._device))
+            whole = on_device((inputs, inputs if y is x else y[finite]), self._device)
+            ordinary = self.outliers.leave_out(*whole)
             self.n_not_finite += len(x) - len(inputs)
             self.n_outliers += len(inputs) - len(ordinary[0])
+            self._note(labels[finite.numpy()], whole, ordinary)
             if len(ordinary[0]):
                 yield ordinary
+
+    def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
+        """Note what the rows of a batch belong to that are no outliers, and take them into the hash."""
+        if len(ordinary[0]) < len(labels):
+            labels = labels[~self.outliers.among(*whole).cpu().numpy()]
+        self._labels.append(labels)
+        self._digest.update(ordinary[1].cpu().numpy().tobytes())
+
+    def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
+        """Sum errors and spreads [n] of the rows that were gone through last over each text, or block of neighbours.
+
+        Keep the sums: SAEs on the same rows are compared by them.
+        """
+        _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
+        # Another numbering of the same texts is the same.
+        self._digest.update(labels.astype(np.int64).tobytes())
+        of_text = [by_label(labels, one) for one in (error, spread)]
+        places = np.arange(len(of_text[0]))
+        few = [by_label(places * MOST_CLUSTERS // max(MOST_CLUSTERS, len(places)), one).tolist() for one in of_text]
+        self.sums = RowSums(self._digest.hexdigest(), *few)
+        return Grouped(*of_text, self._of)
 
     def describe(self, place: str, n_measured: int, *, is_trained_on: bool = True) -> Data:
         """Return what is known of the rows after they were gone through."""
@@ -94,15 +133,21 @@ class Rows:
             not_finite=self.n_not_finite,
             max_norm=self._job.data.max_norm,
             heavy=heavy.sentence() if heavy else "",
+            hold_out=self._data.hold_out if self.n_held_out else "",
+            copies=self._copies,
         )
 
-    def _stored(self) -> Iterator[Pair]:
-        if not self.n_held_out:
-            yield from _in_parts(*self._data.sample(self._job.train.seed))
-            return
-        for x, y in self._data.held_out(BATCH * self._every):
+    def _stored(self) -> Iterator[tuple[Tensor, Tensor, Indices]]:
+        """Yield inputs, targets, and the labels of what they belong to."""
+        seed = self._job.train.seed
+        clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
+        self._of, first = clusters.of, 0
+        rows = self._data.held_out(BATCH * self._every) if self.n_held_out else _in_parts(*self._data.sample(seed))
+        for x, y in rows:
             inputs = x[:: self._every]
-            yield inputs, inputs if y is x else y[:: self._every]
+            labels = clusters.labels[first : first + len(x) : self._every]
+            first += len(x)
+            yield inputs, inputs if y is x else y[:: self._every], labels
 
 
 class _Moments:

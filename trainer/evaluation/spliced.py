@@ -27,7 +27,7 @@ from trainer.contract.runs.report_card import Spliced
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
-from trainer.evaluation.figures import ratio_error
+from trainer.evaluation.figures import by_label, ratio_error
 from trainer.evaluation.logit_lens import moved_tokens
 from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -42,6 +42,8 @@ N_TOKENS = {"cuda": 32_768, "cpu": 4096}
 # Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
+_NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+
 Map = Callable[[Tensor], Tensor]
 # Makes rows [n, d_out] of those at the hook that is read, [n, d_in], and of those that they take the place of.
 Change = Callable[[Tensor, Tensor], Tensor]
@@ -51,16 +53,17 @@ class Sums:
     """Cross-entropy and KL divergence, summed over the tokens that count."""
 
     def __init__(self) -> None:
-        self._ce, self._kl = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+        # Of each batch, the text of each token that counts, and its value.
+        self._ce, self._kl = [_NOTHING], [_NOTHING]
         self._n_ce = self._n_kl = 0
 
     def add(self, reading: Reading, logits: Tensor) -> None:
         """Add a forward pass; `logits` [n_contexts, n_tokens, n_ids]."""
         ce = cross_entropy(logits[:, :-1].flatten(0, 1), reading.ids[:, 1:].flatten(), reduction="none")
-        self._ce.append(_by_context(ce[reading.predicts.flatten()], reading.predicts))
+        self._ce.append(_with_texts(ce[reading.predicts.flatten()], reading.documents[:, :-1][reading.predicts]))
         self._n_ce += int(reading.predicts.sum())
         own, clean = log_softmax(logits[reading.counts], -1), reading.log_probabilities[reading.counts]
-        self._kl.append(_by_context((clean.exp() * (clean - own)).sum(-1), reading.counts))
+        self._kl.append(_with_texts((clean.exp() * (clean - own)).sum(-1), reading.documents[reading.counts]))
         self._n_kl += int(reading.counts.sum())
 
     @property
@@ -68,27 +71,31 @@ class Sums:
         return self._n_ce
 
     @property
-    def ce_by_context(self) -> Tensor:
-        return torch.cat(self._ce)
+    def ce_by_text(self) -> Tensor:
+        return _by_text(self._ce)
 
     @property
-    def kl_by_context(self) -> Tensor:
-        return torch.cat(self._kl)
+    def kl_by_text(self) -> Tensor:
+        return _by_text(self._kl)
 
     @property
     def ce(self) -> float:
-        return float(self.ce_by_context.sum()) / max(1, self._n_ce)
+        return float(self.ce_by_text.sum()) / max(1, self._n_ce)
 
     @property
     def kl(self) -> float:
-        return float(self.kl_by_context.sum()) / max(1, self._n_kl)
+        return float(self.kl_by_text.sum()) / max(1, self._n_kl)
 
 
-def _by_context(values: Tensor, marked: Tensor) -> Tensor:
-    """Return the sums [n_contexts], float64 on the CPU, of the values of the marked places [n_contexts, n]."""
-    sums = torch.zeros(marked.shape, dtype=torch.float64)
-    sums[marked.cpu()] = values.double().cpu()
-    return sums.sum(1)
+def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the texts of tokens, [n], and their values in float64, both on the CPU."""
+    return documents.cpu(), values.double().cpu()
+
+
+def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sums [n_texts] of the values of each text, in the order of their numbers."""
+    documents, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return by_label(documents.numpy(), values)
 
 
 class Reading(NamedTuple):
@@ -99,6 +106,7 @@ class Reading(NamedTuple):
     """
 
     ids: Tensor
+    documents: Tensor
     counts: Tensor
     predicts: Tensor
     log_probabilities: Tensor
@@ -151,21 +159,22 @@ class SplicedModel:
         if not clean.n_tokens:
             raise UserError("text.path: the text has no row to splice; give more text")
         sae, zeros = of_each["sae"], of_each["zeros"]
-        ce_zeros, kl_zeros = zeros.ce_by_context, zeros.kl_by_context
+        ce_zeros, kl_zeros = zeros.ce_by_text, zeros.kl_by_text
         return Spliced(
             n_tokens=clean.n_tokens,
             text=self._job.text.path or str(self._job.text.dataset),
             is_unseen=is_unseen,
+            n_texts=len(ce_zeros),
             ce=clean.ce,
             ce_with_sae=sae.ce,
             ce_with_zeros=zeros.ce,
             ce_with_mean=of_each["mean"].ce if mean is not None else None,
             ce_score=_share(zeros.ce - sae.ce, zeros.ce - clean.ce),
-            ce_score_error=ratio_error(ce_zeros - sae.ce_by_context, ce_zeros - clean.ce_by_context),
+            ce_score_error=ratio_error(ce_zeros - sae.ce_by_text, ce_zeros - clean.ce_by_text),
             kl_with_sae=sae.kl,
             kl_with_zeros=zeros.kl,
             kl_score=_share(zeros.kl - sae.kl, zeros.kl),
-            kl_score_error=ratio_error(kl_zeros - sae.kl_by_context, kl_zeros),
+            kl_score_error=ratio_error(kl_zeros - sae.kl_by_text, kl_zeros),
         )
 
     def last_rows(self, texts: Sequence[str]) -> Tensor:
@@ -202,7 +211,7 @@ class SplicedModel:
         special = torch.isin(ids, self._special.to(device)) & (not self._job.extract.keep_special)
         counts = (positions != PADDING) & ~special & (positions >= self._job.extract.skip_first)
         predicts = counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
-        return Reading(ids, counts, predicts, log_softmax(logits, -1)), logits
+        return Reading(ids, documents, counts, predicts, log_softmax(logits, -1)), logits
 
 
 def _share(part: float, whole: float) -> float:

@@ -29,6 +29,7 @@ from trainer.runtime.device_queue import HostCopy
 from trainer.runtime.out_of_memory import is_shortage
 
 _CPU = torch.device("cpu")
+_NO_DOCUMENTS = torch.zeros(0, dtype=torch.int64)
 
 
 class ModelStream(StreamSource):
@@ -41,6 +42,7 @@ class ModelStream(StreamSource):
     """
 
     is_divided = True
+    knows_texts = True
 
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ModelKnobs(**settings)
@@ -49,6 +51,7 @@ class ModelStream(StreamSource):
         self._of_hooks = [self]
         self._readers: Readers | None = None
         self._batches: ReadAhead[Batch] | None = None
+        self._documents = _NO_DOCUMENTS
         hook, target = map(parse_hook, ends_of(knobs.hook))
         self.meta = {
             "model_name": knobs.model,
@@ -107,25 +110,33 @@ class ModelStream(StreamSource):
         if not self._ready:
             return None
         self._n_given += 1
-        return self._ready.popleft()
+        pair, self._documents = self._ready.popleft()
+        return pair
 
-    def _next_of_all(self) -> list[Pair]:
-        """Return the rows of the next batches, one of each peer, in their order in the text; fewer where it ends."""
+    def documents(self) -> Tensor:
+        return self._documents
+
+    def _next_of_all(self) -> list[tuple[Pair, Tensor]]:
+        """Return the rows of the next batches, one of each peer, in their order in the text, and their documents.
+
+        They are fewer where it ends.
+        """
         own = self._next_own()
+        documents = self._coming_documents.popleft() if own else _NO_DOCUMENTS
         if self._peers.size == 1:
-            return [] if own is None else [own]
+            return [(own, documents)] if own else []
         widths = [self.n_hooks * width for width in (self.d_in, self.d_out or 0)]
         nothing = torch.empty(0, sum(widths), dtype=self._model.dtype)
         together = nothing if own is None else own[0] if own[1] is own[0] else torch.cat(own, dim=1)
         of_all = gather_rows(self._peers, together.cpu(), is_there=own is not None)
-        return [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
+        pairs = [(rows, rows) if self.d_out is None else rows.split(widths, dim=1) for rows in of_all]
+        return list(zip(pairs, gather_rows(self._peers, documents, is_there=own is not None), strict=True))
 
     def _next_own(self) -> Pair | None:
-        assert self._batches
         if self.own_devices:
-            self._readers = self._readers or Readers([model.rows_on_cpu for model in self._models], self._batches)
+            self._readers = self._readers or Readers([model.rows_on_cpu for model in self._models], self._own_batches)
             return self._readers.next()
-        while len(self._coming) <= self._ahead and (batch := next(self._batches, None)) is not None:
+        while len(self._coming) <= self._ahead and (batch := next(self._own_batches, None)) is not None:
             self._coming.append(self._models[0].begin(batch))
         return self._coming.popleft().read() if self._coming else None
 
@@ -143,9 +154,18 @@ class ModelStream(StreamSource):
             self._readers.close()
         if self._batches:
             self._batches.close()
-        self._readers, self._n_given, self._ready, self._coming = None, state["batch"], deque[Pair](), deque[_Coming]()
+        self._readers, self._n_given, self._coming = None, state["batch"], deque[_Coming]()
+        self._ready, self._coming_documents = deque[tuple[Pair, Tensor]](), deque[Tensor]()
         first = self._n_given + self._peers.index
         self._batches = ReadAhead(itertools.islice(self._all_batches(), first, None, self._peers.size))
+        self._own_batches = self._noting_documents(self._batches)
+
+    def _noting_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches, and note the documents of the rows that each gives."""
+        for batch in batches:
+            places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
+            self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])
+            yield batch
 
     def _all_batches(self) -> Iterator[Batch]:
         contexts = itertools.islice(contexts_of(self._job, self._model), self._rank, None, self._n_ranks)

@@ -60,6 +60,7 @@ class Estimate(msgspec.Struct, frozen=True):
             "mode": self.job.parallel.mode,
             "device": self.device_name,
             "is_measured": self.placed.is_measured,
+            "hold_out": self.job.hold_out,
             "model_gpus": self.placed.model_gpus,
             "per_model_gpu": parts_of(reader) if reader else None,
         }
@@ -74,9 +75,23 @@ class Estimate(msgspec.Struct, frozen=True):
             yield f"per GPU that only runs the language model: {reader.total / 2**20:,.1f} MiB"
         if self.placed.model_gpus or self.placed.why:
             yield self.placed.sentence
+        yield self._held_out
         by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a usual {self.device_name}"
         clock = datetime.timedelta(seconds=round(self.seconds))
         yield f"about {clock} ({self.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"
+
+    @property
+    def _held_out(self) -> str:
+        work = self.placed.settled.work
+        n = self.job.data.held_out(work.shape.n_tokens, work.ranks)
+        how = {
+            "texts": "all rows of some texts",
+            "blocks": "blocks of neighbouring rows, as not all shards know their texts",
+            "rows": "single rows",
+        }
+        of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
+        what = of_stream if self.job.hold_out == "rows" else how[self.job.hold_out]
+        return f"held out: about {n:,} rows, {what} (data.hold_out)" if n else "nothing is held out"
 
 
 def _room(job: JobConfig, gpus: list[Device]) -> Room:

@@ -28,9 +28,10 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.runs.run_job import load_any_run_job
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, load_any
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
@@ -88,7 +89,7 @@ def _train(
     from trainer.reporting.progress import Progress
 
     paths = RunPaths(spec.run_dir)
-    job = job or load_any(paths.job_file, read=read_own_text)
+    job = job or load_any_run_job(paths.job_file, read=read_own_text)
     if isinstance(job, JobConfig):
         job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
     progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()

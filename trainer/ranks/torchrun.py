@@ -14,8 +14,9 @@ from trainer.contract.printable import printable
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
+from trainer.contract.runs.run_job import load_run_job, settings_since
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.job_file import job_of, to_table
 from trainer.contract.store.rows import Device
 from trainer.ranks.foreground import write_job
 from trainer.ranks.launched import newest_checkpoint
@@ -74,7 +75,9 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
     """
     if newest_checkpoint(paths) is None:
         return job, []
-    was, stored = load_job(paths.job_file), stored_run(paths.root)
+    was, stored = load_run_job(paths.job_file), stored_run(paths.root)
+    # What the run began with before a setting was there, whatever the default is now.
+    job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):
             message = (

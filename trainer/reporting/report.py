@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, PER_RANK
 from trainer.contract.store.metrics_store import Row
+from trainer.contract.wording import plural
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
@@ -69,6 +71,21 @@ class Report:
         """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
         message = f"{sentence}{_at(hook)}: an FVU tells of little else; leave them out or scale them"
         self._warn("heavy_dimensions", message)
+
+    def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
+        """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
+        if not n_rows:
+            return
+        what = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
+        message = f"{n_rows:,} rows are held out: {what.get(hold_out, hold_out)} (data.hold_out = {show(asked)})"
+        self.event("held_out", message)
+        if self._is_main:
+            rank_log.say(message)
+
+    def copies(self, sentence: str, hook: str = "") -> None:
+        """Report by a sentence that held-out rows are trained on as well; "" where they are not."""
+        if sentence:
+            self._warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:

@@ -27,11 +27,11 @@ from trainer.contract.runs.checkpoint_manifest import (
 )
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.resume import last_spec
+from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.settings.job_file import members
 from trainer.contract.settings.series import measured_names
-from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
@@ -63,7 +63,7 @@ def export_checkpoint(
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
-    job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
+    job = load_run_job(RunPaths(run_dir).job_file)
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}

@@ -10,9 +10,8 @@ from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UsageError
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
-from trainer.contract.settings.job_file import load_job
-from trainer.contract.settings.toml import read_plain_text
 from trainer.sharing.base import Shared
 from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, refusal_of_set
 from trainer.training.export_checkpoint import checkpoint_of, refuse_to_overwrite, shared_saes
@@ -28,7 +27,7 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
     if catalog.entry(catalog.FORMATS, form, "--format").load() is not CircuitTracer:
         return False
     run_dir, _ = checkpoint_of(paths[0].absolute(), best=False)
-    return len(load_job(RunPaths(run_dir).job_file, read=read_plain_text).hooks) > 1
+    return len(load_run_job(RunPaths(run_dir).job_file).hooks) > 1
 
 
 def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
@@ -62,7 +61,7 @@ def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]]) -> Iterator[tuple[int, Shared]]:
     """Yield the step and the SAEs of each checkpoint, one after the other, since all may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
-        job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
+        job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)
         with usable(checkpoint):
             for _, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint)):

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
+from trainer.activations.copies import copies_in
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
+from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
@@ -100,6 +102,8 @@ class Trainer:
         )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
         self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
+        # Of each hook; each rank looks at its own held-out rows.
+        self.copies = [copies_in(self.data.of_hook(hook), self._train.seed) for hook in range(source.n_hooks)]
         self._held_out = HeldOut(self.data, self.outliers, self._device)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
@@ -230,7 +234,10 @@ class Trainer:
                 yield sampler, own
 
     def _tell_of_data(self) -> None:
-        """Report what of the sample would mislead a reader of the run's figures."""
+        """Report which rows are held out, and what of the sample would mislead a reader of the run's figures."""
+        self.report.held_out(self.data.n_held_out, self.data.hold_out, self.data.n_texts, self._job.data.hold_out)
+        for name, share in zip(self._job.hooks, self.copies, strict=True):
+            self.report.copies(copies_sentence(share), name)
         for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
             self.report.sampled(sampler.n_outliers, sampler.n_rows, self._job.data.max_norm, name)
             if sampler.heavy:

@@ -263,6 +263,7 @@ _COMPARED = fields(
         "runs": (list_of(_RUN), "One of each SAE."),
         "differences": (by_name({"type": "array"}), "Settings that differ, by name, with a value for each of `runs`."),
         "same": (by_name(list_of(str)), "By result: the SAEs that are not told apart from the best."),
+        "same_because": (by_name(str), "By result: why they are not, and what lead would count."),
     },
 )
 _WRITTEN = fields(

@@ -20,6 +20,7 @@ _SPEED = {
     "mode": (str, "Parallel mode."),
     "device": (str, 'Kind of GPU, or "CPU".'),
     "is_measured": (bool, "Whether by speeds that were measured on this machine."),
+    "hold_out": (str, 'How rows are held out: "texts", "blocks" or "rows".'),
 }
 _NOTES = (list_of(str), "What a reader should know of it.")
 

@@ -59,7 +59,9 @@ _FIGURES = typed(
         "d_in": "Width of the activations.",
         "d_sae": "Latents.",
         "fvu": "Fraction of variance unexplained; null: not defined.",
-        "fvu_error": "Its standard error; null: not defined.",
+        "fvu_error": "Its standard error, over clusters of rows that depend on each other; null: not defined.",
+        "n_clusters": "Texts, or blocks of neighbouring rows, that the error is taken over; 0: not known.",
+        "clustered_by": '"texts" or "blocks"; "": not known.',
         "median_row_fvu": "Median over rows of each row's own FVU; null: not defined.",
         "explained_variance": "Explained variance by SAEBench's definition; null: not defined.",
         "mse": "Squared error per row, summed over dimensions; null: not defined.",
@@ -87,6 +89,7 @@ _SPLICED = typed(
         "n_tokens": "Tokens that the language model has read.",
         "text": "Which text they are from.",
         "is_unseen": "Whether none of it was trained on.",
+        "n_texts": "Texts that errors are taken over; 0: not known.",
         "ce": "Cross-entropy of the model as it is, in nats; null: not defined.",
         "ce_with_sae": "With reconstructions in place of activations, in nats; null: not defined.",
         "ce_with_zeros": "With zeros in their place, in nats; null: not defined.",
@@ -137,6 +140,8 @@ _DATA = typed(
         "n_held_out": "Rows that the run has held back; 0: none.",
         "is_trained_on": "Whether the SAE has seen the rows in its training.",
         "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
+        "hold_out": 'How rows were held out: "texts", "blocks" or "rows"; "": none were.',
+        "copies": "Share of the held-out rows that are training rows too, of those looked at; null: not looked for.",
     },
     no_number_is_null=True,
 )
@@ -154,7 +159,7 @@ _CARD: dict[str, tuple[Any, str]] = {
     "probing": (or_null(_PROBING), "What its latents tell of labelled texts; null: not measured."),
     "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
 }
-assert _CARD.keys() == set(Card.__struct_fields__)
+assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 
 
 def card(title: str, *names: str, **more: tuple[Any, str]) -> Schema:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -77,6 +78,7 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     except JobFileError as error:
         return [*error.problems, *problems]
     work = Workload(job, wanted_ranks(job), data)
+    problems += _check_rows(job)
     problems += _check_saes(work)
     problems += set_problems(job, data.d_out)
     problems += _check_length(work)
@@ -87,6 +89,16 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
         of_training = expected if isinstance(expected, Outlook) else outlook_on(job, data, machine)
         problems += [problem for problem in of_training.problems(job) if problem.path not in wrong_paths]
     problems += _check_disk(work, machine)
+    return problems
+
+
+def _check_rows(job: JobConfig) -> list[Problem]:
+    """Report rows that are given twice, and texts that are to be held out whole where they are not known."""
+    problems = list(dict.fromkeys(problem for knobs in job.hooks.values() for problem in knobs.repeated()))
+    with contextlib.suppress(JobFileError):  # of data that another job is yet to write
+        if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
+            message = 'not all shards know which text a row is of (a tensor `document`); use "blocks" or "rows"'
+            problems.append(Problem("data.hold_out", message))
     return problems
 
 

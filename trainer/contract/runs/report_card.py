@@ -11,6 +11,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.wording import bars, plural
 
 # Borders of the histogram of densities, as powers of ten.
@@ -22,13 +23,18 @@ LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # Latents that are shown of all that fire, and texts of each.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
+# How rows were held out, after their number.
+_WAYS = {"texts": " of texts not trained on", "blocks": " in blocks"}
+# A share of held-out rows that are training rows too, above which it is no accident of a few short texts.
+MANY_COPIES = 0.01
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """What an SAE does on `n_tokens` rows that it has not seen.
 
-    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over rows; `median_row_fvu` is the median of
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over `n_clusters` groups of rows that depend on
+    each other, which are `clustered_by` "texts" or "blocks" of neighbouring rows; `median_row_fvu` is the median of
     ‖y − x̂‖² / ‖y − mean‖², which no single row can move. `explained_variance` is 1 − FVU and `mse` is the mean of
     ‖y − x̂‖². `l2_ratio` is the mean of ‖x̂‖ / ‖y‖ and `relative_reconstruction_bias` E‖x̂‖² / E⟨y, x̂⟩: below 1 where
     reconstructions shrink. Latents are `dead` where they never fire on these rows, with the standard error of a share
@@ -43,6 +49,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     d_sae: int
     fvu: float
     fvu_error: float = math.nan
+    n_clusters: int = 0
+    clustered_by: str = ""
     median_row_fvu: float = math.nan
     explained_variance: float = math.nan
     mse: float = math.nan
@@ -65,13 +73,14 @@ class Spliced(msgspec.Struct, frozen=True, kw_only=True):
 
     `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
     or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
-    divergence from the model as it is, each with its standard error over contexts. `is_unseen` where that text is known
-    to come after what was extracted.
+    divergence from the model as it is, each with its standard error over `n_texts` texts. `is_unseen` where that text
+    is known to come after what was extracted.
     """
 
     n_tokens: int
     text: str
     is_unseen: bool
+    n_texts: int = 0
     ce: float = math.nan
     ce_with_sae: float = math.nan
     ce_with_zeros: float = math.nan
@@ -112,7 +121,9 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
     Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
     counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`. `heavy` tells in a sentence of few
-    dimensions that hold most of the variance; "" where there are none.
+    dimensions that hold most of the variance; "" where there are none. `hold_out` is how rows were held out: "texts",
+    "blocks" or "rows". `copies` is the share of the held-out rows that are the same as a training row, of those looked
+    at; None where that was not looked for.
     """
 
     place: str
@@ -124,12 +135,14 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     n_held_out: int = 0
     is_trained_on: bool = False
     heavy: str = ""
+    hold_out: str = ""
+    copies: float | None = None
 
     def rows(self, n: int) -> str:
         """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
         if self.is_held_out:
             of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
-            return f"{n:,}{of_all} held-out rows"
+            return f"{n:,}{of_all} held-out rows{_WAYS.get(self.hold_out, '')}"
         return f"{n:,} {'training ' * self.is_trained_on}rows"
 
 
@@ -167,6 +180,8 @@ class Card(msgspec.Struct, frozen=True):
     spliced: Spliced | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
+    # In a file of their own.
+    sums: RowSums | None = None
 
     @property
     def title(self) -> str:
@@ -191,7 +206,8 @@ def _without_unknown(value: Any) -> Any:
 
 def as_table(card: Card) -> dict[str, Any]:
     """Return the card for JSON, which has no word for a number that is none but null."""
-    table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(card))
+    table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(msgspec.structs.replace(card, sums=None)))
+    del table["sums"]
     return table
 
 
@@ -244,8 +260,21 @@ def summary(card: Card) -> str:
     one = card.figures
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
-    heavy = f"; {card.data.heavy}" if card.data.heavy else ""
-    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{heavy}"
+    notes = "".join(f"; {note}" for note in (card.data.heavy, copies_sentence(card.data.copies)) if note)
+    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{notes}"
+
+
+def copies_sentence(share: float | None) -> str:
+    """Say which share of the held-out rows was trained on as well; "" where it is small or not known."""
+    if share is None or share < MANY_COPIES:
+        return ""
+    return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
+
+
+def clustered(n_clusters: int, clustered_by: str) -> str:
+    """Say over what a standard error is taken, like ` over 136 texts`."""
+    named = {"texts": "text", "blocks": "block"}.get(clustered_by)
+    return f" over {plural(n_clusters, named)}" if named else ""
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
@@ -253,8 +282,9 @@ def facts(card: Card) -> list[tuple[str, str]]:
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     dead, rare = _with_error(one.dead, one.dead_error, ".1%"), _known(one.rare, ".1%")
+    over = clustered(one.n_clusters, one.clustered_by)
     told = [
-        ("FVU", f"{_with_error(one.fvu, one.fvu_error)}, median row {_known(one.median_row_fvu, '.4f')}"),
+        ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
         ("explained variance", f"{one.explained_variance:.2%}"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
@@ -269,6 +299,8 @@ def facts(card: Card) -> list[tuple[str, str]]:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
     if card.data.heavy:
         told.append(("read FVU with care", card.data.heavy))
+    if copies := copies_sentence(card.data.copies):
+        told.append(("copies", copies))
     return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
 
 
@@ -277,11 +309,12 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
     of_each = (
         f"{spliced.ce_with_sae:.3f} with the SAE, {spliced.ce:.3f} without, {spliced.ce_with_zeros:.3f} with zeros"
     )
+    of_texts = f"{plural(spliced.n_texts, 'text')} in " if spliced.n_texts else ""
     kl = f"{spliced.kl_with_sae:.4f} with the SAE, {spliced.kl_with_zeros:.3f} with zeros"
     return [
         ("CE score", f"{_with_error(spliced.ce_score, spliced.ce_score_error)}: {of_each}{mean}"),
         ("KL score", f"{_with_error(spliced.kl_score, spliced.kl_score_error)}: {kl}"),
-        ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {spliced.text}"),
+        ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"),
     ]
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -14,9 +13,10 @@ from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
+from trainer.contract.runs.run_job import settings_since
 from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job, read_toml
+from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.schedule import lr_factor
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.rows import Device
@@ -83,23 +83,10 @@ def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], s
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # train.n_steps overrides n_tokens, so it is cleared where only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
-    since = _settings_since(job_file)
+    since = settings_since(job_file)
     was = load_job(job_file, since, read=read)
     as_before = [*(["train.n_steps="] if by_tokens else []), *since, *_step_since(run_dir, was)]
     return load_job(job_file, [*overrides, *as_before], read=read)
-
-
-def _settings_since(job_file: Path) -> list[str]:
-    """Return as overrides what a run began with before a setting was there, where the default is another now."""
-    raw = read_toml(job_file, read_plain_text)
-    # The file of a run has all settings that there were.
-    before = {"sae.encoder_follows": "off", "train.lr_scaling": "off"}
-    return [f"{path}={value}" for path, value in before.items() if not _has(raw, path)]
-
-
-def _has(raw: Mapping[str, Any], path: str) -> bool:
-    section, key = path.split(".")
-    return isinstance(keys := raw.get(section), dict) and key in keys
 
 
 def _step_since(run_dir: Path, was: JobConfig) -> list[str]:

@@ -26,7 +26,7 @@ from trainer.contract.settings.language import (
     lack_of_text,
 )
 from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
-from trainer.contract.settings.sources import DataShape, Held, StreamKnobs
+from trainer.contract.settings.sources import DataShape, Held, HoldOut, StreamKnobs
 from trainer.contract.wording import plural
 
 
@@ -73,6 +73,9 @@ class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
     @property
     def place(self) -> str:
         return self.text or str(self.dataset)
+
+    def usual_hold_out(self) -> HoldOut:
+        return "texts"
 
     def shape(self) -> DataShape:
         problems = [*self._check_hook(), *self._check_text(), *self._check_model()]

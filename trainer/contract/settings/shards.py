@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
+from trainer.contract.json_file import read_json
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.parquet_file import read_parquet_file
@@ -21,6 +23,9 @@ from trainer.contract.settings.rows import NotRowsError, Rows
 from trainer.contract.wording import join_words
 
 TENSOR = "activations"
+# Of each row the number of the text that it is of.
+DOCUMENT = "document"
+_NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # What shards can be: the first kind that a folder has is read.
@@ -50,6 +55,14 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[_Count, _Count]
 
 
+class _Column(msgspec.Struct):
+    """The entry of a tensor of one number for each row."""
+
+    dtype: str
+    shape: tuple[_Count]
+    data_offsets: tuple[_Count, _Count]
+
+
 class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
@@ -62,6 +75,57 @@ class ShardSet(msgspec.Struct, frozen=True):
     @property
     def n_tokens(self) -> int:
         return sum(shard.n_tokens for shard in self.shards)
+
+
+class Documents(msgspec.Struct, frozen=True):
+    """Where in a shard the numbers of its rows' texts are, and their type as numpy calls it."""
+
+    offset: int
+    dtype: str
+
+
+def documents_in(shard: Shard) -> Documents | None:
+    """Return where a shard has the number of each row's text; None where it does not know them."""
+    if shard.file.suffix != ".safetensors":
+        return None
+    try:
+        header, begin = read_header(shard.file)
+        column = msgspec.convert(header[DOCUMENT], _Column)
+    except (KeyError, ValueError, OSError, RecursionError):
+        return None
+    (n_rows,), (first, last) = column.shape, column.data_offsets
+    dtype = _NUMBERS.get(column.dtype)
+    if dtype is None or n_rows != shard.n_tokens or last - first != n_rows * int(dtype[-1]):
+        return None
+    return Documents(begin + first, dtype) if begin + last <= shard.file.stat().st_size else None
+
+
+def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
+    """Return two shards that are one file, or by the notes next to them of the same bytes; None where there are none.
+
+    A folder that is named twice, and one behind a link, has the same files.
+    """
+    first: dict[object, Path] = {}
+    files = dict.fromkeys((number, shard.file) for number, one in enumerate(sets) for shard in one.shards)
+    for _, file in files:
+        state = file.stat()
+        for identity in ((state.st_dev, state.st_ino), _noted_sha256(file)):
+            if identity and identity in first:
+                return first[identity], file
+            first[identity] = file
+    return None
+
+
+def _noted_sha256(file: Path) -> str | None:
+    shards = (read_json(file.parent / "meta.json", dict[str, object]) or {}).get("shards")
+    sha256 = shards.get(file.name) if isinstance(shards, dict) else None
+    return sha256 if isinstance(sha256, str) else None
+
+
+def is_shuffled(shards: ShardSet) -> bool:
+    """Tell whether rows were shuffled as they were stored, by the note next to them."""
+    meta = read_json(shards.shards[0].file.parent / "meta.json", dict[str, object]) or {}
+    return meta.get("shuffled") is True
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:

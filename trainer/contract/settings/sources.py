@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Annotated, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -12,7 +12,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.hooks import ends_of, is_of_transcoder, names_of_hook, problems_of_hooks
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.promised import NO_PROMISES, Promises, Width, is_promised, promised
-from trainer.contract.settings.shards import ShardSet, inspect_shards
+from trainer.contract.settings.shards import ShardSet, documents_in, inspect_shards, is_shuffled, same_shards
 from trainer.contract.wording import join_words, plural
 
 
@@ -37,6 +37,9 @@ class DataShape(NamedTuple):
         n_rows = "" if self.n_tokens is None else f"{self.n_tokens:,} "
         targets = "" if self.d_out is None else f" with targets of {self.d_out}"
         return f"{n_rows}rows of {plural(self.d_in, 'dimension')}{targets}"
+
+
+HoldOut = Literal["texts", "rows", "blocks"]
 
 
 class Held(NamedTuple):
@@ -65,6 +68,14 @@ class SourceKnobs(msgspec.Struct, frozen=True):
     def shape_once_written(self, promises: Promises) -> DataShape:
         """Return the shape of the data where other jobs have yet to write some of it."""
         return self.shape()
+
+    def repeated(self) -> list[Problem]:
+        """Report rows that are given twice."""
+        return []
+
+    def usual_hold_out(self) -> HoldOut:
+        """Return how rows are held out where the job leaves it open: single rows where none is of the same text."""
+        return "rows"
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache.
@@ -174,6 +185,29 @@ class ShardKnobs(SourceKnobs, frozen=True):
         if (targets := self._targets(promises)) is None:
             return DataShape(sets[0].d_in, None, n_tokens)
         return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
+
+    def usual_hold_out(self) -> HoldOut:
+        """Return "texts" where all shards know them; "rows" where the shards are shuffled, which blocks would not undo.
+
+        Else neighbours are mostly of one text, and blocks of them are held out.
+        """
+        sets = inspect_sets(self.folders, "data.path")
+        if all(documents_in(shard) for one in sets for shard in one.shards):
+            return "texts"
+        return "rows" if all(is_shuffled(one) for one in sets) else "blocks"
+
+    def repeated(self) -> list[Problem]:
+        """Report rows that are given twice: they would be trained on and held out at once."""
+        try:
+            twice = same_shards(inspect_sets(self.folders, "data.path"))
+        except (JobFileError, OSError):
+            return []  # reported by `shape`, or written by another job before this one starts
+        if twice is None:
+            return []
+        first, second = (str(file) for file in twice)
+        what = f"{first} is given twice" if first == second else f"{second} is the same file as {first}"
+        message = f"{what}, so that held-out rows would be trained on; give each once (data.weights draws more of one)"
+        return [Problem("data.path", message)]
 
     @property
     def target_field(self) -> str:

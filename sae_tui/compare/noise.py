@@ -1,0 +1,94 @@
+"""Which lead of one SAE over another is real: beyond the errors of both figures, and beyond what a seed makes of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from sae_tui.compare.run import Sae
+from trainer.contract.runs.row_sums import paired_error
+from trainer.contract.settings.series import CRITERION, held_out
+
+# A lead of no more than so many standard errors is none.
+LEAD = 2.0
+# A lead in FVU of no more than this share is none, where too few seeds are compared to measure their spread: those of a
+# TopK on 131,072 rows were 0.5 to 1 % apart.
+SEED_SHARE = 0.01
+FEWEST_SEEDS = 3
+_CARD_FVU = f"card_{CRITERION}"
+_FVUS = (CRITERION, held_out(CRITERION), _CARD_FVU)
+_SEED = "train.seed"
+_OF_SAE = ("data.", "sae.", "train.")
+
+
+class Lead(msgspec.Struct, frozen=True):
+    """How far the best value is ahead, what lead would count, and in words why it would."""
+
+    lead: float
+    least: float
+    why: str
+
+    @property
+    def is_real(self) -> bool:
+        return self.lead > self.least
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """An SAE with its value of a result, and the standard error of that; None where they are not known."""
+
+    sae: Sae
+    value: float | None
+    error: float | None = None
+
+
+def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measured]) -> Lead | None:
+    """Return the lead of the best SAE in a result over another; None where it has none or no noise of it is known.
+
+    From all that are compared the spread of seeds is measured.
+    """
+    if best.value is None or other.value is None:
+        return None
+    known = [noise for noise in (_by_errors(name, best, other), _by_seeds(name, compared, best.value)) if noise]
+    if not known:
+        return None
+    least, why = max(known)
+    return Lead(abs(other.value - best.value), least, why)
+
+
+def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
+    """Return the lead that the errors of both make up, and why."""
+    sums = best.sae.sums, other.sae.sums
+    if name in (held_out(CRITERION), _CARD_FVU) and sums[0] and sums[1]:
+        paired = paired_error(*sums)
+        if paired is not None:
+            return LEAD * paired, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
+    if best.error is None or other.error is None:
+        return None
+    return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} standard errors of both together"
+
+
+def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[float, str] | None:
+    """Return the lead in FVU that other seeds may make up, and why."""
+    if name not in _FVUS:
+        return None
+    groups: dict[str, dict[str, float]] = defaultdict(dict)
+    for one in compared:
+        if one.value is not None:
+            groups[_without_seed(one.sae)][repr(one.sae.settings.get(_SEED))] = one.value
+    of_seeds = [list(values.values()) for values in groups.values() if len(values) >= FEWEST_SEEDS]
+    if not of_seeds:
+        few = f"{SEED_SHARE:.0%}, which another seed can make (compare {FEWEST_SEEDS} seeds to measure it)"
+        return SEED_SHARE * abs(top), few
+    degrees = sum(len(values) - 1 for values in of_seeds)
+    spread = math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in of_seeds) / degrees)
+    return LEAD * math.sqrt(2) * spread, f"{LEAD:g} × the spread of seeds between two runs"
+
+
+def _without_seed(sae: Sae) -> str:
+    """Return the settings that make the SAE what it is, but for its seed."""
+    settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
+    return repr(sorted(settings.items(), key=str))

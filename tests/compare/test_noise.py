@@ -1,0 +1,83 @@
+"""Which leads get a star: beyond the errors of texts, paired where the rows are the same, and beyond seeds."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from sae_tui.compare.run import Sae
+from sae_tui.compare.tables import Line, results
+from trainer.contract.runs.row_sums import RowSums, paired_error
+from trainer.contract.store.rows import Job
+
+
+def run(number: int, fvu: float, error: float | None = None, sums: RowSums | None = None, **settings) -> Sae:
+    job = Job(id=number, name="x", config="", user="ada", host="here", device="cpu", gpu_source="none")
+    latest = {"card_fvu": fvu} | ({"card_fvu_error": error} if error is not None else {})
+    return Sae(str(number), job, "", {"train.seed": number} | settings, latest, sums)
+
+
+def line_of(*saes: Sae, title: str = "report card FVU") -> Line:
+    return next(line for line in results(saes) if line.title == title)
+
+
+def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
+    """Return the sums of an SAE whose error differs widely between texts, but like that of others on these texts."""
+    drawn = random.Random(0), random.Random(factor)
+    spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
+    hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
+    pairs = zip(spreads, hard, strict=True)
+    return RowSums(rows, [factor * part * one * (1 + drawn[1].gauss(0, jitter)) for one, part in pairs], spreads)
+
+
+def test_the_paired_error_is_what_resampling_the_texts_gives() -> None:
+    one, other, drawn = sums_of(1.0, jitter=0.1), sums_of(1.02, jitter=0.1), random.Random(1)
+    differences = []
+    for _ in range(500):
+        texts = drawn.choices(range(400), k=400)
+        fvus = [sum(of.errors[t] for t in texts) / sum(of.spreads[t] for t in texts) for of in (one, other)]
+        differences.append(fvus[0] - fvus[1])
+    assert paired_error(one, other) == pytest.approx(statistics.stdev(differences), rel=0.15)
+    assert paired_error(one, sums_of(1.02, rows="b")) is None
+
+
+def test_on_the_same_rows_a_lead_is_real_that_separate_errors_hide() -> None:
+    one, other = sums_of(1.0, jitter=0.02), sums_of(1.03, jitter=0.02)
+    values = [(1, one.fvu, 0.005, one), (2, other.fvu, 0.005, other)]
+    assert line_of(*(run(*each) for each in values)).best == {0}
+    apart = line_of(run(*values[0]), run(2, other.fvu, 0.005, sums_of(1.03, rows="b")))
+    assert apart.same == {0, 1}
+    assert apart.why.startswith("report card FVU: 1 and 2 are the same, as 1 is 0.00")
+    assert apart.why.endswith("2 standard errors of both together")
+
+
+def test_a_lead_within_twice_the_combined_error_is_none() -> None:
+    def three(error: float) -> Line:
+        return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
+
+    assert three(0.004).same == {0, 1}
+    assert three(0.003).best == {0}
+
+
+def test_a_lead_below_one_percent_is_what_a_seed_makes() -> None:
+    line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
+    assert line.words() == ["0.1 same", "0.1009 same"]
+    assert "1%, which another seed can make (compare 3 seeds to measure it)" in line.why
+    assert line_of(run(1, 0.1000, 1e-6), run(2, 0.1011, 1e-6)).best == {0}
+    # Also where no error is known.
+    assert line_of(run(1, 0.1000), run(2, 0.1009)).same == {0, 1}
+
+
+def test_three_seeds_of_the_same_settings_measure_their_own_spread() -> None:
+    close = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32}) for seed in range(3)]
+    assert line_of(*close, run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
+    far = [run(seed, 0.1 + 0.004 * seed, 1e-7, **{"sae.k": 32}) for seed in range(3)]
+    line = line_of(*far, run(9, 0.108, 1e-7, **{"sae.k": 16}))
+    assert line.same == {0, 1, 2, 3}
+    assert line.why.endswith("2 × the spread of seeds between two runs")
+    # Two seeds, or three of other settings, do not.
+    assert line_of(*close[:2], run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
+    unlike = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32 + seed}) for seed in range(3)]
+    assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}

@@ -1,0 +1,190 @@
+"""Whole texts, blocks and rows that are held out: whatever texts there are, none is on both sides of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from trainer.activations.mixture import MixedOrder, MixedSplit
+from trainer.activations.order import Order
+from trainer.activations.shards import Shards
+from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.texts import Texts
+from trainer.activations.training_data import open_data
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+
+MakeJob = Callable[..., JobConfig]
+
+
+@st.composite
+def shards_of_texts(draw: st.DrawFn) -> list[np.ndarray]:
+    """Return the texts of the rows of shards, of any lengths, in any order, under any numbers."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=4, max_size=30))
+    names = draw(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=len(lengths), max_size=len(lengths), unique=True))
+    rows = np.repeat(np.array(names), lengths)
+    if draw(st.booleans()):
+        rows = np.random.default_rng(0).permutation(rows)
+    return np.array_split(rows, draw(st.integers(1, 3)))
+
+
+@given(shards_of_texts(), st.integers(1, 200), st.integers(0, 2**40), st.integers(0, 200))
+def test_no_text_is_both_trained_on_and_held_out(parts: list[np.ndarray], wanted: int, seed: int, n_later: int) -> None:
+    of_rows = np.concatenate(parts)
+    n = len(of_rows)
+    n_first = max(1, n - n_later)
+    split = split_of(n, min(wanted, n_first - 1), seed, hold_out="texts", texts=Texts(parts), n_first=n_first)
+    trained = split.rows(np.arange(split.n_train))
+    assert sorted([*trained, *split.held_out]) == list(range(n))
+    assert {*Order(split, seed).stretch(7 * n, 2 * n)} | {*split.sample(n, 1)} == {*trained}
+    if split.hold_out == "texts" and len(split.held_out):
+        assert {*of_rows[trained]}.isdisjoint(of_rows[split.held_out])
+        assert split.n_texts == len({*of_rows[split.held_out]})
+
+
+@given(shards_of_texts(), st.integers(1, 100), st.integers(0, 99))
+def test_what_is_held_out_stays_so_when_rows_are_added(parts: list[np.ndarray], wanted: int, seed: int) -> None:
+    n_first = len(parts[0])
+    wanted = min(wanted, n_first - 1)
+    before = split_of(n_first, wanted, seed, hold_out="texts", texts=Texts(parts[:1]))
+    n, texts = sum(map(len, parts)), Texts(parts)
+    grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
+    assert grown.held_out[grown.held_out < n_first].tolist() == before.held_out.tolist()
+    for hold_out in ("rows", "blocks"):
+        of_first = Split(n_first, wanted, seed, hold_out=hold_out)
+        assert (
+            Split(n, wanted, seed, hold_out=hold_out, n_first=n_first).held_out.tolist() == of_first.held_out.tolist()
+        )
+
+
+@given(st.integers(2, 5000), st.data(), st.integers(0, 2**40))
+def test_blocks_are_exactly_as_many_rows_as_wanted_from_many_places(n: int, data: st.DataObject, seed: int) -> None:
+    wanted = data.draw(st.integers(0, n - 1))
+    held_out = Split(n, wanted, seed, hold_out="blocks").held_out
+    assert len({*held_out.tolist()}) == len(held_out) == wanted
+    assert (held_out < n).all()
+    if wanted > 8 * BLOCK:
+        of_blocks = np.bincount(held_out // BLOCK)
+        # All of a block or none of it, but for a few.
+        assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
+
+
+def test_about_as_many_rows_as_wanted_are_held_out() -> None:
+    lengths = np.random.default_rng(0).integers(20, 200, 500)
+    of_rows = np.repeat(np.arange(500), lengths)
+    splits = [Split(len(of_rows), 2000, seed, hold_out="texts", texts=Texts([of_rows])) for seed in range(20)]
+    assert all(2000 <= len(one.held_out) < 2200 for one in splits)
+    # Other seeds hold out other texts.
+    assert len({tuple(one.held_out) for one in splits}) == 20
+
+
+def test_texts_longer_than_what_is_wanted_are_held_out_only_where_there_are_no_others() -> None:
+    short = np.repeat(np.arange(100), 10)
+    held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
+    assert len(held_out) == 50
+    assert held_out.max() < 1000
+    # Of ten texts of 100 rows one, although fewer rows are wanted.
+    assert len(Split(1000, 50, 0, hold_out="texts", texts=Texts([np.repeat(np.arange(10), 100)])).held_out) == 100
+
+
+@pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
+def test_too_few_texts_are_refused_where_they_are_asked_for_and_else_blocks_are_held_out(of_rows: np.ndarray) -> None:
+    texts = Texts([of_rows.astype(np.int32)])
+    with pytest.raises(TooFewTexts, match=r"^the 1,000 rows are of [12] texts, the longest of"):
+        Split(1000, 50, 0, hold_out="texts", texts=texts)
+    split = split_of(1000, 50, 0, hold_out="texts", texts=texts)
+    assert split.hold_out == "blocks"
+    assert len(split.held_out) == 50
+
+
+def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
+    texts = Texts([np.array(part, np.int64) for part in parts], **options)
+    return texts.labels(np.arange(texts.n_rows)).tolist()
+
+
+def test_numbers_that_begin_again_are_other_texts_and_in_doubt_the_same() -> None:
+    # Each shard counts from 0, or each process that wrote several.
+    assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
+    assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
+    # An extraction counts through its text.
+    assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
+    # A text that goes on in the next shard; shards of two processes in turns; numbers without an order.
+    assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
+    assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
+    assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
+
+
+def test_a_mixture_holds_out_whole_texts_of_each_folder() -> None:
+    of_rows = [np.repeat(np.arange(60), 20), np.repeat(np.arange(40), 50)]
+    texts = [Texts([one]) for one in of_rows]
+    split = MixedSplit([1200, 2000], None, 160, 3, hold_out="texts", texts=texts)
+    assert split.hold_out == "texts"
+    # Texts of one number in two folders are two texts.
+    names = np.concatenate([of_rows[0], of_rows[1] + 1000])
+    trained = MixedOrder(split, 3).stretch(0, split.n_train)
+    assert sorted([*trained, *split.held_out]) == list(range(3200))
+    assert {*names[trained]}.isdisjoint(names[split.held_out])
+    assert [len(one.held_out) for one in split.splits] == [60, 100]
+
+
+def with_documents(activations: Path) -> None:
+    """Have the rows of both shards be of texts of 50 rows."""
+    first = 0
+    for file in sorted(activations.glob("*.safetensors")):
+        rows = load_file(file)["activations"]
+        documents = (first + torch.arange(len(rows))) // 50
+        save_file({"activations": rows, "document": documents}, file)
+        first += len(rows)
+
+
+def split_by(job: JobConfig) -> Any:
+    source = Shards(path=job.data.knobs.path)
+    return open_data(source, job, Parallel(torch.device("cpu"))).split
+
+
+def test_texts_are_held_out_where_all_shards_know_them_and_seeds_of_training_do_not_move_them(
+    activations: Path, make_job: MakeJob
+) -> None:
+    assert make_job().hold_out == "blocks"
+    with_documents(activations)
+    assert make_job().hold_out == "texts"
+    first, other_seed = (split_by(make_job(train={"seed": seed})) for seed in (0, 5))
+    assert first.hold_out == "texts"
+    assert first.held_out.tolist() == other_seed.held_out.tolist()
+    assert {*np.bincount(first.held_out // 50)} == {0, 50}
+    assert split_by(make_job(data={"split_seed": 1})).held_out.tolist() != first.held_out.tolist()
+    (activations / "meta.json").write_text('{"shuffled": true}')
+    save_file({"activations": load_file(activations / "b.safetensors")["activations"]}, activations / "b.safetensors")
+    assert make_job().hold_out == "rows"
+
+
+def test_texts_that_are_asked_for_and_not_there_are_refused_in_a_sentence(activations: Path, make_job: MakeJob) -> None:
+    with pytest.raises(UserError, match=r"^data\.hold_out: which text a row is of is not known, .*; use \"blocks\"$"):
+        split_by(make_job(data={"hold_out": "texts"}))
+
+
+def test_which_rows_depend_on_each_other_is_known_by_their_texts_or_else_by_their_neighbours(
+    activations: Path, make_job: MakeJob
+) -> None:
+    def clusters() -> Any:
+        job = make_job(data={"hold_out": "rows"})
+        data = open_data(Shards(path=str(activations)), job, Parallel(torch.device("cpu")))
+        return data.split.held_out, data.of_hook(0).clusters()
+
+    held_out, found = clusters()
+    assert found.of == "blocks"
+    assert found.labels.tolist() == (held_out // BLOCK).tolist()
+    with_documents(activations)
+    held_out, found = clusters()
+    assert found.of == "texts"
+    _, expected = np.unique(held_out // 50, return_inverse=True)
+    assert found.labels.tolist() == expected.tolist()

@@ -1,0 +1,118 @@
+"""Which text each stored row is of, by the `document` of its shard; activations are not read for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.activations.base import Indices
+from trainer.activations.permutation import Words, mixed
+
+Numbers = NDArray[Any]
+# Numbers of texts are counted in a table if it has no more than this many places for each row.
+_PLACES_PER_ROW = 4
+
+
+class Counts(NamedTuple):
+    """Texts, [n] each: which numbering their number is of, the number, and how many rows they have."""
+
+    numbering: Indices
+    number: Indices
+    n_rows: Indices
+
+
+class Texts:
+    """The texts of the rows of one set of shards; `parts` are the numbers of each shard's rows, in their order.
+
+    A number stands for the same text in all shards where they are `numbered_through`, as those of an extraction are.
+    Where a later shard begins again at the lowest number, and numbers ascend in all shards, it is of other texts. In
+    doubt equal numbers are one text, so that none is on both sides of a split.
+    """
+
+    def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
+        self._parts = [part for part in parts if len(part)]
+        self._starts = np.cumsum([0, *map(len, self._parts)])
+        self.n_rows = int(self._starts[-1])
+        self._numberings = np.zeros(len(self._parts), np.int64) if numbered_through else _numberings(self._parts)
+
+    def counts(self, n_rows: int) -> Counts:
+        """Return the texts of the first `n_rows` rows."""
+        found: dict[int, list[tuple[Indices, Indices]]] = {}
+        for part, start, numbering in zip(self._parts, self._starts, self._numberings, strict=False):
+            if start < n_rows:
+                found.setdefault(int(numbering), []).append(_counted(part[: n_rows - start]))
+        merged = {numbering: _merged(parts) for numbering, parts in found.items()}
+        numberings = [np.full(len(number), numbering) for numbering, (number, _) in merged.items()]
+        numbers, counts = zip(*merged.values(), strict=True)
+        return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
+
+    def rows_of(self, texts: Counts) -> Indices:
+        """Return all rows of some texts, ascending, whichever rows these were counted in."""
+        rows = []
+        for part, start, numbering in zip(self._parts, self._starts, self._numberings, strict=False):
+            wanted = texts.number[texts.numbering == numbering]
+            rows.append(np.flatnonzero(np.isin(part, wanted)) + start)
+        return np.concatenate(rows)
+
+    def labels(self, rows: Indices) -> Indices:
+        """Return for each of some ascending rows a label, from 0, which those of one text share."""
+        places = np.searchsorted(self._starts, rows, side="right") - 1
+        numbers = np.empty(len(rows), np.int64)
+        for place in np.unique(places):
+            own = places == place
+            numbers[own] = self._parts[place][rows[own] - self._starts[place]]
+        pairs = np.stack([self._numberings[places], numbers], axis=1)
+        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+
+def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:
+    """Return a random number for each text, the same whatever other texts there are; `seed` is of `seed_key`."""
+    of_number = mixed(number.astype(np.int64).view(np.uint64) ^ seed)
+    return mixed(of_number + np.asarray(numbering).astype(np.uint64))
+
+
+def seed_key(*seed: int) -> Words:
+    """Return what `keys_of` takes as its seed."""
+    return np.random.SeedSequence(seed).generate_state(1, np.uint64)
+
+
+def _numberings(parts: Sequence[Numbers]) -> Indices:
+    """Return for each shard which numbering it is of, from 0; all of one in doubt."""
+    numberings, lowest = np.zeros(len(parts), np.int64), int(parts[0].min()) if parts else 0
+    last = lowest
+    for number, part in enumerate(parts):
+        # A single text that goes on in the next shard looks like a numbering of one text that begins again.
+        begins = number > 0 and int(part.min()) == lowest < last
+        if begins and not all(_is_ascending(one) for one in parts):
+            # Rows that were shuffled over all shards: each has some of every text.
+            return np.zeros(len(parts), np.int64)
+        if int(part.min()) < last and not begins:
+            return np.zeros(len(parts), np.int64)
+        numberings[number:] += begins
+        last = int(part.max())
+    return numberings
+
+
+def _is_ascending(part: Numbers) -> bool:
+    return bool((part[1:] >= part[:-1]).all())
+
+
+def _counted(part: Numbers) -> tuple[Indices, Indices]:
+    """Return the numbers in a shard, ascending, and how often each is there."""
+    low, high = int(part.min()), int(part.max())
+    if high - low < _PLACES_PER_ROW * len(part) + 2**16:
+        counts = np.bincount(part.astype(np.int64) - low)
+        present = np.flatnonzero(counts)
+        return present + low, counts[present]
+    numbers, counts = np.unique(part, return_counts=True)
+    return numbers.astype(np.int64), counts
+
+
+def _merged(parts: Sequence[tuple[Indices, Indices]]) -> tuple[Indices, Indices]:
+    numbers, inverse = np.unique(np.concatenate([number for number, _ in parts]), return_inverse=True)
+    totals = np.zeros(len(numbers), np.int64)
+    np.add.at(totals, inverse, np.concatenate([count for _, count in parts]))
+    return numbers, totals

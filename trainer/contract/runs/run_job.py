@@ -1,0 +1,51 @@
+"""Reads the job file of a run, which may be of an earlier version: what that did not ask for is as it was done then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob, is_extraction, load_any, load_job, read_toml
+from trainer.contract.settings.toml import read_plain_text
+
+Read = Callable[[Path], str]
+
+
+def load_run_job(job_file: Path, overrides: Sequence[str] = (), *, read: Read = read_plain_text) -> JobConfig:
+    """Read the job file of a training's run and apply overrides; raise `JobFileError` with every problem."""
+    return load_job(job_file, [*overrides, *settings_since(job_file, read)], read=read)
+
+
+def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
+    """Read the job file of a run of any kind; raise `JobFileError` with every problem."""
+    return load_any(job_file, settings_since(job_file, read), read=read)
+
+
+def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
+    """Return as overrides what a run began with before a setting was there, where the default is another now."""
+    raw = read_toml(job_file, read)
+    if is_extraction(raw):
+        return []
+    # The file of a run has all settings that there were.
+    before = {
+        "sae.encoder_follows": "off",
+        "train.lr_scaling": "off",
+        "data.hold_out": "rows",
+        "data.split_seed": _first_seed(raw),
+    }
+    return [f"{path}={value}" for path, value in before.items() if not _has(raw, path)]
+
+
+def _first_seed(raw: Mapping[str, Any]) -> int:
+    """Return the seed that the weights of the first SAE began with, which also chose the held-out rows."""
+    train = raw.get("train")
+    seed = train.get("seed", 0) if isinstance(train, Mapping) else 0
+    first = seed[0] if isinstance(seed, list) and seed else seed
+    return first if isinstance(first, int) and first >= 0 else 0
+
+
+def _has(raw: Mapping[str, Any], path: str) -> bool:
+    section, key = path.split(".")
+    return isinstance(keys := raw.get(section), dict) and key in keys
