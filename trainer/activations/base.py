@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.contract.runs.data_record import DataRecord
 from trainer.parallel.group import Group
 
 Indices = NDArray[np.int64]
@@ -89,11 +90,16 @@ class IndexedSource(Source):
     # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
+    # The rows of each set that a run began with, where it has grown since: held-out rows are drawn from these.
+    split_sizes: Sequence[int] = ()
     # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
     run: int = 1
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
+
+    def continue_from(self, before: DataRecord) -> None:
+        """Keep the numbers that rows had in a run that was trained on `before`; new rows come behind them."""
 
     def read_by_all_threads(self) -> None:
         """Read with all threads of this process from now on: of a rank on a GPU they have nothing else to do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,17 @@ class MixedSplit:
             Split(size, part, seed, number, _OF_SPLIT)
             for number, (size, part) in enumerate(zip(sizes, parts, strict=True))
         ]
+        self._number(sizes, weights)
+
+    def grown_to(self, sizes: Sequence[int], weights: Sequence[float] | None) -> MixedSplit:
+        """Return the split of these rows and of more behind those of each source, all of which are trained on."""
+        grown = copy.copy(self)
+        grown.splits = [split.grown_to(size) for split, size in zip(self.splits, sizes, strict=True)]
+        grown._number(sizes, weights)
+        return grown
+
+    def _number(self, sizes: Sequence[int], weights: Sequence[float] | None) -> None:
+        """Give each source its place in the numbers of all rows."""
         self._begins: Indices = np.cumsum([0, *sizes[:-1]])
         self._sizes = [split.n_train for split in self.splits]
         self.n_train = sum(self._sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 
 from trainer.activations.base import Indices
@@ -20,6 +22,12 @@ class Split:
         self.held_out: Indices = np.sort(generator.choice(n_tokens, n_held_out, replace=False, shuffle=False))
         # Held-out row j lies after held_out[j] - j training rows.
         self._before = self.held_out - np.arange(n_held_out)
+
+    def grown_to(self, n_tokens: int) -> Split:
+        """Return the split of these rows and of more behind them, all of which are trained on."""
+        grown = copy.copy(self)
+        grown.n_train = n_tokens - len(self.held_out)
+        return grown
 
     def rows(self, numbers: Indices) -> Indices:
         """Return the rows of some training numbers 0 .. n_train - 1."""

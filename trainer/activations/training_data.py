@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -110,13 +111,17 @@ class TrainingData(ABC):
         """Return how far a stream is on each rank with tokens of its own, for a checkpoint; all ranks call it alike."""
         return msgspec.UNSET
 
+    def held_out_key(self) -> str:
+        """Return a short text that is the same for the same held-out rows; "" for those of a stream."""
+        return ""
+
 
 def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
     """Return what one rank trains on; `resumed` is the state of the checkpoint that a run goes on from.
 
     Raise `UserError` where a stream cannot go on from there.
     """
-    n_held_out, seed = job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed
+    n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     if isinstance(source, StreamSource):
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None)
     assert isinstance(source, IndexedSource)
@@ -136,6 +141,9 @@ class IndexedData(TrainingData):
 
     def of_hook(self, hook: int) -> HookRows:
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
+
+    def held_out_key(self) -> str:
+        return hashlib.sha256(self.split.held_out.tobytes()).hexdigest()[:16]
 
     def rewind(self) -> None:
         """Do nothing: any position can be read."""
@@ -176,11 +184,18 @@ def _bad_row(source: IndexedSource, row: int) -> str:
 
 
 def _order(source: IndexedSource, n_held_out: int, seed: int) -> tuple[Split | MixedSplit, Order | MixedOrder]:
+    """Return how rows are split and in which order they come; held-out rows are of those that the run began with."""
+    began_with = source.split_sizes or source.sizes
     if len(source.sizes) < 2:
-        split = Split(source.n_tokens, n_held_out, seed)
+        split = Split(sum(began_with) or source.n_tokens, n_held_out, seed).grown_to(source.n_tokens)
         return split, Order(split, seed, source.run)
-    mixed = MixedSplit(source.sizes, source.weights, n_held_out, seed)
+    mixed = MixedSplit(began_with, source.weights, n_held_out, seed).grown_to(source.sizes, source.weights)
     return mixed, MixedOrder(mixed, seed, source.run)
+
+
+def _n_split(source: Source) -> int | None:
+    """Return the number of rows from which held-out rows are drawn; None of a stream whose length nobody knows."""
+    return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
 class StreamData(TrainingData):

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,6 +63,11 @@ class ShardSet(msgspec.Struct, frozen=True):
     @property
     def n_tokens(self) -> int:
         return sum(shard.n_tokens for shard in self.shards)
+
+    def beginning_with(self, names: Sequence[str]) -> ShardSet:
+        """Return the same shards, those of these names first and in their order."""
+        places = {name: place for place, name in enumerate(names)}
+        return ShardSet(tuple(sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))))
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
