@@ -37,7 +37,7 @@ from trainer.contract.runs.rank_spec import (
     read_own_spec,
     read_spec,
 )
-from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_any, load_extraction, load_job
@@ -174,7 +174,7 @@ def _resume(flags: argparse.Namespace) -> int:
         spec = msgspec.structs.replace(spec, as_one_process=job.parallel.mode in ONE_PROCESS)
         job, shared = with_same_step(was, job, run.last.n_devices, devices)
         spec = with_places(spec, job, taken)
-        for note in (*run.notes, *length_notes(was, job, run, devices), *shared):
+        for note in (*run.notes, *length_notes(was, job, run, devices), *shared, *data_notes(job, run)):
             _warn(f"warning: {note}")
         write_job(job, RunPaths(run_dir))
         return _train(job, spec, lock, flags, run.position.step)

@@ -26,9 +26,10 @@ from trainer.contract.json_file import write_json
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.data_record import record_of, sampled
 from trainer.contract.runs.lock import RunLock, hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
-from trainer.contract.runs.resume import stored_job, stored_run, with_same_step
+from trainer.contract.runs.resume import data_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
@@ -153,6 +154,38 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
     assert main(["resume", str(run_dir), "--set", "train.n_steps=10"]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("train.n_steps: the run is at step 10 already")
     assert load_job(run_dir / "job.toml").train.n_steps == 20
+
+
+def record_data(run_dir: Path) -> None:
+    """Write the run's checkpoint again, with a record of its data."""
+    record = sampled(record_of(load_job(run_dir / "job.toml").hooks.values()))
+    Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
+
+
+def test_a_run_whose_data_has_changed_is_not_begun_again(
+    run_dir: Path, activations: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_data(run_dir)
+    (activations / "b.safetensors").unlink()
+    before = sorted(run_dir.rglob("*"))
+    assert main(["resume", str(run_dir), "--set", "train.n_steps=40"]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"data.path: the run was trained on b.safetensors in {activations}, which is missing; ")
+    assert load_job(run_dir / "job.toml").train.n_steps == 20
+    assert {*run_dir.rglob("*")} - {*before} <= {run_dir / "run.lock"}
+
+
+def test_what_is_new_in_the_data_is_said_and_a_checkpoint_without_a_record_is_too(
+    run_dir: Path, activations: Path
+) -> None:
+    job = load_job(run_dir / "job.toml")
+    (note,) = data_notes(job, stored_run(run_dir))
+    assert note.startswith("data.path: the checkpoint is of an older version, which recorded no shards; ")
+    record_data(run_dir)
+    assert data_notes(job, stored_run(run_dir)) == []
+    shutil.copy(activations / "a.safetensors", activations / "0.safetensors")
+    (note,) = data_notes(job, stored_run(run_dir))
+    assert note.startswith("data.path: has grown by 1,700 rows in 0.safetensors; ")
 
 
 # who runs in a folder

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.contract.runs.data_record import DataRecord
 from trainer.parallel.group import Group
 
 if TYPE_CHECKING:
@@ -94,11 +95,16 @@ class IndexedSource(Source):
     weights: Sequence[float] | None = None
     # The texts of each of these sets; none where some shard does not know them.
     texts: Sequence[Texts] = ()
+    # The rows of each set that a run began with, where it has grown since: held-out rows are drawn from these.
+    split_sizes: Sequence[int] = ()
     # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
     run: int = 1
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self
+
+    def continue_from(self, before: DataRecord) -> None:
+        """Keep the numbers that rows had in a run that was trained on `before`; new rows come behind them."""
 
     def read_by_all_threads(self) -> None:
         """Read with all threads of this process from now on: of a rank on a GPU they have nothing else to do."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.activations.base import Source
+from trainer.activations.base import IndexedSource, Source
+from trainer.contract.runs.data_record import DataRecord, record_of
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 
@@ -20,3 +21,14 @@ def open_source(job: JobConfig) -> Source:
     first, *others = [load(**msgspec.structs.asdict(knobs)) for knobs in job.hooks.values()]
     source: Source = first.beside(others) if others else first
     return source
+
+
+def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:
+    """Keep the numbers that rows had in a run that was trained on `before`, and return what the data is now.
+
+    New rows come behind the old ones. Raise `JobFileError` where a shard is no longer what it was.
+    """
+    record = record_of(job.hooks.values(), before)
+    if before and isinstance(source, IndexedSource):
+        source.continue_from(before)
+    return record

@@ -18,9 +18,10 @@ from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_
 from trainer.activations.parquet import decode
 from trainer.activations.side_by_side import SideBySide
 from trainer.activations.texts import Texts
-from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.machine_memory import machine_memory
+from trainer.contract.runs.data_record import DataRecord, cut_sentence
 from trainer.contract.settings.shards import Shard, ShardSet, documents_in
 from trainer.contract.settings.sources import Paths, ShardKnobs, each, inspect_sets
 from trainer.contract.wording import join_words
@@ -38,6 +39,10 @@ _OF_EXTRACTION = "documents_share_contexts"
 # Rows that are read at one place of shuffled shards: a disk serves them as fast as the whole file, and a batch of 4096
 # is still of 64 places.
 _RUN = 64
+
+
+class ShardCutError(UserError):
+    """A shard became shorter while it was read."""
 
 
 class Shards(IndexedSource):
@@ -64,16 +69,24 @@ class Shards(IndexedSource):
         self.meta = _meta_of(sets)
         if self.meta.get("shuffled") is True:
             self.run = _RUN
-        self.texts = _texts_of(sets)
-        self._inputs = _Mapped(sets, "data.path", alone=self.run == 1)
-        self._targets = None if targets is None else self._mapped_targets(targets, knobs.target_field)
+        self._sets, self._target_sets, self._target_field = sets, None, knobs.target_field
+        if targets is not None:
+            self._target_sets = inspect_sets(targets, knobs.target_field)
+            meta = _meta_of(self._target_sets)
+            of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
+            self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}
+        self._map(self._sets, self._target_sets)
 
-    def _mapped_targets(self, paths: Paths, field: str) -> _Mapped:
-        sets = inspect_sets(paths, field)
-        meta = _meta_of(sets)
-        of_targets = {"hook_name": "hook_name_out", "output_module": "output_module_out", "mean": "mean_out"}
-        self.meta |= {ours: meta.get(theirs) for theirs, ours in of_targets.items()}
-        return _Mapped(sets, field, alone=self.run == 1)
+    def _map(self, sets: list[ShardSet], targets: list[ShardSet] | None) -> None:
+        self.texts, alone = _texts_of(sets), self.run == 1
+        self._inputs = _Mapped(sets, "data.path", alone=alone)
+        self._targets = None if targets is None else _Mapped(targets, self._target_field, alone=alone)
+
+    def continue_from(self, before: DataRecord) -> None:
+        n = len(self._sets)
+        self.split_sizes = [folder.split_rows for folder in before[:n]]
+        targets = None if self._target_sets is None else _in_order(self._target_sets, before[n:])
+        self._map(_in_order(self._sets, before[:n]), targets)
 
     def beside(self, others: Sequence[Shards]) -> SideBySide:
         return SideBySide([self, *others])
@@ -105,6 +118,8 @@ class _Mapped:
         if alone and sum(map(len, contents.values())) > machine_memory().total_bytes // 2:
             _read_alone(contents.values())
         self._mapped = [_rows_of(shard, contents[shard.file], field) for shard in self._shards]
+        self._maps = [_map_of(contents[shard.file]) for shard in self._shards]
+        self._field = field
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in self._shards])
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
@@ -133,7 +148,14 @@ class _Mapped:
         return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
     def _read(self, number: int, indices: Indices, into: Tensor) -> None:
-        """Read rows of a shard into their place in a batch; beside a step on the CPU by this thread alone."""
+        """Read rows of a shard into their place in a batch; beside a step on the CPU by this thread alone.
+
+        Raise `UserError` where the file has become shorter: to read beyond its end would kill the process by SIGBUS.
+        """
+        mapped = self._maps[number]
+        if mapped is not None and (size := mapped.size()) < len(mapped):
+            file = self._shards[number].file
+            raise ShardCutError(f"{self._field}: {cut_sentence(file, size, len(mapped))}")
         rows, places = self._mapped[number], indices - self._starts[number]
         dtype = _DTYPES[self._shards[number].dtype][1]
         if self._tensors and dtype == into.dtype:
@@ -145,6 +167,11 @@ class _Mapped:
             into.copy_(torch.from_numpy(rows[places]).view(dtype))
 
 
+def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
+    """Return the shards of each folder with those that a run was trained on first, in the order that they had."""
+    return [one.beginning_with(folder.names) for one, folder in zip(sets, before, strict=True)]
+
+
 def _sorted(indices: Indices) -> Indices:
     # By a sort that takes runs as they are: a tenth of the time of another, which was a seventh of the reading.
     return np.sort(indices, kind="stable")
@@ -154,11 +181,16 @@ def _content(shard: Shard, field: str) -> Bytes:
     return np.memmap(shard.file, np.uint8, "r") if shard.column is None else decode(shard, field)
 
 
+def _map_of(content: Bytes) -> mmap.mmap | None:
+    """Return the mapping of a file's content; None where it was decoded into memory."""
+    return content.base if isinstance(content.base, mmap.mmap) else None
+
+
 def _read_alone(contents: Iterable[Bytes]) -> None:
     """Have the system read the 4 KiB of a row from the disk and not the 128 KiB around it, which memory cannot keep."""
     for content in contents:
-        if isinstance(content.base, mmap.mmap):
-            content.base.madvise(mmap.MADV_RANDOM)
+        if mapped := _map_of(content):
+            mapped.madvise(mmap.MADV_RANDOM)
 
 
 def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer.activations.base import Empty, IndexedSource, Indices, Pair, empty_rows
 from trainer.activations.texts import Texts
+from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.wording import join_words
 
 _ROWS_COMPARED = 4096
@@ -32,6 +33,12 @@ class SideBySide(IndexedSource):
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self._sources[hook]
+
+    def continue_from(self, before: DataRecord) -> None:
+        n_each = len(before) // len(self._sources)
+        for number, one in enumerate(self._sources):
+            one.continue_from(before[number * n_each : (number + 1) * n_each])
+        self.split_sizes = self._sources[0].split_sizes
 
     def read_by_all_threads(self) -> None:
         for one in self._sources:

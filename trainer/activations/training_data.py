@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -138,28 +139,24 @@ class TrainingData(ABC):
         """Return how far a stream is on each rank with tokens of its own, for a checkpoint; all ranks call it alike."""
         return msgspec.UNSET
 
+    def held_out_key(self) -> str:
+        """Return a short text that is the same for the same held-out rows; "" for those of a stream."""
+        return ""
 
-def open_data(
-    source: Source,
-    job: JobConfig,
-    parallel: Parallel,
-    resumed: State | None = None,
-    first_sizes: Sequence[int] | None = None,
-) -> TrainingData:
+
+def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
     """Return what one rank trains on; `resumed` is the state of the checkpoint that a run goes on from.
 
-    Where stored rows were added since the run began, `first_sizes` are the rows that each set had then, of which those
-    held out were chosen. Raise `UserError` where a stream cannot go on from there, or rows cannot be held out as asked.
+    Raise `UserError` where a stream cannot go on from there, or rows cannot be held out as asked.
     """
-    n_tokens = sum(first_sizes) if first_sizes else source.n_tokens
-    n_held_out, seed = job.data.held_out(n_tokens, parallel.world_size), job.train.seed
+    n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked=job.data.hold_out != "auto")
     if isinstance(source, StreamSource):
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
-    return IndexedData(source, n_held_out, seed, parallel.data, how, first_sizes)
+    return IndexedData(source, n_held_out, seed, parallel.data, how)
 
 
 class HowHeldOut(NamedTuple):
@@ -174,18 +171,12 @@ class IndexedData(TrainingData):
     """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
 
     def __init__(
-        self,
-        source: IndexedSource,
-        n_held_out: int,
-        seed: int,
-        group: Group,
-        how: HowHeldOut | None = None,
-        first_sizes: Sequence[int] | None = None,
+        self, source: IndexedSource, n_held_out: int, seed: int, group: Group, how: HowHeldOut | None = None
     ) -> None:
         super().__init__(source.n_hooks)
         self._source, self._group = source, group
         try:
-            self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed), first_sizes)
+            self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed))
         except TooFewTexts as error:
             raise UserError(f'data.hold_out: {error}, and whole ones cannot be held out; use "blocks"') from None
         if isinstance(self.split, MixedSplit):
@@ -197,6 +188,9 @@ class IndexedData(TrainingData):
 
     def of_hook(self, hook: int) -> HookRows:
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
+
+    def held_out_key(self) -> str:
+        return hashlib.sha256(self.split.held_out.tobytes()).hexdigest()[:16]
 
     def rewind(self) -> None:
         """Do nothing: any position can be read."""
@@ -245,9 +239,9 @@ def _bad_row(source: IndexedSource, row: int) -> str:
     return f"{source.place} holds NaN or infinite values in {source.name_of(row)}"
 
 
-def _split(
-    source: IndexedSource, n_held_out: int, how: HowHeldOut, first_sizes: Sequence[int] | None
-) -> Split | MixedSplit:
+def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
+    """Choose the held-out rows, of a run whose data has grown from those that it began with."""
+    first_sizes = source.split_sizes
     if len(source.sizes) < 2:
         texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
         rows = source.n_tokens, n_held_out, how.seed
@@ -276,6 +270,11 @@ def _clusters(source: IndexedSource, rows: Indices) -> Clusters:
             labels.append(texts.labels(own - first) + n)
             n = int(labels[-1].max()) + 1
     return Clusters(np.concatenate(labels), "texts")
+
+
+def _n_split(source: Source) -> int | None:
+    """Return the number of rows from which held-out rows are drawn; None of a stream whose length nobody knows."""
+    return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
 class StreamData(TrainingData):

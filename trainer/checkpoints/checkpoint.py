@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
+from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.wording import distinct_sizes
 
 # Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
@@ -52,7 +53,7 @@ class Checkpoints:
     """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
 
     `d_out` and `origin` are what an export from a checkpoint alone has to know of the data; where SAEs are of several
-    hooks, `origins` are those of each, by label.
+    hooks, `origins` are those of each, by label. `data` returns the record of the shards that are trained on.
     """
 
     def __init__(
@@ -63,8 +64,9 @@ class Checkpoints:
         d_out: int | None = None,
         origin: Mapping[str, Any] | None = None,
         origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET,
+        data: Callable[[], DataRecord] = list,
     ) -> None:
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep, self._data = folder, keep, data
         self._d_out, self._origin, self._origins = d_out, dict(origin or {}), origins
 
     def folder(self, position: Position) -> Path:
@@ -77,6 +79,7 @@ class Checkpoints:
         position: Position,
         heldout_fvu: float | None = None,
         stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET,
+        held_out: str = "",
     ) -> Path:
         """Write a checkpoint whole or not at all; return its folder. Raise `UserError` where the disk refuses it."""
         refuse_link(self._folder)
@@ -89,7 +92,7 @@ class Checkpoints:
         with fill_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
-            state = State(position, measured, self._d_out, self._origin, stream, self._origins)
+            state = State(position, measured, self._d_out, self._origin, stream, self._origins, self._data(), held_out)
             write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))
         self._forget_all_but(target)

@@ -13,6 +13,7 @@ from pathlib import Path
 from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
+DATA_RECORD = "data.json"
 
 
 class RunPaths:
@@ -50,6 +51,10 @@ class RunPaths:
     def rank_spec(self, attempt: int) -> Path:
         """Return the path of the `RankSpec` that the ranks of an attempt run by."""
         return self.attempt(attempt) / "ranks.json"
+
+    def data_record(self, attempt: int) -> Path:
+        """Return the path of the `DataRecord` of the shards as an attempt found them."""
+        return self.attempt(attempt) / DATA_RECORD
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
         """Return the path of what a failing rank writes: `{"error": "one sentence", "traceback": "..."}`."""

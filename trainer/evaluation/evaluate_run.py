@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Source
-from trainer.activations.open_source import open_source
+from trainer.activations.open_source import continue_from, open_source
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
@@ -70,7 +70,10 @@ def evaluations_of(
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = evaluated_job(RunPaths(run_dir).job_file)
-    source = open_source(job)
+    state, source = read_state(checkpoint), open_source(job)
+    if job.data.held_out(source.n_tokens):
+        # Rows are held out as they were in training, also where there are more now.
+        continue_from(source, job, state.data_before)
     rows = Rows.of_hooks(source, job, device)
     knobs = [*job.hooks.values()]
 
@@ -85,7 +88,6 @@ def evaluations_of(
         return probe_rows([LabelledRows(one.name, read(one.texts), one.labels) for one in sets])
 
     tensors, position = load(checkpoint)
-    state = read_state(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
 
         @functools.cache

@@ -234,6 +234,10 @@ def _train_with(
         expected_step_s=plan.step_s,
         tries_batch=job.train.batch_size == "auto",
     )
+    if parallel.is_main:
+        # Where the process dies of a shard that is cut short, its parent finds out which one it was.
+        with contextlib.suppress(OSError):
+            write_json(paths.data_record(spec.attempt), trainer.record)
     finished = trainer.run()
     if finished:
         Cards(trainer, settled, source, parallel, progress, stop).write()

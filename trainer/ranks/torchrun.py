@@ -13,7 +13,7 @@ from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.printable import printable
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
-from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
+from trainer.contract.runs.resume import data_notes, length_notes, stored_run, with_same_step
 from trainer.contract.runs.run_job import load_run_job, settings_since
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of, to_table
@@ -85,7 +85,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
             )
             raise JobFileError([Problem(section, message)])
     job, notes = with_same_step(was, job, stored.last.n_devices, world_size)
-    return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
+    return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes, *data_notes(job, stored)]
 
 
 def _device(job: JobConfig) -> Device:

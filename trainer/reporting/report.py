@@ -70,7 +70,7 @@ class Report:
     def heavy(self, sentence: str, hook: str = "") -> None:
         """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
         message = f"{sentence}{_at(hook)}: an FVU tells of little else; leave them out or scale them"
-        self._warn("heavy_dimensions", message)
+        self.warn("heavy_dimensions", message)
 
     def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
         """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
@@ -85,16 +85,17 @@ class Report:
     def copies(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence that held-out rows are trained on as well; "" where they are not."""
         if sentence:
-            self._warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
+            self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
             return
         self._told_outliers.add(hook)
         norm = f"a norm of more than {times:g} times the median"
-        self._warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
+        self.warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
 
-    def _warn(self, kind: str, message: str) -> None:
+    def warn(self, kind: str, message: str) -> None:
+        """Record a warning of the whole run, and log it."""
         self.event(kind, message, level="warning")
         rank_log.say(message)
 

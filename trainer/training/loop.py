@@ -15,11 +15,15 @@ from torch import Tensor
 from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
 from trainer.activations.copies import copies_in
+from trainer.activations.open_source import continue_from
+from trainer.activations.shards import ShardCutError
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
+from trainer.contract.errors import UserError
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout
-from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
+from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_state
+from trainer.contract.runs.data_record import DataRecord, news_of_data
 from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.metrics.pace import Pace, Span
@@ -35,6 +39,7 @@ from trainer.reporting.report import Report
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.sharing.saelens import origin
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
+from trainer.training.data_watch import DataWatch
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
 from trainer.training.held_out import HeldOut
@@ -90,6 +95,9 @@ class Trainer:
         progress.beat("preparing", at.step, at.tokens)
         if isinstance(source, StreamSource) and parallel.is_main:
             progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
+        before = resumed.data_before if resumed else None
+        self.record = continue_from(source, job, before)
+        self._watch = DataWatch(self.record if parallel.is_main else [])
         self.data = open_data(source, job, parallel, resumed)
         # Once it is open: a stream has some of what it tells from its model.
         origins = self._origins()
@@ -99,6 +107,7 @@ class Trainer:
             d_out=source.d_out,
             origin=origin(source.meta),
             origins=origins if source.n_hooks > 1 else UNSET,
+            data=self._watch.record,
         )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
         self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
@@ -123,7 +132,7 @@ class Trainer:
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origins, self.report)
         self._skips = Skips(self.data, self.report, self.tokens_per_step)
-        self._tell_of_data()
+        self._tell_of_data(resumed, before)
         self._logged = self._evaluated = self.position
         self._ended: EndedInterval | None = None
         # Another one, with the ranks' paces on their way to the host.
@@ -156,8 +165,12 @@ class Trainer:
                     self._reshard_latents()
                     # A save may take any time it needs, the step that follows may not.
                     self._beat("training")
-        except BaseException:
+        except BaseException as error:
             self._batches.abandon()
+            if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
+                # The weights are those of the last whole step. Other ranks may be in the middle of an exchange.
+                with contextlib.suppress(Exception):
+                    self._saving.save(self.learners, self.position)
             if self._reads_late and self._parallel.world_size == 1:
                 # The last steps before a failure tell the most of it. Other ranks may be gone, or not know of it.
                 with contextlib.suppress(Exception):
@@ -171,6 +184,8 @@ class Trainer:
             # What was trained is not lost because its checkpoint could not be written.
             self._export()
         self._share_news()
+        if self._watch.fault:
+            raise UserError(self._watch.fault)
         finished = self.position.step >= self.total_steps
         word = "finished" if finished else "stopped"
         self._beat(word)
@@ -233,8 +248,11 @@ class Trainer:
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
 
-    def _tell_of_data(self) -> None:
-        """Report which rows are held out, and what of the sample would mislead a reader of the run's figures."""
+    def _tell_of_data(self, resumed: State | None, before: DataRecord | None) -> None:
+        """Report new shards, which rows are held out, and what would mislead a reader of the figures."""
+        if resumed and (news := news_of_data(before, self.record)):
+            self.report.event("data", news)
+            rank_log.say(news)
         self.report.held_out(self.data.n_held_out, self.data.hold_out, self.data.n_texts, self._job.data.hold_out)
         for name, share in zip(self._job.hooks, self.copies, strict=True):
             self.report.copies(copies_sentence(share), name)
@@ -407,8 +425,15 @@ class Trainer:
             learner.state.load(under(tensors, f"{label}/"))
         self._reopen_batches()
 
+    def _look_at_data(self) -> None:
+        """Report shards that have changed; where one that is read is no longer what it was, ask all ranks to stop."""
+        self._watch.look(self.position, self.report)
+        if self._watch.fault:
+            self._stop.set()
+
     def _evaluate(self) -> None:
         """Measure every SAE on the held-out rows, only once where a stop, a save and an interval fall together."""
+        self._look_at_data()
         if self._evaluated == self.position or not self.data.n_held_out:
             return
         self._beat("evaluating")

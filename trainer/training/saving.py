@@ -98,7 +98,8 @@ class Saving:
 
     def _write(self, whole: _Whole, position: Position) -> None:
         criterion = self._report.mean(held_out(CRITERION))
-        folder = self._checkpoints.save(whole.tensors, position, criterion, whole.stream)
+        key = self._data.held_out_key()
+        folder = self._checkpoints.save(whole.tensors, position, criterion, whole.stream, key)
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
         self._failures = 0
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")

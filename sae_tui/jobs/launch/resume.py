@@ -31,7 +31,7 @@ from trainer.contract.planning.model_placement import refusal_of_model_gpus
 from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
-from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text, table_of
@@ -121,7 +121,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     run = stored_run(paths.root)
     _refuse_finished(job, run, was, config)
     config, shared = with_same_step(was, config, run.last.n_devices, where.world_size)
-    notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
+    notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared, *data_notes(config, run))
     return Plan(config, where, run.position.step, notes)
 
 

@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
+from trainer.contract.runs.data_record import record_of
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, signal_name, wait_for_ends
+from trainer.contract.settings.sources import ShardKnobs
 
 SLEEPS = "import time; time.sleep(600)"
 
@@ -87,3 +91,21 @@ def test_nobody_waits_for_ranks_that_have_ended(start):
 
 def test_a_signal_without_a_name_is_told_by_its_number():
     assert [signal_name(9), signal_name(63)] == ["SIGKILL", "signal 63"]
+
+
+def test_a_rank_that_dies_of_a_shard_that_was_cut_short_is_explained_by_its_name(start, tmp_path):
+    shard = tmp_path / "acts" / "a.npy"
+    shard.parent.mkdir()
+    np.save(shard, np.zeros((100_000, 4), np.float32))
+    (tmp_path / "data.json").write_bytes(msgspec.json.encode(record_of([ShardKnobs(str(shard.parent))])))
+    reads = "import mmap, os; f = open('acts/a.npy', 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ)"
+    rank = start(f"{reads}; os.truncate('acts/a.npy', 100); m[-1]")
+    (tmp_path / "rank0.log").write_text("checkpoint saved\n")
+    ended(rank)
+    assert rank.code == -signal.SIGBUS
+    assert rank.error(2) == (
+        f"rank 0: {shard} was cut short to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
+    )
+    # Of another cause it is not taken for this one.
+    np.save(shard, np.zeros((100_000, 4), np.float32))
+    assert rank.error(1) == "rank 0 was killed (SIGBUS); its last log line: checkpoint saved"

@@ -12,6 +12,7 @@ import msgspec
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import load_json
+from trainer.contract.runs.data_record import DataRecord
 from trainer.contract.store.rows import Count
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
@@ -45,7 +46,8 @@ class State(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
-    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks.
+    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` says which shards there
+    were, and `held_out` which rows `heldout_fvu` is of; a checkpoint of an older version has neither.
     """
 
     position: Position
@@ -54,6 +56,13 @@ class State(msgspec.Struct, frozen=True):
     origin: dict[str, Any] = {}
     stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET
     origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    data: DataRecord | msgspec.UnsetType = msgspec.UNSET
+    held_out: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def data_before(self) -> DataRecord | None:
+        """The shards that the run was trained on; None where the checkpoint does not say."""
+        return self.data or None
 
     def origin_of(self, label: str) -> dict[str, Any]:
         """Return where the data of an SAE is from."""
@@ -80,9 +89,13 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints that have a held-out FVU, the lowest first."""
-    fvu = {folder: measured for folder in folders if (measured := _heldout_fvu(folder)) is not None}
-    return sorted(fvu, key=fvu.__getitem__)
+    """Return the checkpoints that have a held-out FVU of the same rows as the newest, the lowest first."""
+    states = {folder: state for folder in folders if (state := _measured_state(folder))}
+    if not states:
+        return []
+    newest = max(states.values(), key=lambda state: state.position.step)
+    alike = [folder for folder, state in states.items() if state.held_out == newest.held_out]
+    return sorted(alike, key=lambda folder: states[folder].heldout_fvu or 0.0)
 
 
 def read_state(folder: Path) -> State:
@@ -103,11 +116,13 @@ def position_of(path: Path) -> Position:
     return resumed_state(path).position
 
 
-def _heldout_fvu(folder: Path) -> float | None:
+def _measured_state(folder: Path) -> State | None:
+    """Return the state of a checkpoint that has a held-out FVU; None of any other."""
     try:
-        return read_state(folder).heldout_fvu
+        state = read_state(folder)
     except UserError:
         return None
+    return None if state.heldout_fvu is None else state
 
 
 def damage(folder: Path) -> str | None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.contract.json_file import read_json
+from trainer.contract.paths import DATA_RECORD
+from trainer.contract.runs.data_record import DataRecord, cut_short
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
@@ -57,10 +59,16 @@ class RankEnd:
 
     def error(self, n_ranks: int) -> str:
         """Describe its failure: the error it recorded itself, else how it ended and its last line of output."""
-        if word := self.word:
+        if word := self.word or self._cut_shard():
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
+
+    def _cut_shard(self) -> str | None:
+        """Name the shard that was cut short under a rank, which the kernel then kills by SIGBUS."""
+        if self.code != -signal.SIGBUS:
+            return None
+        return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])
 
     def how(self) -> str:
         code = self.code or 0

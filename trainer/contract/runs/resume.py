@@ -12,6 +12,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
+from trainer.contract.runs.data_record import news_of_data, record_of
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.runs.run_job import settings_since
 from trainer.contract.settings.following import decay_fraction
@@ -156,6 +157,13 @@ def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
             f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run"
         )
     raise UserError(f"nothing to resume: no checkpoint was saved in {checkpoints}; start a new run")
+
+
+def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
+    """Say what is new in the data of a run; raise `JobFileError` where a shard is no longer what it was."""
+    before = read_state(run.checkpoint).data_before
+    news = news_of_data(before, record_of(job.hooks.values(), before))
+    return [news] if news else []
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:

@@ -76,6 +76,11 @@ class ShardSet(msgspec.Struct, frozen=True):
     def n_tokens(self) -> int:
         return sum(shard.n_tokens for shard in self.shards)
 
+    def beginning_with(self, names: Sequence[str]) -> ShardSet:
+        """Return the same shards, those of these names first and in their order."""
+        places = {name: place for place, name in enumerate(names)}
+        return ShardSet(tuple(sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))))
+
 
 class Documents(msgspec.Struct, frozen=True):
     """Where in a shard the numbers of its rows' texts are, and their type as numpy calls it."""

@@ -77,6 +77,10 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return how rows are held out where the job leaves it open: single rows where none is of the same text."""
         return "rows"
 
+    def stored_at(self) -> list[tuple[str, str]]:
+        """Return each file or folder of shards that is read, after the setting that names it: inputs, then targets."""
+        return []
+
     def held(self, width: int, *, on_cuda: bool) -> Held:
         """Return what the source itself holds of a rank's device; stored rows are in the page cache.
 
@@ -170,6 +174,10 @@ class ShardKnobs(SourceKnobs, frozen=True):
     def targets(self) -> Paths | None:
         """Where the targets of a transcoder's rows are, likewise; None of an SAE."""
         return self._targets(NO_PROMISES)
+
+    def stored_at(self) -> list[tuple[str, str]]:
+        targets = [] if self.targets is None else each(self.targets)
+        return [("data.path", one) for one in each(self.folders)] + [(self.target_field, one) for one in targets]
 
     def shape(self) -> DataShape:
         return self.shape_once_written(NO_PROMISES)

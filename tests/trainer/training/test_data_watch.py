@@ -1,0 +1,183 @@
+"""Data that changes between a run and its resume, or while the run reads it, in real trainings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+
+from trainer.activations.shards import ShardCutError
+from trainer.activations.training_data import IndexedData
+from trainer.contract.errors import UserError
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
+from trainer.contract.settings.job import JobConfig
+from trainer.training.loop import Trainer
+
+MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
+Rows = set[bytes]
+
+
+def write(file: Path, n: int, seed: int) -> None:
+    file.parent.mkdir(exist_ok=True)
+    save_file({"activations": torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))}, file)
+
+
+def as_set(rows: torch.Tensor) -> Rows:
+    return {row.tobytes() for row in rows.numpy()}
+
+
+def held_out(trainer: Trainer, side: int = 0) -> list[bytes]:
+    pairs = list(trainer.data.of_hook(0).held_out(1000))
+    return [row.tobytes() for pair in pairs for row in pair[side].numpy()]
+
+
+def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
+    """Return the numbers of the rows of the next five passes."""
+    assert isinstance(trainer.data, IndexedData)
+    return trainer.data._order.stretch(trainer.position.tokens, 5 * trainer.data.split.n_train)
+
+
+# grown between two attempts
+
+
+def grown_twice(folders: list[Path]) -> None:
+    """Add shards before, between and behind those of each folder."""
+    for number, folder in enumerate(folders):
+        write(folder / "a.safetensors", 150, 10 + number)
+        write(folder / "c.safetensors", 90, 20 + number)
+
+
+@pytest.mark.parametrize(
+    ("folders", "data"),
+    [
+        (["x"], {}),
+        (["x", "y"], {}),
+        (["x", "y"], {"weights": [1.0, 3.0]}),
+        (["x", "y"], {"target_path": ["x-to", "y-to"]}),
+    ],
+    ids=["one folder", "a list", "weights", "targets"],
+)
+def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
+    folders: list[str], data: dict[str, Any], make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    everywhere = [tmp_path / name for name in (*folders, *data.get("target_path", []))]
+    for number, folder in enumerate(everywhere):
+        write(folder / "b.safetensors", 400, number)
+        write(folder / "d.safetensors", 200, 5 + number)
+    paths = {"path": [str(tmp_path / name) for name in folders]} | data
+    if "target_path" in data:
+        paths["target_path"] = [str(tmp_path / name) for name in data["target_path"]]
+    job = make_job(data=paths, train={"n_steps": 2})
+    first = make_trainer(job)
+    first.run()
+    before, before_to = held_out(first), held_out(first, 1)
+    grown_twice(everywhere)
+    longer = job.replace("train", n_steps=4)
+    second = make_trainer(longer, kept, resume_from=tmp_path / "checkpoints")
+    assert (held_out(second), held_out(second, 1)) == (before, before_to)
+    rows = in_an_epoch(second)
+    assert as_set(second._source.rows(np.unique(rows))).isdisjoint(before)
+    if "weights" not in data:
+        # All new rows are trained on, as is every old one that is not held out.
+        assert len(np.unique(rows)) == second._source.n_tokens - len(before)
+    (said,) = [message for kind, _, message in kept.events if kind == "data"]
+    assert "has grown by " in said
+    second.run()
+    # It goes on as it is from the next checkpoint, although the folder has grown again.
+    write(everywhere[0] / "0.safetensors", 10, 30)
+    if "target_path" in data:
+        write(tmp_path / "x-to" / "0.safetensors", 10, 31)
+    third = make_trainer(job.replace("train", n_steps=6), resume_from=tmp_path / "checkpoints")
+    assert (held_out(third), held_out(third, 1)) == (before, before_to)
+    assert as_set(third._source.rows(np.unique(in_an_epoch(third)))).isdisjoint(before)
+
+
+def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path
+) -> None:
+    job = make_job(train={"n_steps": 2})
+    make_trainer(job).run()
+    rows = load_file(activations / "a.safetensors")["activations"]
+    save_file({"activations": rows.flip(0).contiguous()}, activations / "a.safetensors")
+    with pytest.raises(UserError, match=r"a\.safetensors in .*/acts, which holds other values; put it back as it was"):
+        make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
+
+
+# changed while a run reads it
+
+
+class AtStep:
+    """Does something to the data after a step, in place of what a user would do meanwhile."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self._step, self._act = step, act
+
+    def into(self, progress: Any) -> Any:
+        was = progress.beat
+
+        def beat(phase: str, step: int, tokens: int) -> None:
+            was(phase, step, tokens)
+            if (phase, step) == ("training", self._step):
+                self._act()
+
+        progress.beat = beat
+        return progress
+
+
+def overwrite(file: Path) -> None:
+    with open(file, "r+b") as stream:
+        stream.seek(2000)
+        stream.write(bytes(40_000))
+
+
+def test_a_shard_that_is_overwritten_ends_the_run_with_its_name_once_all_is_saved(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    job = make_job(train={"n_steps": 40, "eval_every": 5})
+    progress = AtStep(12, lambda: overwrite(activations / "a.safetensors")).into(kept)
+    trainer = make_trainer(job, progress)
+    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run reads it") as told:
+        trainer.run()
+    assert "steps after 10 may have learnt from it; put it back as it was" in str(told.value)
+    assert 15 <= trainer.position.step < 20
+    assert read_state(newest_first(tmp_path / "checkpoints")[0]).position == trainer.position
+    assert (tmp_path / "sae" / "cfg.json").exists()
+    assert [level for kind, level, _ in kept.events if kind == "data"] == ["warning"]
+
+
+def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    job = make_job(train={"n_steps": 40, "eval_every": 0})
+    file = activations / "a.safetensors"
+    whole = file.read_bytes()
+    trainer = make_trainer(job, AtStep(5, lambda: os.truncate(file, 1000)).into(kept))
+    with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was cut short to 1,000 of "):
+        trainer.run()
+    assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
+    # Once it is copied again, the run goes on.
+    file.write_bytes(whole)
+    assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
+
+
+def test_a_shard_that_was_touched_says_nothing_and_one_that_was_replaced_is_reported_once(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
+) -> None:
+    job = make_job(train={"n_steps": 12, "eval_every": 2})
+
+    def change() -> None:
+        os.utime(activations / "a.safetensors", ns=(1, 1))
+        write(activations / "new", 1300, 9)
+        (activations / "new").rename(activations / "b.safetensors")
+
+    assert make_trainer(job, AtStep(3, change).into(kept)).run()
+    ((level, message),) = [(level, message) for kind, level, message in kept.events if kind == "data"]
+    assert level == "warning"
+    assert f"{activations / 'b.safetensors'} has changed since the run began" in message

@@ -1,0 +1,219 @@
+"""Which shards a run is trained on, as they were when it began, and whether they still are what they were."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.files import open_plain
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.sources import SourceKnobs
+from trainer.contract.store.rows import Count
+from trainer.contract.wording import join_words, plural
+
+BLOCK = 2**16
+# Bytes that are read of all shards together to know their content again: all of up to 256 MiB, evenly spread blocks of
+# more. That takes 0.2 to 0.6 s from the page cache, beside the first steps.
+_SAMPLED_BYTES = 2**28
+_LEAST_BLOCKS = 4
+_MOST_NAMES = 4
+_NOT_RECORDED = (
+    "data.path: the checkpoint is of an older version, which recorded no shards; "
+    "make sure that none was changed or added, or held-out rows are trained on"
+)
+_WAY_OUT = "put it back as it was, or start a new run on the data as it is now"
+
+
+class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file of rows: `sha256` is what `meta.json` says of it, `sample` the SHA-256 of `n_blocks` blocks of it."""
+
+    name: str
+    rows: Count
+    size: Count
+    mtime_ns: int
+    inode: Count = 0
+    sha256: str | None = None
+    n_blocks: Count = 0
+    sample: str | None = None
+
+
+class FolderRecord(msgspec.Struct, frozen=True):
+    """The shards of a folder in the order of their rows' numbers, which new ones do not change.
+
+    Held-out rows are drawn from the first `split_rows`, those that the folder had when the run began.
+    """
+
+    field: str
+    path: str
+    split_rows: Count
+    shards: tuple[ShardRecord, ...]
+
+    @property
+    def names(self) -> list[str]:
+        return [shard.name for shard in self.shards]
+
+    def file(self, shard: ShardRecord) -> Path:
+        """Return where a shard is."""
+        root = Path(os.path.expanduser(self.path))
+        return root / shard.name if root.is_dir() or root.name != shard.name else root
+
+
+DataRecord = list[FolderRecord]
+
+
+def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) -> DataRecord:
+    """Return what the data of each hook is now; without samples, which take time to read.
+
+    Where the run was trained on `before`, its shards come first, with their samples, and then those that are new.
+    Raise `JobFileError` where one of them is no longer what it was.
+    """
+    now = [_look(field, path) for knobs in sources for field, path in knobs.stored_at()]
+    if before is None:
+        return now
+    if len(before) != len(now):
+        counts = f"{plural(len(before), 'folder')} before and {len(now)} now"
+        raise JobFileError([Problem("data.path", f"the run was trained on other data: {counts}; {_WAY_OUT}")])
+    return [_continued(old, new) for old, new in zip(before, now, strict=True)]
+
+
+def sampled(record: DataRecord) -> DataRecord:
+    """Return the record with a sample of each shard that has none; a file that cannot be read gets none."""
+    n_blocks = _SAMPLED_BYTES // BLOCK // max(1, sum(len(folder.shards) for folder in record))
+    n_blocks = max(_LEAST_BLOCKS, n_blocks)
+    return [
+        msgspec.structs.replace(folder, shards=tuple(_with_sample(folder, one, n_blocks) for one in folder.shards))
+        for folder in record
+    ]
+
+
+def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
+    """Say in a sentence which shards are new since a checkpoint; None where there are none."""
+    if before is None:
+        return _NOT_RECORDED if now else None
+    new = [one for old, folder in zip(before, now, strict=True) for one in folder.shards[len(old.shards) :]]
+    if not new:
+        return None
+    names = [one.name for one in new]
+    shown = [*names[:_MOST_NAMES], *([f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else [])]
+    rows = f"{plural(sum(one.rows for one in new), 'row')} in {join_words(shown)}"
+    return f"data.path: has grown by {rows}; the same rows stay held out, and all new rows are trained on"
+
+
+def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
+    """Say what has changed in a shard's content since it was recorded; None where it holds the same bytes.
+
+    A file of the same size and time of change counts as the same and is not read.
+    """
+    file = folder.file(shard)
+    try:
+        status = file.stat()
+        if status.st_size != shard.size:
+            return f"has {status.st_size:,} bytes instead of {shard.size:,}"
+        if status.st_mtime_ns == shard.mtime_ns:
+            return None
+        if shard.sample is None:
+            return "was written to, and nothing tells whether it still holds the same rows"
+        return None if _sample(file, shard.n_blocks) == shard.sample else "holds other values"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def cut_short(record: DataRecord) -> str | None:
+    """Name the first shard that has fewer bytes than were recorded, in a sentence; None without one."""
+    for folder in record:
+        for shard in folder.shards:
+            try:
+                size = folder.file(shard).stat().st_size
+            except OSError:
+                continue
+            if size < shard.size:
+                return cut_sentence(folder.file(shard), size, shard.size)
+    return None
+
+
+def cut_sentence(file: Path, size: int, before: int) -> str:
+    """Say that a file was cut short while it was read, and what to do."""
+    return f"{file} was cut short to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
+
+
+def _look(field: str, path: str) -> FolderRecord:
+    """Record what the headers and times of a folder's shards say now."""
+    stretches = inspect_shards(path, field).shards
+    files = dict.fromkeys(one.file for one in stretches)
+    rows = {file: sum(one.n_tokens for one in stretches if one.file == file) for file in files}
+    sums = _known_sums(next(iter(files)).parent)
+    shards = tuple(_facts(file, n_rows, sums.get(file.name)) for file, n_rows in rows.items())
+    return FolderRecord(field, path, sum(rows.values()), shards)
+
+
+def _known_sums(folder: Path) -> Mapping[str, Any]:
+    """Return the SHA-256 of each shard as the extraction noted it, by name; nothing without such a note."""
+    noted = (read_json(folder / "meta.json", dict[str, Any]) or {}).get("shards")
+    return noted if isinstance(noted, dict) else {}
+
+
+def _facts(file: Path, rows: int, noted: object) -> ShardRecord:
+    status = file.stat()
+    sha256 = noted if isinstance(noted, str) else None
+    return ShardRecord(file.name, rows, status.st_size, status.st_mtime_ns, status.st_ino, sha256)
+
+
+def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
+    """Return what a folder holds now, the shards of `old` first; raise `JobFileError` where one has changed."""
+    by_name = {shard.name: shard for shard in new.shards}
+    kept = []
+    for shard in old.shards:
+        there = by_name.pop(shard.name, None)
+        if why := _difference(shard, there) or change_of(new, shard):
+            known = f"the run was trained on {shard.name} in {new.path}, which {why}"
+            raise JobFileError([Problem(new.field, f"{known}; {_WAY_OUT}")])
+        assert there is not None
+        kept.append(msgspec.structs.replace(there, n_blocks=shard.n_blocks, sample=shard.sample))
+    return msgspec.structs.replace(new, split_rows=old.split_rows, shards=(*kept, *by_name.values()))
+
+
+def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
+    """Say in what a shard differs from what was recorded, by what is known without reading its rows."""
+    if new is None:
+        return "is missing"
+    if new.rows != old.rows:
+        return f"has {plural(new.rows, 'row')} instead of {old.rows:,}"
+    if old.sha256 and new.sha256 and old.sha256 != new.sha256:
+        return "has another SHA-256 in meta.json"
+    return None
+
+
+def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> ShardRecord:
+    if shard.sample is not None:
+        return shard
+    try:
+        sample = _sample(folder.file(shard), n_blocks)
+    except OSError:
+        return shard
+    return msgspec.structs.replace(shard, n_blocks=n_blocks, sample=sample)
+
+
+def _sample(file: Path, n_blocks: int) -> str:
+    """Return the SHA-256 of evenly spread blocks of a file, the first and last among them, or of all of a small one."""
+    digest = hashlib.sha256()
+    with open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size <= n_blocks * BLOCK:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+        for place in _places(size, n_blocks):
+            digest.update(os.pread(stream.fileno(), BLOCK, place))
+    return digest.hexdigest()
+
+
+def _places(size: int, n_blocks: int) -> Sequence[int]:
+    """Return where evenly spread blocks of a file begin."""
+    return [number * (size - BLOCK) // (n_blocks - 1) for number in range(n_blocks)]
