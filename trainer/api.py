@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trainer.activations.base import are_finite
 from trainer.activations.batches import Batch
-from trainer.activations.training_data import SAMPLE_TOKENS, are_finite
+from trainer.activations.training_data import SAMPLE_TOKENS
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from trainer.activations.base import Pair, Source, on_device
 from trainer.activations.heavy_dimensions import heavy_dimensions
-from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import HookRows, are_finite, open_data
+from trainer.activations.outliers import LeftOut, Outliers
+from trainer.activations.training_data import HookRows, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.report_card import Data
 from trainer.contract.settings.job import JobConfig
@@ -56,7 +56,7 @@ class Rows:
         """Return those of the data that a job names, for each of its hooks."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
-        found = [Sampler(one, device).find_outliers(job.train.seed, job.data.max_norm) for one in hooks]
+        found = [Sampler(one, device).find_outliers(job) for one in hooks]
         return [cls(one, outliers, job, device) for one, outliers in zip(hooks, found, strict=True)]
 
     def batches(self) -> Iterator[Pair]:

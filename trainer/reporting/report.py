@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from trainer.activations.outliers import LeftOut
 from trainer.contract.settings.series import HELD_OUT, PER_RANK
 from trainer.contract.store.metrics_store import Row
+from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
-OUTLIERS = "outlier_fraction"
+# Shares of the rows so far that were left out.
+OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 class Report:
@@ -50,35 +53,51 @@ class Report:
         rank_log.say(message)
 
     def left_out(
-        self, step: int, n_found: int, n_seen: int, times: float, hook: str = "", labels: Iterable[str] = ("",)
+        self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)
     ) -> None:
-        """Record which share of the rows so far were outliers; tell it where it was not told of the sample.
+        """Record which shares of the rows so far were left out; report outliers where the sample had none.
 
         Where there are several hooks, it is the share at one of them, whose SAEs have these labels.
         """
-        share = n_found / max(1, n_seen)
+        n_seen = max(1, found.n_seen)
         for label in labels:
-            self._sae_rows(step, label, {OUTLIERS: share})
-        self._tell_outliers(share, f"the rows{_at(hook)} up to step {step}", times, hook)
+            self._sae_rows(step, label, {OUTLIERS: found.outliers / n_seen, NOT_FINITE: found.not_finite / n_seen})
+        self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
-    def sampled(self, n_found: int, n_seen: int, times: float, hook: str = "") -> None:
-        """Tell which share of a first sample of rows were outliers; of several hooks, at one."""
-        self._tell_outliers(n_found / max(1, n_seen), f"a sample of {n_seen:,} rows{_at(hook)}", times, hook)
+    def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
+        """Report what is wrong with rows of a first sample; of several hooks, at one."""
+        n_seen = max(1, found.n_seen)
+        of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
+        self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
+        if n_zero > MANY_ZERO * n_seen:
+            dropped = f"{DROP_ZERO_ROWS} leaves them out"
+            level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
+            self._tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
+
+    def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
+        """Report which of the held-out rows no measurement counts; of several hooks, at one."""
+        reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
+        if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
+            of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
+            self._tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}", "info")
 
     def heavy(self, sentence: str, hook: str = "") -> None:
         """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
-        message = f"{sentence}{_at(hook)}: an FVU tells of little else; leave them out or scale them"
-        self._warn("heavy_dimensions", message)
+        self.warn("heavy_dimensions", f"{sentence}{_at(hook)}")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
             return
         self._told_outliers.add(hook)
         norm = f"a norm of more than {times:g} times the median"
-        self._warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
+        self.warn("outliers", f"{100 * share:.2g} % of {of_rows} have {norm} and are left out (data.max_norm)")
 
-    def _warn(self, kind: str, message: str) -> None:
-        self.event(kind, message, level="warning")
+    def warn(self, kind: str, message: str) -> None:
+        """Record a warning of the whole run, and log it."""
+        self._tell(kind, message, "warning")
+
+    def _tell(self, kind: str, message: str, level: str) -> None:
+        self.event(kind, message, level=level)
         rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:

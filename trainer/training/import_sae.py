@@ -136,7 +136,7 @@ def _open(job: JobConfig, shared: Shared) -> Source:
 
 def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
     sampler = Sampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
-    sampler.find_outliers(job.train.seed, job.data.max_norm)
+    sampler.find_outliers(job)
     return sampler.sample(job.train.seed)
 
 

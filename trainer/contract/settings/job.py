@@ -46,8 +46,33 @@ class Data(msgspec.Struct, frozen=True):
 
     max_norm: Annotated[
         float,
-        about("Leaves out rows whose norm exceeds this many times the median; 0: none.", advanced=True, ge=0),
+        about(
+            "Leaves out rows whose norm exceeds this many times the median; 0: only what fp32 cannot compute with.",
+            advanced=True,
+            ge=0,
+        ),
     ] = MAX_NORM
+    drop_zero_rows: Annotated[
+        bool, about("Leaves out rows of zeros, such as those that padding leaves.", advanced=True)
+    ] = False
+    drop_dimensions: (
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0)]],
+            about(
+                "Dimensions, counted from 0, that the SAE does not read and whose mean it gives, like [507].",
+                advanced=True,
+                wanted="a list of dimensions, counted from 0, like [507]",
+            ),
+        ]
+        | None
+    ) = None
+    scale_dimensions: Annotated[
+        Literal["auto", "off"],
+        about(
+            "auto: scales each dimension down that spreads more than 3 times as far as the median one, to that.",
+            advanced=True,
+        ),
+    ] = "off"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
         """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
