@@ -48,12 +48,12 @@ class Fitted:
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
-        return self._run(x).acts.dense() / self.sae.y_scale
+        return self._run(x).acts.dense() / self.sae.acts_scale
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
         """Return x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
-        return self._run(x).x_hat / self.sae.y_scale
+        return self.sae.raw(self._run(x).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
         """Write the SAE as SAELens loads it, a TopK transcoder as sparsify does; replace what is there."""

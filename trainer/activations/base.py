@@ -81,6 +81,8 @@ class Source(ABC):
     n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
+    # What a user should know of how it is read.
+    notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
         """Return the source of one hook's rows alone, by its number."""

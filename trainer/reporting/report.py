@@ -7,15 +7,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import HeavyDimensions
 from trainer.activations.outliers import LeftOut
-from trainer.contract.settings.series import HELD_OUT, PER_RANK
+from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
 from trainer.contract.store.metrics_store import Row
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
-# Shares of the rows so far that were left out.
-OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 class Report:
@@ -72,18 +71,23 @@ class Report:
         if n_zero > MANY_ZERO * n_seen:
             dropped = f"{DROP_ZERO_ROWS} leaves them out"
             level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
-            self._tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
+            self.tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
         """Report which of the held-out rows no measurement counts; of several hooks, at one."""
         reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
-            self._tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}", "info")
+            self.tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}")
 
-    def heavy(self, sentence: str, hook: str = "") -> None:
-        """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
-        self.warn("heavy_dimensions", f"{sentence}{_at(hook)}")
+    def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
+        """Report which dimensions hold most of the variance; of several hooks, at one."""
+        self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}: {found.remedy}")
+
+    def scaled(self, sentence: str, hook: str = "") -> None:
+        """Report by a sentence which dimensions are left out or scaled down, if any; of several hooks, at one."""
+        if sentence:
+            self.tell("dimensions", f"{sentence}{_at(hook)}: the FVU of this run is of what is left")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
@@ -94,9 +98,10 @@ class Report:
 
     def warn(self, kind: str, message: str) -> None:
         """Record a warning of the whole run, and log it."""
-        self._tell(kind, message, "warning")
+        self.tell(kind, message, "warning")
 
-    def _tell(self, kind: str, message: str, level: str) -> None:
+    def tell(self, kind: str, message: str, level: str = "info") -> None:
+        """Record an event of the whole run, and log it."""
         self.event(kind, message, level=level)
         rank_log.say(message)
 

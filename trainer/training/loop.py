@@ -233,13 +233,16 @@ class Trainer:
                 yield sampler, own
 
     def _tell_of_data(self) -> None:
-        """Report what of the sample would mislead a reader of the run's figures."""
+        """Report how the data is read, and what of the sample would mislead a reader of the run's figures."""
+        for note in self._source.notes:
+            self.report.tell("data", note)
         for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
             found = sampler.left_out
             self._bad_rows.sampled(found.not_finite, found.n_seen, sampler.first_bad, name)
             self.report.sampled(found, sampler.n_zero, self._job.data.max_norm, name)
             if sampler.heavy:
-                self.report.heavy(sampler.heavy.sentence(), name)
+                self.report.heavy(sampler.heavy, name)
+            self.report.scaled(sampler.scaled, name)
 
     def _open_batches(self) -> Batches:
         replaces = not all(learner.whole_steps for learner in self.learners.values())

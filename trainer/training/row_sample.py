@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import are_finite, norms_of
-from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
+from trainer.activations.heavy_dimensions import (
+    HeavyDimensions,
+    changed_scales,
+    dimension_scales,
+    heavy_dimensions,
+    moments,
+    scales_sentence,
+)
 from trainer.activations.outliers import LeftOut, Outliers
 from trainer.activations.training_data import HookRows
 from trainer.contract.errors import UserError
@@ -25,10 +32,12 @@ class Sampler:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
         # What `find_outliers` has found in its sample: rows to leave out, of which the first that is not finite, in a
-        # sentence; rows of zeros; and dimensions that hold most of the variance.
+        # sentence; rows of zeros; in a sentence dimensions that are left out or scaled; and those that still hold most
+        # of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""
         self.n_zero = 0
+        self.scaled = ""
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
@@ -41,7 +50,11 @@ class Sampler:
         self.left_out = found._replace(not_finite=n_bad, n_seen=len(x) + n_bad)
         self.n_zero = int((norms_of(x) == 0).sum())
         _, ordinary = self._outliers.leave_out(x, y)
-        self.heavy = heavy_dimensions(moments(ordinary)[1])
+        if not len(ordinary):
+            raise UserError(f"data.path: all {len(x):,} rows of a sample are left out; see what `inspect` says of them")
+        scales = dimension_scales(ordinary, job.data)
+        self.scaled = scales_sentence(changed_scales(scales), len(scales))
+        self.heavy = heavy_dimensions(moments(ordinary)[1] * scales.double().square())
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:

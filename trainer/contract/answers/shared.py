@@ -77,6 +77,7 @@ _FIGURES = typed(
         "density_histogram": "Latents by the logarithm of their density.",
         "max_decoder_cosine": "Mean over latents of the largest cosine with another decoder direction; null: not"
         " defined.",
+        "fvu_all_dimensions": "FVU of raw rows, where the training left dimensions out or scaled them; null: it did not.",
     },
     no_number_is_null=True,
 )
@@ -137,6 +138,9 @@ _DATA = typed(
         "n_held_out": "Rows that the run has held back; 0: none.",
         "is_trained_on": "Whether the SAE has seen the rows in its training.",
         "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
+        "dimensions": 'Dimensions that the training left out or scaled down, in words; "": none.',
+        "zero_fraction": "Share of rows of zeros (0 to 1).",
+        "drops_zero": "Whether rows of zeros were left out.",
     },
     no_number_is_null=True,
 )

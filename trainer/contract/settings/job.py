@@ -74,6 +74,11 @@ class Data(msgspec.Struct, frozen=True):
         ),
     ] = "off"
 
+    @property
+    def scales_dimensions(self) -> bool:
+        """Whether dimensions may have a scale of their own, 0 for those that are left out."""
+        return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
+
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
         """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
         most = 32_768 if n_tokens is None else min(n_tokens // 20, 32_768)
@@ -347,7 +352,18 @@ class JobConfig(msgspec.Struct, frozen=True):
             if other != shape:
                 message = f"{name} has {other.words}, and {first} {shape.words}; train them in jobs of their own"
                 raise JobFileError([Problem(HOOK, message)])
+        self._check_dropped(shape)
         return shape
+
+    def _check_dropped(self, shape: DataShape) -> None:
+        """Raise `JobFileError` where a dimension to leave out is none of the rows', or all are."""
+        dropped, d = self.data.drop_dimensions or [], min(shape.d_in, shape.d_out or shape.d_in)
+        beyond = next((number for number in dropped if number >= d), None)
+        if beyond is not None:
+            message = f"there is no dimension {beyond}: rows have {d}, counted from 0"
+            raise JobFileError([Problem("data.drop_dimensions", message)])
+        if len(set(dropped)) == d:
+            raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep some")])
 
     @property
     def hooks(self) -> dict[str, SourceKnobs]:
