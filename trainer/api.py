@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trainer.activations.base import are_finite
 from trainer.activations.batches import Batch
-from trainer.activations.training_data import SAMPLE_TOKENS, are_finite
+from trainer.activations.training_data import SAMPLE_TOKENS
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -47,12 +48,12 @@ class Fitted:
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
         """Return the activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
-        return self._run(x).acts.dense() / self.sae.y_scale
+        return self._run(x).acts.dense() / self.sae.acts_scale
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
         """Return x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
-        return self._run(x).x_hat / self.sae.y_scale
+        return self.sae.raw(self._run(x).x_hat)
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
         """Write the SAE as SAELens loads it, a TopK transcoder as sparsify does; replace what is there."""

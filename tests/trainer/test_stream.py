@@ -147,11 +147,11 @@ def test_ranks_that_share_the_latents_have_the_rows_of_one(tmp_path: Path) -> No
 # rows that are not finite
 
 
-def test_a_step_with_a_bad_row_is_skipped_and_told(make_trainer: Callable, kept: Any) -> None:
+def test_a_bad_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kept: Any) -> None:
     trainer = make_trainer(toy_job(data={"first_bad": 1000}, train={"log_every": 2}), kept)
     assert trainer.run()
-    assert sum(kept.curve("skipped_steps")) == 1
-    ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
+    assert sum(kept.curve("skipped_steps")) == 0
+    ((_, level, message),) = [event for event in kept.events if event[0] == "not_finite"]
     assert level == "warning"
     assert message.endswith("a toy stream holds NaN or infinite values in row 1000")
 

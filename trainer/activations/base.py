@@ -58,6 +58,18 @@ def in_fp32(pair: Pair) -> Pair:
     return inputs, inputs if y is x else y.float()
 
 
+def norms_of(rows: Tensor) -> Tensor:
+    """Return the norm of each row [n, d], fp32; infinite or NaN where fp32 cannot compute with the row."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+    return norms
+
+
+def are_finite(x: Tensor, y: Tensor) -> Tensor:
+    """Tell for each row, bool [n], whether fp32 can compute with it and with its target."""
+    finite = norms_of(x) < torch.inf
+    return finite if y is x else finite & (norms_of(y) < torch.inf)
+
+
 class Source(ABC):
     """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
 
@@ -73,6 +85,8 @@ class Source(ABC):
     n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
+    # What a user should know of how it is read.
+    notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
         """Return the source of one hook's rows alone, by its number."""
@@ -126,8 +140,9 @@ class IndexedSource(Source):
         """Name a row for a message."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Return the lowest of these rows that holds a NaN or an infinity, or None; read them all again for it."""
-        bad = ~torch.cat([part.isfinite().all(dim=1, keepdim=True) for part in self.pairs(indices)], dim=1).all(dim=1)
+        """Return the lowest of these rows that is not finite at one of the hooks, or None; read them again for it."""
+        of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
+        bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
 
 

@@ -1,14 +1,21 @@
-"""Few dimensions that hold most of the variance: an SAE that learns them alone has a low FVU, and nothing else."""
+"""Few dimensions that hold most of the variance: an SAE that learns them alone has a low FVU, and nothing else.
+
+The remedies are to leave them out, or to scale them down: a factor for each dimension, 0 for one that is left out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.contract.settings.job import Data
 from trainer.contract.wording import join_words, plural
 
+# How many times as far as the median one a dimension may spread where they are scaled.
+WIDEST = 3.0
 # They are few up to this share of all dimensions, or as one alone, and hold most of the variance from here on.
 FEW, MOST = 0.01, 0.5
 # Below, one of them may hold half of the variance with nothing wrong.
@@ -26,11 +33,17 @@ class HeavyDimensions(NamedTuple):
 
     def sentence(self) -> str:
         """Write them as `1 dimension of 576 (number 17) holds 99.8 % of the variance`."""
-        named = [str(number) for number in self.numbers[:_NAMED]]
-        more = [f"{len(self.numbers) - _NAMED} more"] if len(self.numbers) > _NAMED else []
-        few, word = ("s", "number") if len(self.numbers) == 1 else ("", "numbers")
-        which = f"{plural(len(self.numbers), 'dimension')} of {self.d_in} ({word} {join_words(named + more)})"
-        return f"{which} hold{few} {100 * self.share:.1f} % of the variance"
+        verb = "holds" if len(self.numbers) == 1 else "hold"
+        return f"{named(self.numbers, self.d_in)} {verb} {100 * self.share:.1f} % of the variance"
+
+    @property
+    def remedy(self) -> str:
+        """Say what to do about them."""
+        listed = ", ".join(map(str, self.numbers))
+        return (
+            f"the FVU tells of little else; leave them out with data.drop_dimensions = [{listed}], "
+            'or scale them down with data.scale_dimensions = "auto"'
+        )
 
 
 def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
@@ -42,6 +55,44 @@ def heavy_dimensions(variance: Tensor) -> HeavyDimensions | None:
     shares = (highest.cumsum(0) / total).tolist()
     n = next((n for n, share in enumerate(shares, 1) if share > MOST), 0)
     return HeavyDimensions(numbers[:n].tolist(), d_in, shares[n - 1]) if n else None
+
+
+def named(numbers: Sequence[int], d: int) -> str:
+    """Write dimensions as `2 dimensions of 576 (numbers 17 and 30)`, at most 4 by number."""
+    more = [f"{len(numbers) - _NAMED} more"] if len(numbers) > _NAMED else []
+    words = join_words([*map(str, numbers[:_NAMED]), *more])
+    return f"{plural(len(numbers), 'dimension')} of {d} ({'number' if len(numbers) == 1 else 'numbers'} {words})"
+
+
+def dimension_scales(rows: Tensor, data: Data) -> Tensor:
+    """Return the factor of each dimension of rows [n, d] that a job asks for, fp32 [d]: 1, less, or 0 to leave it out.
+
+    Where they are scaled, none spreads more than `WIDEST` times as far as the median one of those that vary. So what
+    is no outlier stays as it is, and a dimension just above the limit is treated like one just below.
+    """
+    scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
+    if data.scale_dimensions == "auto":
+        spread = moments(rows)[1].sqrt()
+        if (varies := spread[spread > 0]).numel():
+            scales = (WIDEST * varies.median() / spread.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+    scales[data.drop_dimensions or []] = 0
+    return scales.float()
+
+
+def changed_scales(scales: Tensor) -> dict[str, float]:
+    """Return the factors other than 1 by the number of their dimension, as JSON keeps them."""
+    return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
+
+
+def scales_sentence(changed: Mapping[str, float], d: int) -> str:
+    """Say which dimensions of `d` are left out or scaled down; "" where none is."""
+    dropped = [int(number) for number, factor in changed.items() if factor == 0]
+    scaled = {int(number): factor for number, factor in changed.items() if factor}
+    parts = [f"{named(dropped, d)} left out"] if dropped else []
+    if scaled:
+        by = f"{1 / min(scaled.values()):.3g}"
+        parts.append(f"{named(sorted(scaled, key=lambda one: scaled[one]), d)} scaled down by up to {by}")
+    return ", ".join(parts)
 
 
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:

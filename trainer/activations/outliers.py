@@ -1,50 +1,76 @@
-"""Rows whose norm is far beyond all others, such as those of a text's first tokens: left out, and counted.
+"""Rows that no SAE should learn from: left out one by one, and counted.
 
-One row of 170 times the norm in 256 takes more of an SAE's loss than all others together.
+These are rows that are not finite, rows whose norm is far beyond all others, such as those of a text's first tokens,
+and on request rows of zeros, as padding leaves them. One row of 170 times the norm in 256 takes more of an SAE's loss
+than all others together; one with a NaN takes all of it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Pair
+from trainer.activations.base import Pair, norms_of
+
+# Where no limit is asked for: in fp32 the squares of squares of longer rows, in the optimizer, are infinite.
+_BEYOND_FP32 = 1e9
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LeftOut(NamedTuple):
+    """How many of `n_seen` rows were left out, by the reason."""
+
+    outliers: int
+    not_finite: int
+    zero: int
+    n_seen: int
+
+    @classmethod
+    def of(cls, counts: Tensor) -> LeftOut:
+        """Read `Outliers.counts`, or their sum over ranks."""
+        return cls(*map(int, counts.tolist()))
 
 
 class Outliers:
-    """Finds rows whose norm is more than `times` the median norm of a sample, x [n, d_in] and targets y [n, d_out].
+    """Finds rows to leave out, by a sample of inputs x [n, d_in] and targets y [n, d_out], `x` itself for an SAE.
 
-    With `times` = 0, or where half of the sample is zero, no row is an outlier.
+    A row is an outlier where its norm is more than `times` the median norm of rows that are not zero; with `times` = 0
+    only where fp32 cannot compute with it. Rows that are not finite in fp32 are left out, too, and with `drops_zero`
+    rows of zeros. A row goes with its target.
     """
 
-    def __init__(self, x: Tensor, y: Tensor, times: float) -> None:
-        self.times = times
-        of_parts = [x] if y is x else [x, y]
-        self.medians = [float(torch.linalg.vector_norm(part.float(), dim=1).median()) for part in of_parts]
-        self._limits = [times * median or float("inf") for median in self.medians]
-        self._n_seen, self._n_found = 0, torch.zeros((), dtype=torch.int64, device=x.device)
+    def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
+        self._drops_zero = drops_zero
+        self.medians = [_median_norm(part) for part in ([x] if y is x else [x, y])]
+        self._limits = [min((times or _BEYOND_FP32) * median or _LARGEST, _LARGEST) for median in self.medians]
+        self._n_seen, self._n_marked = 0, torch.zeros(2 + drops_zero, dtype=torch.int64, device=x.device)
 
     @property
     def counts(self) -> Tensor:
-        """How many rows `replace` has replaced and how many were noted: float64 [2]."""
+        """Return the fields of `LeftOut`, by the rows that were noted and went through `replace`: float64 [4]."""
         # Filled on the device, since a copy from the host would wait.
-        return torch.stack([self._n_found, self._n_found.new_full((), self._n_seen)]).double()
+        n_seen = self._n_marked.new_full((), self._n_seen)
+        n_within, n_finite, *n_not_zero = self._n_marked
+        n_zero = n_seen - n_not_zero[0] if n_not_zero else torch.zeros_like(n_seen)
+        return torch.stack([n_finite - n_within, n_seen - n_finite, n_zero, n_seen]).double()
 
-    def among(self, x: Tensor, y: Tensor) -> Tensor:
-        """Tell for each row, bool [n], whether it or its target is an outlier; one that is not finite is none."""
-        outliers = self._beyond(x, self._limits[0])
-        return outliers if y is x else outliers | self._beyond(y, self._limits[1])
+    def ordinary(self, x: Tensor, y: Tensor) -> Tensor:
+        """Tell for each row whether it stays, bool [n]."""
+        return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the rows with each outlier replaced by the row before it that is none, in a ring; count outliers.
+        """Return the rows with each one to leave out replaced by the row before it that stays, in a ring; count them.
 
-        So batches keep their size, and nothing waits for a GPU. The host is told of the rows by `note`.
+        So batches keep their size, and nothing waits for a GPU. `note` counts the rows that were looked at.
         """
-        if not self.times:
+        marks = self._marks(x, y)
+        self._n_marked += torch.stack(marks).sum(1)
+        stay = self._stay(marks)
+        if not x.is_cuda and bool(stay.all()):
             return x, y
-        outliers = self.among(x, y)
-        self._n_found += outliers.sum()
-        own = torch.arange(len(x), device=x.device).masked_fill(outliers, -1)
+        own = torch.arange(len(x), device=x.device).masked_fill(~stay, -1)
         before = own.cummax(0).values
         rows = torch.where(before < 0, before[-1].clamp(min=0), before)
         replaced = x.index_select(0, rows)
@@ -52,17 +78,38 @@ class Outliers:
 
     def note(self, n_rows: int) -> None:
         """Count rows that `replace` looks at: apart from it, since a GPU repeats recorded steps without the host."""
-        self._n_seen += n_rows if self.times else 0
+        self._n_seen += n_rows
 
     def leave_out(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the rows without the outliers."""
-        if not self.times:
-            return x, y
-        stay = ~self.among(x, y)
+        """Return the rows that stay."""
+        stay = self.ordinary(x, y)
         kept = x[stay]
         return kept, kept if y is x else y[stay]
 
-    @staticmethod
-    def _beyond(rows: Tensor, limit: float) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-        return (norms > limit) & (norms < torch.inf)
+    def count(self, x: Tensor, y: Tensor) -> LeftOut:
+        """Count what is left out of rows."""
+        n_within, n_finite, *n_not_zero = (int(mark.sum()) for mark in self._marks(x, y))
+        n_zero = len(x) - n_not_zero[0] if n_not_zero else 0
+        return LeftOut(n_finite - n_within, len(x) - n_finite, n_zero, len(x))
+
+    def _marks(self, x: Tensor, y: Tensor) -> list[Tensor]:
+        """Tell of each row, bool [n] each, whether it is within the limit, finite and, where it is asked, not zero."""
+        marks = self._marks_of(x, self._limits[0])
+        if y is x:
+            return marks
+        return [one & of_target for one, of_target in zip(marks, self._marks_of(y, self._limits[1]), strict=True)]
+
+    def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:
+        norms = norms_of(rows)
+        # Neither is true of a NaN, which is not 0.
+        within_and_finite = [norms <= limit, norms < torch.inf]
+        return [*within_and_finite, norms != 0] if self._drops_zero else within_and_finite
+
+    def _stay(self, marks: list[Tensor]) -> Tensor:
+        return marks[0] & marks[2] if self._drops_zero else marks[0]
+
+
+def _median_norm(rows: Tensor) -> float:
+    norms = norms_of(rows)
+    lengths = norms[norms > 0]
+    return float(lengths.median()) if len(lengths) else 0.0

@@ -32,6 +32,7 @@ _DTYPES = {
     "F16": (np.int16, torch.float16),
     "BF16": (np.int16, torch.bfloat16),
     "F32": (np.float32, torch.float32),
+    "F64": (np.float64, torch.float64),
 }
 
 # Only an extraction of ours notes this next to its shards.
@@ -67,6 +68,7 @@ class Shards(IndexedSource):
         targets = knobs.targets
         self.place = knobs.place if targets is None else f"{knobs.place} with targets in {join_words(each(targets))}"
         self.meta = _meta_of(sets)
+        self.notes = [note for one in sets for note in one.notes]
         if self.meta.get("shuffled") is True:
             self.run = _RUN
         self._sets, self._target_sets, self._target_field = sets, None, knobs.target_field
@@ -123,7 +125,7 @@ class _Mapped:
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in self._shards])
         self._are_several = len(sets) > 1
         dtypes = {_DTYPES[shard.dtype][1] for shard in self._shards}
-        self._dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._dtype = dtypes.pop() if len(dtypes) == 1 and torch.float64 not in dtypes else torch.float32
         # The same rows as tensors, where all threads read.
         self._tensors: list[Tensor] = []
 

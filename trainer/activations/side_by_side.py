@@ -27,6 +27,7 @@ class SideBySide(IndexedSource):
         self._sources, first = sources, sources[0]
         self.n_hooks, self.d_in, self.d_out, self.n_tokens = len(sources), first.d_in, first.d_out, first.n_tokens
         self.sizes, self.weights, self.meta = first.sizes, first.weights, first.meta
+        self.notes = [note for one in sources for note in one.notes]
         self.place = join_words([one.place for one in sources])
         if all(are_alike(first.texts, one.texts) for one in sources):
             self.texts = first.texts

@@ -15,6 +15,8 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode
 
+# What the text begins with that git stores in the place of a large file, and git-lfs replaces by it.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # No write takes this long: an older temporary file was left by a process that was killed.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
@@ -93,9 +95,23 @@ def _is_cut_off(status: os.stat_result) -> bool:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file to read; raise `OSError` for a pipe or a device, which might never end."""
+    """Open a file to read; raise `OSError` for a pipe or a device, which might never end, and for a git-lfs pointer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    return open(descriptor, "rb")
+    stream = open(descriptor, "rb")
+    if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is a git-lfs pointer and not the file itself; run `git lfs pull`", str(path))
+    return stream
+
+
+def lfs_pointer_in(place: Path) -> Path | None:
+    """Return a file of a folder, or `place` itself, that is a git-lfs pointer; None where none can be found."""
+    with contextlib.suppress(OSError):
+        for file in sorted(place.iterdir()) if place.is_dir() else [place]:
+            # A pointer has three short lines.
+            if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
+                return file
+    return None

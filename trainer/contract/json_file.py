@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 from collections.abc import Callable
@@ -23,13 +24,18 @@ T = TypeVar("T")
 def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """Decode JSON as a value of this type; raise `ValueError` with the reason where it is not valid."""
     try:
-        return msgspec.json.decode(text, type=kind, dec_hook=dec_hook)
+        return msgspec.json.decode(_without_mark(text), type=kind, dec_hook=dec_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not UTF-8") from None
     except (msgspec.MsgspecError, TypeError, OverflowError) as error:
         raise ValueError(f"{error}"[:_LONGEST_REASON]) from None
+
+
+def _without_mark(text: bytes | str) -> bytes | str:
+    """Return a text without the byte order mark that editors on Windows put before it."""
+    return text.removeprefix("\ufeff") if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8)
 
 
 def load_json(

@@ -48,6 +48,15 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
+# A larger share of rows of zeros is no accident, and what leaves them out.
+MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
+
+
+def zero_rows(fraction: float, of_rows: str) -> str:
+    """Write a share of rows of zeros as `40.0 % of all rows are zero, as padding leaves them`."""
+    return f"{100 * fraction:.1f} % of {of_rows} are zero, as padding leaves them"
+
+
 def number(value: float) -> str:
     """Write a loss or a ratio in four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)

@@ -127,12 +127,12 @@ class Cards:
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
             # At the scale of the training, as those of an evaluation are.
-            return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.y_scale)
+            return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
         outliers = self._trainer.outliers[learner.hook]
         contexts = contexts_of(acts_of, texts_of(data, most), outliers, sae.d_sae, N_CONTEXTS)
         if contexts:
-            write_features(folder, contexts.tensors(sae.W_dec, read_tokens(data)))
+            write_features(folder, contexts.tensors(sae.directions, read_tokens(data)))
 
     def _held_out(self) -> TrainingData:
         """Return the data with the held-out rows of all ranks; of a stream this rank has only its own."""

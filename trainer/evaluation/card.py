@@ -24,6 +24,7 @@ from trainer.contract.runs.report_card import (
     sample_latents,
 )
 from trainer.contract.runs.row_sums import SUMS
+from trainer.contract.wording import join_words, plural
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 
 # What Markdown would take for more than text.
@@ -78,9 +79,14 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: Data) -> str:
+    """Say which rows no figure counts."""
+    others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
+    others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
-        return "none are left out for their norm"
-    return f"rows of more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%}) are left out"
+        left_out = f"; {join_words(others)} are left out" if others else ""
+        return f"none are left out for their norm{left_out}"
+    far = f"rows of more than {data.max_norm:g} times the median norm\n({data.outlier_fraction:.2%})"
+    return f"{join_words([far, *others])} are left out"
 
 
 def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:

@@ -160,8 +160,7 @@ def entries_of(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outlie
     n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
         x = rows[first : first + _AT_ONCE].float()
-        ordinary = x.isfinite().all(1) & ~outliers.among(x, x) if outliers.times else x.isfinite().all(1)
-        places = torch.nonzero(ordinary).flatten()
+        places = torch.nonzero(outliers.ordinary(x, x)).flatten()
         n_rows += len(places)
         if len(places):
             latents, tokens, values = _active(acts_of(x[places]))

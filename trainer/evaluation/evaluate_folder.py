@@ -87,7 +87,7 @@ def card_of(
     _refuse_other_widths(sae, source, folder)
 
     try:
-        figures = measure(sae.reconstruct, rows.batches, sae.W_dec, rows.grouped)
+        figures = measure(sae.reconstruct, rows.batches, sae.W_dec, rows.grouped, sae.dimension_scales)
     except ValueError as error:
         raise UserError(f"data: {error}") from None
     return Card(
@@ -97,7 +97,7 @@ def card_of(
         step=step,
         tokens=sae.tokens,
         origin={fact: sae.metadata[fact] for fact in _ORIGIN if fact in sae.metadata},
-        data=rows.describe(source.place, figures.n_tokens, is_trained_on=is_trained_on),
+        data=rows.describe(source.place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on),
         figures=figures,
         sums=rows.sums,
         recovery=recovery(source, sae.W_dec),

@@ -106,10 +106,10 @@ def evaluations_of(
                 step=position.step,
                 tokens=position.tokens,
                 origin=state.origin_of(label),
-                data=of_hook.describe(own.place, figures.n_tokens),
+                data=of_hook.describe(own.place, figures.n_tokens, learner.sae.dimension_scales),
                 figures=figures,
                 sums=of_hook.sums,
-                recovery=recovery(own, learner.sae.W_dec),
+                recovery=recovery(own, learner.sae.raw_decoder()),
                 spliced=_splice(language_model, learner, own, n_tokens),
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
             )
@@ -135,7 +135,7 @@ def _features(
     contexts = contexts_of(partial(acts_of, learner), texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
     if contexts is None:
         return None
-    moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
+    moved = language_model.moved_tokens(sae.raw_decoder()) if language_model else {}
     return contexts.tensors(sae.W_dec, read_tokens(path), moved)
 
 
@@ -167,7 +167,7 @@ def _splice(
     sae, mean = learner.sae, source.meta.get("mean" if source.d_out is None else "mean_out")
 
     def reconstruct(x: Tensor) -> Tensor:
-        return learner.forward(x * sae.x_scale, x.new_zeros(len(x), sae.d_out)).x_hat / sae.y_scale
+        return sae.raw(learner.forward(x * sae.x_scale, x.new_zeros(len(x), sae.d_out)).x_hat)
 
     is_row = isinstance(mean, list) and len(mean) == sae.d_out
     return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
@@ -183,9 +183,9 @@ def _measure(learner: Learner, rows: Rows) -> Figures:
 
     def reconstruct(x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
         output = learner.forward(x * sae.x_scale, y * sae.y_scale)
-        return output.acts, output.x_hat / sae.y_scale
+        return output.acts, sae.raw(output.x_hat)
 
     try:
-        return measure(reconstruct, rows.batches, sae.W_dec, rows.grouped)
+        return measure(reconstruct, rows.batches, sae.raw_decoder(), rows.grouped, sae.dimension_scales)
     except ValueError as error:
         raise UserError(f"data: {error}") from None

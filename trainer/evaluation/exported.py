@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.contract.errors import UsageError
 from trainer.contract.settings import catalog
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import Format, Shared, format_in
+from trainer.sharing.base import Format, Shared, format_in, scales_in
 
 
 class ExportedSae:
@@ -24,11 +24,19 @@ class ExportedSae:
         self._subtracts, self._k = not shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
+        scales = scales_in(shared.metadata, shared.d_out)
+        # Factors of the targets' dimensions [d_out] in its training; None: all 1.
+        self.dimension_scales = None if scales is None else scales.to(device)
 
     @property
     def tokens(self) -> int:
         tokens = self.metadata.get("training_tokens")
         return tokens if isinstance(tokens, int) else 0
+
+    @property
+    def directions(self) -> Tensor:
+        """The decoder's rows [d_sae, d_out] at the scales of the training."""
+        return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
         """Return the activations and the reconstruction [n, d_out] of rows x [n, d_in]; `y` is not looked at."""

@@ -46,19 +46,25 @@ def measure(
     batches: Callable[[], Iterable[Pair]],
     w_dec: Tensor,
     grouped: Callable[[Tensor, Tensor], Grouped] | None = None,
+    scales: Tensor | None = None,
 ) -> Figures:
     """Measure an SAE on the rows of `batches()`, which is called twice and gives the same rows; `w_dec` [d_sae, d_out].
 
-    `grouped` sums errors and spreads [n] of these rows over those that depend on each other; without it none do. Raise
-    `ValueError` where there is no row.
+    `grouped` sums errors and spreads [n] of these rows over those that depend on each other; without it none do. Where
+    the training gave dimensions factors `scales` [d_out], all figures but `fvu_all_dimensions` are of targets times
+    these. Raise `ValueError` where there is no row.
     """
     mean = _mean(y for _, y in batches())
+    factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
+    of_all = torch.zeros(2, dtype=torch.float64)
     sums = dict.fromkeys(("cosine", "norm_ratio", "norm", "product"), 0.0)
     counted: list[Counted] = []
     d_in = 0
     for x, y in batches():
         acts, x_hat = reconstruct(x, y)
         target, rebuilt, d_in = y.double(), x_hat.double(), x.shape[1]
+        of_all += torch.stack([(target - rebuilt).square().sum(), (target - mean).square().sum()]).cpu()
+        target, rebuilt = target * factors, rebuilt * factors
         product, norms = (target * rebuilt).sum(1), (target.norm(dim=1), rebuilt.norm(dim=1))
         sums["cosine"] += float((product / (norms[0] * norms[1]).clamp(min=1e-12)).sum())
         sums["norm_ratio"] += float((norms[1] / norms[0].where(norms[0] >= 1e-4, 1.0)).sum())
@@ -66,11 +72,15 @@ def measure(
         sums["product"] += float(product.sum())
         fires = acts.values > 0
         per_row = acts.per_token(fires.to(x_hat.dtype))
-        error, spread = (target - rebuilt).square().sum(1), (target - mean).square().sum(1)
+        error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
         counted.append(Counted(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
     error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
     rows = Counted(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
-    return _figures(rows, sums, d_in, w_dec, grouped(error, spread) if grouped else Grouped(error, spread, ""))
+    groups = grouped(error, spread) if grouped else Grouped(error, spread, "")
+    figures = _figures(rows, sums, d_in, w_dec if scales is None else w_dec * scales, groups)
+    if scales is None:
+        return figures
+    return msgspec.structs.replace(figures, fvu_all_dimensions=float(of_all[0] / of_all[1].clamp(min=1e-300)))
 
 
 def _mean(batches: Iterable[Tensor]) -> Tensor:

@@ -47,7 +47,7 @@ def _firings(path: Path, outliers: Outliers, learner: Learner) -> Firings:
         tokens.append(text.origin.token_ids)
         rows.append(entries.rows + n_rows)
         latents.append(entries.latents)
-        activations.append(entries.values / learner.sae.y_scale)
+        activations.append(entries.values / learner.sae.acts_scale)
         n_rows += len(text.x)
     length = min(CONTEXT, n_rows)
     n_kept = n_rows // length * length

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from trainer.activations.base import Indices, Pair, Source, on_device
+from trainer.activations.base import Indices, Pair, Source, norms_of, on_device
 from trainer.activations.copies import copies_in
-from trainer.activations.heavy_dimensions import heavy_dimensions
+from trainer.activations.heavy_dimensions import changed_scales, heavy_dimensions, scales_sentence
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import HookRows, are_finite, open_data
+from trainer.activations.training_data import HookRows, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.report_card import Data
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
@@ -56,7 +56,7 @@ class Rows:
         self.n_held_out = data.n_held_out
         # Held-out rows are in the order of the text, whose beginning is not like the rest.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
-        self.n_not_finite = self.n_outliers = 0
+        self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         # Of the rows that were gone through last, the labels of what they belong to, and a hash of both.
         self._labels: list[Indices] = []
         self._digest = hashlib.sha256()
@@ -68,7 +68,7 @@ class Rows:
         """Return those of the data that a job names, for each of its hooks."""
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
-        found = [Sampler(one, device).find_outliers(job.train.seed, job.data.max_norm) for one in hooks]
+        found = [Sampler(one, device).find_outliers(job) for one in hooks]
         # With the rows from which a training starts, as it is told at its start.
         copies = [copies_in(one, job.train.seed) for one in hooks]
         every = zip(hooks, found, copies, strict=True)
@@ -76,27 +76,27 @@ class Rows:
 
     def batches(self) -> Iterator[Pair]:
         """Yield inputs and targets, fp32 on the device; the same ones every time."""
-        self.n_not_finite = self.n_outliers = 0
+        self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
         # In the log of a rank it would be a line for each batch.
         for x, y, labels in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
-            finite = are_finite(x, y)
-            inputs = x[finite]
-            whole = on_device((inputs, inputs if y is x else y[finite]), self._device)
-            ordinary = self.outliers.leave_out(*whole)
-            self.n_not_finite += len(x) - len(inputs)
-            self.n_outliers += len(inputs) - len(ordinary[0])
-            self._note(labels[finite.numpy()], whole, ordinary)
+            moved = on_device((x, y), self._device)
+            counted, ordinary = self.outliers.count(*moved), self.outliers.leave_out(*moved)
+            self.n_not_finite += counted.not_finite
+            self.n_outliers += counted.outliers
+            self._n_zero += int((norms_of(moved[0]) == 0).sum())
+            self._n_rows += len(x)
+            self._note(labels, moved, ordinary)
             if len(ordinary[0]):
                 yield ordinary
 
     def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
-        """Note what the rows of a batch belong to that are no outliers, and take them into the hash."""
+        """Note what the rows of a batch belong to that stay, and take them into the hash."""
         if len(ordinary[0]) < len(labels):
-            labels = labels[~self.outliers.among(*whole).cpu().numpy()]
+            labels = labels[self.outliers.ordinary(*whole).cpu().numpy()]
         self._labels.append(labels)
         self._digest.update(ordinary[1].cpu().numpy().tobytes())
 
@@ -114,27 +114,33 @@ class Rows:
         self.sums = RowSums(self._digest.hexdigest(), *few)
         return Grouped(*of_text, self._of)
 
-    def describe(self, place: str, n_measured: int, *, is_trained_on: bool = True) -> Data:
-        """Return what is known of the rows after they were gone through."""
+    def describe(
+        self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
+    ) -> Data:
+        """Return what is known of the rows after they were gone through; `scales` [d_out] are the SAE's of dimensions."""
         inputs, targets = _Moments(), _Moments()
         for x, y in self.batches():
             inputs.add(x)
             if y is not x:
                 targets.add(y)
         mean, variance = inputs.mean_and_variance()
-        heavy = heavy_dimensions(targets.mean_and_variance()[1] if targets.n_rows else variance)
+        of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
+        heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
         return Data(
             place=place,
             is_held_out=self.n_held_out > 0,
             n_held_out=self.n_held_out,
             is_trained_on=is_trained_on and not self.n_held_out,
             gamma=float(mean.square().sum() / variance.sum().clamp(min=1e-300)) ** 0.5,
-            outlier_fraction=self.n_outliers / (n_measured + self.n_outliers),
+            outlier_fraction=self.n_outliers / max(1, n_measured + self.n_outliers),
             not_finite=self.n_not_finite,
             max_norm=self._job.data.max_norm,
             heavy=heavy.sentence() if heavy else "",
             hold_out=self._data.hold_out if self.n_held_out else "",
             copies=self._copies,
+            dimensions="" if scales is None else scales_sentence(changed_scales(scales), len(scales)),
+            zero_fraction=self._n_zero / max(1, self._n_rows),
+            drops_zero=self._job.data.drop_zero_rows,
         )
 
     def _stored(self) -> Iterator[tuple[Tensor, Tensor, Indices]]:

@@ -21,7 +21,7 @@ from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.tokens_of_data import META
-from trainer.contract.wording import distinct_sizes
+from trainer.contract.wording import distinct_sizes, plural
 from trainer.extraction.kept_rows import KeptPlaces, kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import facts_of_all, facts_of_hook
@@ -115,7 +115,10 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
         extraction = Extraction(job, device, peers)
         if not extraction.model.packs:
             tell("one document in each context: packed, this model would let one see the other")
-        return extraction.run()
+        result = extraction.run()
+        if n := extraction.model.tokenizer.n_mended:
+            tell(f"half of a surrogate pair stood alone in {plural(n, 'text')}, and is replaced by U+FFFD")
+        return result
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise

@@ -310,6 +310,8 @@ def _reason(settings: Model, error: Exception) -> str:
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
         return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
+    if "tokenizer" in first_line(error) and not list(Path(settings.path).glob("tokenizer*")):
+        return f"{shown} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"
     return f"{shown} cannot be loaded: {first_line(error)}"
 
 

@@ -37,6 +37,7 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "dataset_subset": job.text.subset,
         "dataset_split": job.text.split if job.text.dataset or is_data_set(str(job.text.path)) else None,
         "dataset_column": job.text.column,
+        "texts_mended": model.tokenizer.n_mended,
         "special_tokens_dropped": not kept.keep_special,
         "keep_special": kept.keep_special,
         "skip_first": kept.skip_first,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.contract.errors import UserError, first_line
-from trainer.extraction.text import Document
+from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
 
 Ids = NDArray[np.int64]
@@ -53,6 +53,8 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer beside it splits no text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
+        # Texts in which something stands for halves of surrogate pairs.
+        self.n_mended = 0
 
     def require_room(self, context: int) -> None:
         """Raise `UserError` where a context has no room for text beside the special tokens around it."""
@@ -63,13 +65,21 @@ class Tokenizer:
     def tokens(self, documents: Iterable[Document]) -> Iterator[Tokens]:
         """Yield the tokens of each document; raise `UserError` for a chat where the tokenizer has no template."""
         remaining = iter(documents)
-        while some := list(itertools.islice(remaining, _AT_ONCE)):
+        while some := [self._whole(one) for one in itertools.islice(remaining, _AT_ONCE)]:
             texts = iter(self._encode([one for one in some if isinstance(one, str)], special=False))
             for one in some:
                 if isinstance(one, str):
                     yield Tokens(next(texts), self.before, self.after)
                 else:
                     yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
+
+    def _whole(self, document: Document) -> Document:
+        """Return a document that a tokenizer takes; count it where it is not as it was."""
+        if isinstance(document, str) and document.isascii():
+            return document
+        whole: Document = mended(document)
+        self.n_mended += whole != document
+        return whole
 
     def token_bytes(self) -> list[bytes]:
         """Return what each token stands for, by its number: with the space before a word, where it has one."""

@@ -38,6 +38,18 @@ def documents(text: Text) -> Iterator[Document]:
         yield from _of_file(file, text)
 
 
+def mended(value: Any) -> Any:
+    """Return a text, or a chat of texts, with U+FFFD for each half of a surrogate pair that stands alone.
+
+    Texts that were cut within a character have them, as JSON can write them, and no tokenizer takes them.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, dict):
+        return {name: mended(one) for name, one in value.items()}
+    return [mended(one) for one in value] if isinstance(value, list) else value
+
+
 def is_data_set(path: str) -> bool:
     """Tell whether a folder is one that `save_to_disk` of the library datasets has written."""
     return any((Path(path) / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
@@ -77,7 +89,8 @@ def _of_file(file: Path, text: Text) -> Iterator[Document]:
 def _pieces(file: Path) -> Iterator[str]:
     with open_plain(file) as stream:
         while lines := stream.readlines(_LONGEST):
-            yield b"".join(lines).decode()
+            # Editors on Windows put a byte order mark before a text.
+            yield b"".join(lines).decode().removeprefix("\ufeff")
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
@@ -98,7 +111,28 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     names = [name for name in parquet.schema_arrow.names if name in wanted]
     columns = [*names, *({MASK} & {*parquet.schema_arrow.names})]
     for batch in parquet.iter_batches(1024, columns=columns if names else None):
-        yield from batch.to_pylist()
+        yield from _plain_rows(batch)
+
+
+def _plain_rows(rows: Any) -> list[Any]:
+    """Return rows of a table or batch of Arrow's; bytes of a text that are not UTF-8 become halves of pairs."""
+    try:
+        return list(rows.to_pylist())
+    except UnicodeDecodeError:
+        columns = {name: rows.column(name) for name in rows.schema.names}
+        texts = {name: one for name, one in columns.items() if str(one.type) in ("string", "large_string")}
+        decoded = {
+            name: [_decoded(text) for text in one.cast("large_binary").to_pylist()] for name, one in texts.items()
+        }
+        plain = {name: decoded.get(name) or one.to_pylist() for name, one in columns.items()}
+        return [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
+
+
+def _decoded(text: bytes | None) -> str | None:
+    try:
+        return None if text is None else text.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return text.decode("utf-8", "surrogateescape")
 
 
 def _hub_rows(text: Text) -> Iterator[Any]:
@@ -123,7 +157,8 @@ def _saved_rows(root: Path, text: Text) -> Iterator[Any]:
         if text.split not in stored:
             raise UserError(f"text.split: {root} has no {show(text.split)}, only {', '.join(stored)}")
         stored = stored[text.split]
-    yield from stored
+    for rows in stored.with_format("arrow").iter(1024):
+        yield from _plain_rows(rows)
 
 
 def _load_datasets() -> Any:

@@ -11,13 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.activations.base import are_finite
 from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.contract.settings.job import MAX_NORM
 from trainer.contract.settings.shards import inspect_shards
-from trainer.contract.wording import gibibytes, join_words, plural
-from trainer.saes.initial_weights import LARGEST_SPREAD
+from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, gibibytes, join_words, plural, zero_rows
+from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
+from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
 # Rows that are looked at where a set has more: at d_in 4096 a gibibyte in fp32.
 SAMPLE_ROWS = 65_536
@@ -25,8 +27,6 @@ SAMPLE_ROWS = 65_536
 LARGE_GAMMA = 3.0
 # A share of equal rows above this is no accident of short texts.
 MANY_DUPLICATES = 0.01
-# Below, the square of a value loses digits in fp32.
-SMALLEST_VALUE = 1e-18
 # Values of which more than this share are too small for their type are no accident of zeros.
 MANY_SUBNORMAL = 0.5
 # Below, a value in fp16 is subnormal: it has fewer than 11 bits.
@@ -46,7 +46,7 @@ class Inspection(msgspec.Struct, frozen=True):
     """What stored activations are like, by `n_looked_at` rows of them.
 
     `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm. `heavy_dimensions` are few that hold most of the variance, `heavy_share` of it;
+    data.max_norm times the median norm. `duplicates` are of rows that are not zero. `heavy_dimensions` are few that hold most of the variance, `heavy_share` of it;
     `subnormal` is the share of values in fp16 that are too small for their digits.
     """
 
@@ -61,6 +61,7 @@ class Inspection(msgspec.Struct, frozen=True):
     largest_norm: float
     outliers: int
     not_finite: int
+    zero_rows: int
     constant_dimensions: int
     duplicates: int
     heavy_dimensions: list[int] = []
@@ -73,10 +74,13 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     """Look at a folder or file of shards; raise `JobFileError` naming data.path where they cannot be read."""
     shard_set, source = inspect_shards(path), Shards(path=str(path))
     rows = _sample(source, seed)
-    finite = rows.isfinite().all(dim=1)
-    norms = _norms(rows[finite])
-    outliers = Outliers(rows[finite], rows[finite], max_norm) if finite.any() else None
-    ordinary = outliers.leave_out(rows[finite], rows[finite])[0] if outliers else rows[finite]
+    usable = are_finite(rows, rows)
+    # Where all are too large for fp32, that is what is wrong with them.
+    ordinary = finite = rows[usable] if usable.any() else rows[rows.isfinite().all(dim=1)]
+    norms = _norms(finite)
+    lengths = norms[norms > 0]
+    if usable.any():
+        ordinary, _ = Outliers(finite, finite, max_norm).leave_out(finite, finite)
     mean, variance = moments(ordinary)
     heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
@@ -88,17 +92,19 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         n_looked_at=len(rows),
         gamma=float(mean.norm()) / scale if scale else 0.0,
         scale=scale,
-        median_norm=float(norms.median()) if len(norms) else 0.0,
+        median_norm=float(lengths.median()) if len(lengths) else 0.0,
         largest_norm=float(norms.max()) if len(norms) else 0.0,
-        outliers=int(finite.sum()) - len(ordinary),
-        not_finite=int((~finite).sum()),
+        outliers=len(finite) - len(ordinary),
+        not_finite=len(rows) - len(finite),
+        zero_rows=len(norms) - len(lengths),
         constant_dimensions=int((variance == 0).sum()),
-        duplicates=len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()}),
+        duplicates=_duplicates(rows),
         heavy_dimensions=heavy.numbers if heavy else [],
         heavy_share=heavy.share if heavy else 0.0,
         subnormal=_subnormal(rows),
     )
-    return msgspec.structs.replace(facts, findings=list(_findings(facts, max_norm)))
+    notes = [Finding("note", note) for note in shard_set.notes]
+    return msgspec.structs.replace(facts, findings=[*_findings(facts, max_norm), *notes])
 
 
 def table(facts: Inspection) -> str:
@@ -119,9 +125,14 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     """Yield what is worth knowing, the worst first."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
     if facts.not_finite:
-        sentence = f"{facts.not_finite:,} {of_rows} hold a NaN or an infinity"
-        yield Finding("error", sentence, "extract them again, in bf16 or fp32 if it was fp16")
+        sentence = f"{facts.not_finite:,} {of_rows} hold a NaN, an infinity or values too large for fp32"
+        is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
+        remedy = f"they are left out of training, up to {MOST_BAD_ROWS:.0%}; {CURE}" if is_accident else CURE
+        yield Finding("warning" if is_accident else "error", sentence, remedy)
     yield from _of_size(facts)
+    if facts.zero_rows > MANY_ZERO * facts.n_looked_at:
+        sentence = zero_rows(facts.zero_rows / facts.n_looked_at, plural(facts.n_looked_at, "row"))
+        yield Finding("warning", sentence, f"set {DROP_ZERO_ROWS} to leave them out")
     if facts.outliers:
         ratio = facts.largest_norm / facts.median_norm
         sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
@@ -133,8 +144,8 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
         sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} {are} the same in every row"
         yield Finding("warning", sentence, "see that the hook is the one you mean")
     if facts.heavy_dimensions:
-        sentence = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share).sentence()
-        yield Finding("warning", sentence, "leave them out of the rows or scale them down; an FVU tells of little else")
+        heavy = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share)
+        yield Finding("warning", heavy.sentence(), heavy.remedy)
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
         yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
@@ -156,6 +167,13 @@ def _of_size(facts: Inspection) -> Iterator[Finding]:
     if facts.subnormal > MANY_SUBNORMAL:
         sentence = f"{facts.subnormal:.0%} of the values that are not 0 are below 6e-05, where fp16 loses digits"
         yield Finding("warning", sentence, "extract them again in bf16 or fp32")
+
+
+def _duplicates(rows: Tensor) -> int:
+    """Count the rows that are there before, those of zeros apart."""
+    n_zero = sum(int((part == 0).all(dim=1).sum()) for part in rows.split(_ROWS_AT_ONCE))
+    n_all = len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()})
+    return max(0, n_all - max(0, n_zero - 1))
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_en
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, dump_job, members
-from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
+from trainer.contract.settings.series import CRITERION, SHARES_LEFT_OUT, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import Event
@@ -232,7 +232,7 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
         "steps": heartbeat.step if heartbeat else None,
         "tokens": heartbeat.tokens if heartbeat else None,
         "tokens_per_s": latest.get("tokens_per_s"),
-        **{name: value_of_sae(latest, name, best_sae(latest)) for name in measured_names()},
+        **{name: value_of_sae(latest, name, best_sae(latest)) for name in (*measured_names(), *SHARES_LEFT_OUT)},
         **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
     }
 

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import HeavyDimensions
+from trainer.activations.outliers import LeftOut
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.series import HELD_OUT, PER_RANK
+from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
 from trainer.contract.store.metrics_store import Row
-from trainer.contract.wording import plural
+from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, plural, zero_rows
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
-
-OUTLIERS = "outlier_fraction"
 
 
 class Report:
@@ -51,41 +51,55 @@ class Report:
         self.event("pace", message)
         rank_log.say(message)
 
-    def left_out(
-        self, step: int, n_found: int, n_seen: int, times: float, hook: str = "", labels: Iterable[str] = ("",)
-    ) -> None:
-        """Record which share of the rows so far were outliers; tell it where it was not told of the sample.
+    def left_out(self, step: int, found: LeftOut, times: float, hook: str = "", labels: Iterable[str] = ("",)) -> None:
+        """Record which shares of the rows so far were left out; report outliers where the sample had none.
 
         Where there are several hooks, it is the share at one of them, whose SAEs have these labels.
         """
-        share = n_found / max(1, n_seen)
+        n_seen = max(1, found.n_seen)
         for label in labels:
-            self._sae_rows(step, label, {OUTLIERS: share})
-        self._tell_outliers(share, f"the rows{_at(hook)} up to step {step}", times, hook)
+            self._sae_rows(step, label, {OUTLIERS: found.outliers / n_seen, NOT_FINITE: found.not_finite / n_seen})
+        self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
-    def sampled(self, n_found: int, n_seen: int, times: float, hook: str = "") -> None:
-        """Tell which share of a first sample of rows were outliers; of several hooks, at one."""
-        self._tell_outliers(n_found / max(1, n_seen), f"a sample of {n_seen:,} rows{_at(hook)}", times, hook)
-
-    def heavy(self, sentence: str, hook: str = "") -> None:
-        """Tell by a sentence which dimensions hold most of the variance; of several hooks, at one."""
-        message = f"{sentence}{_at(hook)}: an FVU tells of little else; leave them out or scale them"
-        self.warn("heavy_dimensions", message)
+    def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
+        """Report what is wrong with rows of a first sample; of several hooks, at one."""
+        n_seen = max(1, found.n_seen)
+        of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
+        self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
+        if n_zero > MANY_ZERO * n_seen:
+            dropped = f"{DROP_ZERO_ROWS} leaves them out"
+            level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
+            self.tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
 
     def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
         """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
         if not n_rows:
             return
         what = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
-        message = f"{n_rows:,} rows are held out: {what.get(hold_out, hold_out)} (data.hold_out = {show(asked)})"
-        self.event("held_out", message)
-        if self._is_main:
-            rank_log.say(message)
+        self.tell(
+            "held_out", f"{n_rows:,} rows are held out: {what.get(hold_out, hold_out)} (data.hold_out = {show(asked)})"
+        )
 
     def copies(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence that held-out rows are trained on as well; "" where they are not."""
         if sentence:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
+
+    def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
+        """Report which of the held-out rows no measurement counts; of several hooks, at one."""
+        reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
+        if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
+            of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
+            self.tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}")
+
+    def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
+        """Report which dimensions hold most of the variance; of several hooks, at one."""
+        self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}: {found.remedy}")
+
+    def scaled(self, sentence: str, hook: str = "") -> None:
+        """Report by a sentence which dimensions are left out or scaled down, if any; of several hooks, at one."""
+        if sentence:
+            self.tell("dimensions", f"{sentence}{_at(hook)}: the FVU of this run is of what is left")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
@@ -96,7 +110,11 @@ class Report:
 
     def warn(self, kind: str, message: str) -> None:
         """Record a warning of the whole run, and log it."""
-        self.event(kind, message, level="warning")
+        self.tell(kind, message, "warning")
+
+    def tell(self, kind: str, message: str, level: str = "info") -> None:
+        """Record an event of the whole run, and log it."""
+        self.event(kind, message, level=level)
         rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:

@@ -37,7 +37,8 @@ class Output(NamedTuple):
 class Sae(nn.Module, ABC):
     """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
 
-    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. `x_mean` [d_in], `y_mean`
+    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both are numbers, or after
+    `scale_dimensions` vectors; a dimension of scale 0 is left out, and its mean `dropped_mean` is what it gives. `x_mean` [d_in], `y_mean`
     [d_out] and `y_variance` (total, per token) are the normalised data's in a sample and stay fixed, so that neither
     loss nor gradient depends on how a batch is split.
 
@@ -73,6 +74,7 @@ class Sae(nn.Module, ABC):
     W_skip: nn.Parameter | None
     x_scale: Tensor
     y_scale: Tensor
+    dropped_mean: Tensor | None
     y_mean: Tensor
     y_variance: Tensor
     x_mean: Tensor
@@ -96,6 +98,7 @@ class Sae(nn.Module, ABC):
         self.register_parameter("W_skip", None)
         self.register_buffer("x_scale", torch.ones(()))
         self.register_buffer("y_scale", torch.ones(()))
+        self.register_buffer("dropped_mean", None)
         self.register_buffer("x_mean", torch.zeros(d_in))
         self.register_buffer("y_mean", torch.zeros(self.d_out))
         self.register_buffer("y_variance", torch.ones(()))
@@ -123,6 +126,35 @@ class Sae(nn.Module, ABC):
         """
         self.W_skip = nn.Parameter(torch.zeros(self.d_in, self.d_out))
 
+    def scale_dimensions(self) -> None:
+        """Let each dimension have a scale of its own, and those of scale 0 a mean [d_out] of raw targets."""
+        self.x_scale, self.y_scale = torch.ones(self.d_in), torch.ones(self.d_out)
+        self.dropped_mean = torch.zeros(self.d_out)
+
+    @property
+    def acts_scale(self) -> Tensor:
+        """The factor, 0-dim, from activations of raw data to those of normalised data: the scale of most dimensions."""
+        return self.y_scale.max() if self.y_scale.dim() else self.y_scale
+
+    @property
+    def raw_scale(self) -> Tensor:
+        """What normalised targets are divided by to get raw ones: `y_scale`, but infinite for what is left out."""
+        return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
+
+    def raw(self, x_hat: Tensor) -> Tensor:
+        """Return reconstructions [n_tokens, d_out] of normalised targets in the units of raw ones."""
+        raw = x_hat / self.raw_scale
+        return raw if self.dropped_mean is None else raw + self.dropped_mean
+
+    @property
+    def dimension_scales(self) -> Tensor | None:
+        """The factors of the targets' dimensions [d_out] before all are scaled, 0 for what is left out; None: all 1."""
+        return None if self.dropped_mean is None else self.y_scale / self.acts_scale
+
+    def raw_decoder(self) -> Tensor:
+        """Return the directions [d_sae, d_out] in which latents write raw data: W_dec, but for scales of dimensions."""
+        return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
+
     @torch.no_grad()
     def deal(self, data: Group, peers: Group, latents: Latents) -> None:
         """Keep only this rank's latents of an SAE whose weights are not set yet; ranks of `data` hold the same ones."""
@@ -148,22 +180,23 @@ class Sae(nn.Module, ABC):
     def export_weights(self) -> dict[str, Tensor]:
         """Return SAELens' tensors by name, with the scales folded in so that raw data goes in and comes out.
 
-        Activations are in the target's units: W_dec stays as it is, and all that is compared with a pre-activation
-        or added to one is divided by `y_scale`.
+        Activations are in the target's units: W_dec stays as it is where dimensions have one scale, and all that is
+        compared with a pre-activation or added to one is divided by `acts_scale`. A dimension that is left out has rows
+        of zeros in W_enc, columns of zeros in W_dec, and its mean in b_dec.
         """
         # SAELens' transcoders subtract nothing from their input.
         folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
-        scale = self.x_scale / self.y_scale
+        x_scale = self.x_scale.reshape(-1, 1)
         weights = {
-            "W_enc": self.W_enc * scale,
-            "b_enc": (self.b_enc - folded) / self.y_scale,
-            "W_dec": self.W_dec,
-            "b_dec": self.b_dec / self.y_scale,
+            "W_enc": self.W_enc * (x_scale / self.acts_scale),
+            "b_enc": (self.b_enc - folded) / self.acts_scale,
+            "W_dec": self.raw_decoder(),
+            "b_dec": self.raw(self.b_dec),
         }
         if self.W_skip is not None:
             # [d_out, d_in], as SAELens, sparsify and circuit-tracer have it.
-            weights["W_skip"] = (self.W_skip * scale).T
-            weights["b_dec"] = (self.b_dec - self.x_mean @ self.W_skip) / self.y_scale
+            weights["W_skip"] = (self.W_skip * (x_scale / self.raw_scale)).T
+            weights["b_dec"] = self.raw(self.b_dec - self.x_mean @ self.W_skip)
         return weights
 
     def saelens_name(self, of_sae: str) -> str:

@@ -84,7 +84,7 @@ class BatchTopK(TopK):
         return {"architecture": self.saelens_name("jumprelu")}
 
     def export_weights(self) -> dict[str, Tensor]:
-        threshold = (self.threshold / self.y_scale).expand(self.d_sae)
+        threshold = (self.threshold / self.acts_scale).expand(self.d_sae)
         return super().export_weights() | {"threshold": threshold}
 
 

@@ -23,5 +23,7 @@ def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
     sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.knobs))
     if job.sae.skip:
         sae.add_skip()
+    if job.data.scales_dimensions:
+        sae.scale_dimensions()
     sae.dead_after_tokens = layout.dead_after_tokens
     return sae

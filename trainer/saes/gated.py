@@ -87,6 +87,6 @@ class Gated(Penalised):
         weights = super().export_weights()
         return {name: weights[name] for name in ("W_enc", "W_dec", "b_dec")} | {
             "b_gate": weights["b_enc"],
-            "b_mag": self.b_mag / self.y_scale,
+            "b_mag": self.b_mag / self.acts_scale,
             "r_mag": self.r_mag,
         }

@@ -12,6 +12,8 @@ from trainer.saes.base import Sae
 
 # Of rows from their mean: sums of squares of d values have to stay below 3e38.
 LARGEST_SPREAD = 1e15
+# Below, the square of a value loses digits in fp32.
+SMALLEST_VALUE = 1e-18
 # Values drawn at a time: of 2^20 latents 4,096 wide, all would be 16 GiB of a host's memory for each of its ranks.
 _AT_ONCE = 2**24
 # PyTorch draws normal numbers by so many; blocks of a multiple of it get the numbers that all together would get.
@@ -19,18 +21,32 @@ _DRAWN_BY = 16
 
 
 @torch.no_grad()
-def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
+def initialise(
+    sae: Sae,
+    x: Tensor,
+    y: Tensor,
+    settings: SaeSettings,
+    seed: int,
+    dimensions: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """Set scales, means and weights from rows of the data: x [n, d_in] and targets y [n, d_out], x itself for an SAE.
 
-    Raise `UserError` where there is nothing to learn from them.
+    `dimensions` are factors for each of theirs [d_in], [d_out], 0 to leave one out. Raise `UserError` where there is
+    nothing to learn from the rows.
     """
+    if dimensions is not None and sae.dropped_mean is not None:
+        sae.x_scale.copy_(dimensions[0])
+        sae.y_scale.copy_(dimensions[1])
+        sae.dropped_mean.copy_(y.mean(dim=0) * (sae.y_scale == 0))
+        x, y = x * sae.x_scale, y * sae.y_scale
     _refuse_without_spread(y, "data.target_path" if sae.is_transcoder else "data.path")
     _refuse_without_spread(x, "data.path")
     generator = torch.Generator().manual_seed(seed)
     if settings.normalize == "mean_norm":
-        sae.x_scale.copy_(unit_scale(x))
-        sae.y_scale.copy_(unit_scale(y))
-    x, y = x * sae.x_scale, y * sae.y_scale
+        of_x, of_y = unit_scale(x), unit_scale(y)
+        sae.x_scale.mul_(of_x)
+        sae.y_scale.mul_(of_y)
+        x, y = x * of_x, y * of_y
     _set_weights(sae, settings, generator)
     sae.y_mean.copy_(y.mean(dim=0))
     sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
@@ -57,6 +73,8 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     if not spread <= LARGEST_SPREAD:
         raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
+    if 0 < (largest := float(x.abs().max())) < SMALLEST_VALUE:
+        raise UserError(f"{path}: values of at most {largest:.2g} are too small for fp32; scale them up")
     # What is left of equal rows is rounding: a millionth.
     if spread <= 1e-5 * size:
         raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
@@ -71,6 +89,11 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
         _draw_unit_rows(directions, sae.latents, generator)
     scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
+    if sae.dropped_mean is not None:
+        # Of what is left out they stay 0: neither error nor input has anything there.
+        sae.W_dec.mul_(sae.y_scale > 0)
+        sae.normalise_decoder()
+        sae.W_enc.mul_((sae.x_scale > 0)[:, None])
 
 
 def _draw_unit_rows(own: Tensor, latents: Latents, generator: torch.Generator) -> None:

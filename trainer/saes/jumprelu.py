@@ -86,7 +86,7 @@ class JumpReLU(Penalised):
         return {"architecture": self.saelens_name("jumprelu")}
 
     def export_weights(self) -> dict[str, Tensor]:
-        return super().export_weights() | {"threshold": self.threshold / self.y_scale}
+        return super().export_weights() | {"threshold": self.threshold / self.acts_scale}
 
 
 class _Jump(torch.autograd.Function):

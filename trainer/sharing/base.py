@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.activations.heavy_dimensions import changed_scales
 from trainer.contract.errors import UsageError
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.settings import catalog
 from trainer.saes.base import Sae
 
+# The factors of dimensions in the metadata, by their number.
+SCALES = "dimension_scales"
 # What `eval` writes beside the weights, and how its model card begins.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # How it says what lies beside it.
@@ -123,13 +126,31 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
     return Shared(
         config=sae.export_config(),
         weights=sae.export_weights(),
-        metadata=metadata,
+        metadata=metadata | _scales_of(sae),
         k=k,
         levels=tuple(getattr(sae, "widths", ())),
         is_transcoder=sae.is_transcoder,
-        unit_decoder=sae.unit_decoder,
+        unit_decoder=sae.unit_decoder and sae.dropped_mean is None,
         features=features,
     )
+
+
+def _scales_of(sae: Sae) -> dict[str, Any]:
+    """Return the factors that the training gave dimensions of the targets, where it did: they are folded in."""
+    return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
+
+
+def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
+    """Return the factors of dimensions [d_out] that metadata of any origin tells of; None where it does not."""
+    told = metadata.get(SCALES)
+    numbers = {str(number) for number in range(d_out)}
+    if not isinstance(told, dict) or not told or not told.keys() <= numbers:
+        return None
+    if not all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in told.values()):
+        return None
+    scales = torch.ones(d_out)
+    scales[[int(number) for number in told]] = torch.tensor([*map(float, told.values())])
+    return scales
 
 
 def public_name(value: Any) -> Any:

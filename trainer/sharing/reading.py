@@ -15,6 +15,8 @@ from torch import Tensor
 from trainer.contract.errors import UsageError, UserError, first_line, sentence
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import load_json
+from trainer.contract.settings.rows import NotRowsError
+from trainer.contract.settings.torch_file import refuse_old_kind
 from trainer.sharing.base import Shared
 
 # By what activations are (`Shared.form`): the tensors [d_sae] beside W_enc, W_dec and b_dec.
@@ -48,7 +50,8 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         open_plain(file).close()
         return load_file(file)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-        raise UserError(f"{file} is not a whole safetensors file: {first_line(error)}") from None
+        reason = sentence(error) if isinstance(error, OSError) else first_line(error)
+        raise UserError(f"{file} is not a whole safetensors file: {reason}") from None
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:
@@ -60,10 +63,13 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     _refuse_link(file)
     try:
         open_plain(file).close()
+        refuse_old_kind(file)
         _refuse_compression(file)
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except UserError:
         raise
+    except (OSError, NotRowsError) as error:
+        raise UserError(f"{file} is not read: {sentence(error)}") from None
     except Exception as error:
         reason = first_line(error)
         raise UserError(f"{file} holds more than tensors, or is damaged, and is not read: {reason}") from None

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from trainer.activations.base import Pair, in_fp32, to_device
-from trainer.activations.outliers import Outliers
+from trainer.activations.outliers import LeftOut, Outliers
 from trainer.activations.training_data import TrainingData
 from trainer.contract.planning.rows_on_gpu import MOST_KEPT_BYTES
 from trainer.runtime.out_of_memory import is_shortage
 
 
 class HeldOut:
-    """This rank's held-out rows of each hook on its device, outliers left out.
+    """This rank's held-out rows of each hook on its device, without those to leave out, which are counted.
 
     They are read for every evaluation where the host's memory is the device's; a GPU keeps them from the first on, up
     to `MOST_KEPT_BYTES`: to read 151 MB anew takes a tenth of a second from the page cache, and longer from a disk.
@@ -25,6 +25,8 @@ class HeldOut:
         self.keeps = device.type == "cuda"
         self._kept: dict[int, list[Pair]] = {}
         self._n_bytes = 0
+        # What was left out of each hook's rows when they were last read.
+        self.left_out: dict[int, LeftOut] = {}
 
     def batches(self, hook: int, batch_size: int) -> Iterator[Pair]:
         """Yield inputs and targets of a hook, at most so many at a time: on a CPU in fp32, elsewhere as stored."""
@@ -52,9 +54,13 @@ class HeldOut:
         self._kept[hook] = rows
 
     def _read(self, hook: int, batch_size: int) -> Iterator[Pair]:
+        counts = torch.zeros(4, dtype=torch.int64)
         for stored in self._data.of_hook(hook).held_out(batch_size):
             moved = to_device(stored, self._device)
             pair = in_fp32(moved) if self._device.type == "cpu" else moved
             x, y = self._outliers[hook].leave_out(*pair)
+            some = len(x) < len(pair[0])
+            counts += torch.tensor(self._outliers[hook].count(*pair) if some else LeftOut(0, 0, 0, len(x)))
+            self.left_out[hook] = LeftOut.of(counts)
             if len(x):
                 yield x, y

@@ -102,6 +102,8 @@ def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> J
     raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
     job = with_data_path(job_of(raw, overrides), [working_folder()])
     changed = [name for name, value in sae.items() if _setting(job, name) != value]
+    if job.data.drop_dimensions:
+        raise UsageError("--set data.drop_dimensions: the SAE reads all dimensions; leave it out")
     if changed or job.sweep:
         raise UsageError(f"--set sae.{(changed or ['*'])[0]}: is the SAE's own and cannot be changed; leave it out")
     return job
@@ -136,21 +138,23 @@ def _open(job: JobConfig, shared: Shared) -> Source:
 
 def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
     sampler = Sampler(open_data(source, job, Parallel(CPU)).of_hook(0), CPU)
-    sampler.find_outliers(job.train.seed, job.data.max_norm)
+    sampler.find_outliers(job)
     return sampler.sample(job.train.seed)
 
 
 @torch.no_grad()
 def _set_weights(learner: Learner, shared: Shared) -> None:
     """Set weights that compute the same on scaled data: the inverse of `Sae.export_weights`."""
-    sae, scale = learner.sae, learner.sae.y_scale
-    encoder = shared.weights["W_enc"] * (scale / sae.x_scale)
+    sae, scale = learner.sae, learner.sae.acts_scale
+    x_scale, y_scale = sae.x_scale.reshape(-1, 1), sae.y_scale
+    encoder = shared.weights["W_enc"] * (scale / x_scale)
     # Only a transcoder's encoder sees x − x_mean.
     shift = sae.x_mean @ encoder if sae.is_transcoder else 0
-    own = {"W_enc": encoder, "W_dec": shared.weights["W_dec"], "b_dec": shared.weights["b_dec"] * scale}
+    own = {"W_enc": encoder, "b_dec": shared.weights["b_dec"] * y_scale}
+    own["W_dec"] = shared.weights["W_dec"] * (y_scale / scale)
     own["b_enc"] = shared.weights["b_gate" if "b_gate" in shared.weights else "b_enc"] * scale + shift
     if shared.has_skip:
-        own["W_skip"] = shared.weights["W_skip"].T * (scale / sae.x_scale)
+        own["W_skip"] = shared.weights["W_skip"].T * (y_scale / x_scale)
         own["b_dec"] = own["b_dec"] + sae.x_mean @ own["W_skip"]
     own |= {name: shared.weights[name] * scale for name in ("threshold", "b_mag") if name in shared.weights}
     own |= {name: shared.weights[name] for name in ("r_mag",) if name in shared.weights}

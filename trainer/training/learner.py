@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from trainer.activations.heavy_dimensions import dimension_scales
 from trainer.contract.planning import memory
 from trainer.contract.planning.rates import full_rate
 from trainer.contract.planning.workload import Layout
@@ -134,7 +135,9 @@ class Learner:
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
-        initialise(self.sae, x, y, self._job.sae, self._train.seed)
+        data = self._job.data
+        scales = (dimension_scales(x, data), dimension_scales(y, data)) if data.scales_dimensions else None
+        initialise(self.sae, x, y, self._job.sae, self._train.seed, scales)
 
     def begin_step(self, step: int) -> None:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
@@ -191,9 +194,9 @@ class Learner:
     def normalised(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return raw data normalised, in fp32: inputs [n, d_in], and this rank's part of their targets."""
         # By vectors of length 1: a product with a number would stay in 16 bits, where rows come in those.
-        inputs = x * self.sae.x_scale.reshape(1)
+        inputs = x * self.sae.x_scale.reshape(-1)
         own = own_part(inputs if y is x else y, self.latents.group)
-        return inputs, own if y is x else own * self.sae.y_scale.reshape(1)
+        return inputs, own if y is x else own * self.sae.y_scale.reshape(-1)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""

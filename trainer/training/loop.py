@@ -16,6 +16,7 @@ from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
 from trainer.activations.copies import copies_in
 from trainer.activations.open_source import continue_from
+from trainer.activations.outliers import LeftOut
 from trainer.activations.shards import ShardCutError
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
@@ -38,6 +39,7 @@ from trainer.reporting.progress import Progress
 from trainer.reporting.report import Report
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.sharing.saelens import origin
+from trainer.training.bad_rows import BadRows
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.data_watch import DataWatch
 from trainer.training.evaluate import evaluate
@@ -110,7 +112,7 @@ class Trainer:
             data=self._watch.record,
         )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
-        self.outliers = [one.find_outliers(self._train.seed, job.data.max_norm) for one in self._samplers]
+        self.outliers = [one.find_outliers(job) for one in self._samplers]
         # Of each hook; each rank looks at its own held-out rows.
         self.copies = [copies_in(self.data.of_hook(hook), self._train.seed) for hook in range(source.n_hooks)]
         self._held_out = HeldOut(self.data, self.outliers, self._device)
@@ -131,7 +133,8 @@ class Trainer:
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origins, self.report)
-        self._skips = Skips(self.data, self.report, self.tokens_per_step)
+        self._skips = Skips(self.report)
+        self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._tell_of_data(resumed, before)
         self._logged = self._evaluated = self.position
         self._ended: EndedInterval | None = None
@@ -141,7 +144,7 @@ class Trainer:
         # what they have read, for which all of them wait anyway.
         self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
         self._first_step = self.position.step
-        self._stopping = False
+        self._stopping = self._told_held_out = False
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
@@ -251,15 +254,19 @@ class Trainer:
     def _tell_of_data(self, resumed: State | None, before: DataRecord | None) -> None:
         """Report new shards, which rows are held out, and what would mislead a reader of the figures."""
         if resumed and (news := news_of_data(before, self.record)):
-            self.report.event("data", news)
-            rank_log.say(news)
+            self.report.tell("data", news)
+        for note in self._source.notes:
+            self.report.tell("data", note)
         self.report.held_out(self.data.n_held_out, self.data.hold_out, self.data.n_texts, self._job.data.hold_out)
         for name, share in zip(self._job.hooks, self.copies, strict=True):
             self.report.copies(copies_sentence(share), name)
         for name, sampler in zip(self._job.hooks, self._samplers, strict=True):
-            self.report.sampled(sampler.n_outliers, sampler.n_rows, self._job.data.max_norm, name)
+            found = sampler.left_out
+            self._bad_rows.sampled(found.not_finite, found.n_seen, sampler.first_bad, name)
+            self.report.sampled(found, sampler.n_zero, self._job.data.max_norm, name)
             if sampler.heavy:
-                self.report.heavy(sampler.heavy.sentence(), name)
+                self.report.heavy(sampler.heavy, name)
+            self.report.scaled(sampler.scaled, name)
 
     def _open_batches(self) -> Batches:
         replaces = not all(learner.whole_steps for learner in self.learners.values())
@@ -367,15 +374,18 @@ class Trainer:
     def _record(self, ended: EndedInterval, paces: dict[str, Tensor]) -> None:
         """Record a log interval with the `paces` of all ranks."""
         totals, states = ended.totals.read(), ended.states.read()
+        left_out = dict(zip(self._job.hooks, map(LeftOut.of, totals[_OUTLIERS].view(-1, 4)), strict=True))
+        for name, found in left_out.items():
+            self._bad_rows.look_at(found, ended.since, ended.at, name)
         values: dict[str, dict[str, float]] = {}
         for label, learner in self.learners.items():
             state = StepState.of(states[label])
-            self._skips.look_at(label, learner, state, ended.since, ended.at)
+            self._skips.look_at(label, learner, state, ended.at)
             values[label] = learner.values(under(totals, f"{label}/"), state)
         self.report.learnt(self._parallel.everybodys(values))
         self._share_news()
         self.report.pace(ended.at.step, self._pace.values(paces), paces)
-        self._report_outliers(ended.at.step, totals[_OUTLIERS])
+        self._report_left_out(ended.at.step, left_out)
         self.report.interval(ended.at.step, self.total_steps)
         # In the first interval things are still warming up.
         if ended.since.step > self._first_step:
@@ -383,12 +393,11 @@ class Trainer:
         if ended.shares == self._parallel.shares:
             self._balance(paces)
 
-    def _report_outliers(self, step: int, totals: Tensor) -> None:
-        """Report the share of outliers at each hook, by `totals`: of one after the other how many, of how many rows."""
-        times, of_hooks = self._job.data.max_norm, totals.long().view(-1, 2).tolist()
-        for (name, knobs), (n_found, n_seen) in zip(self._job.hooks.items(), of_hooks, strict=True):
+    def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
+        """Report the shares of rows that were left out at each hook."""
+        for name, knobs in self._job.hooks.items():
             labels = [label for label, one in self._layout.members.items() if one.data.knobs == knobs] if name else [""]
-            self.report.left_out(step, n_found, n_seen, times, name, labels)
+            self.report.left_out(step, left_out[name], self._job.data.max_norm, name, labels)
 
     def _share_news(self) -> None:
         """Exchange what happened to each rank's SAEs; raise `UserError` on all ranks where no SAE learns any more."""
@@ -439,7 +448,19 @@ class Trainer:
         self._beat("evaluating")
         measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
+        self._tell_left_out()
         self._evaluated = self.position
+
+    def _tell_left_out(self) -> None:
+        """Report once which held-out rows are left out, of all ranks."""
+        if self._told_held_out:
+            return
+        self._told_held_out = True
+        own = [self._held_out.left_out.get(hook, (0, 0, 0, 0)) for hook in range(self._source.n_hooks)]
+        counts = torch.tensor(own, dtype=torch.float64, device=self._device).flatten()
+        totals = self._parallel.sum_parts({_OUTLIERS: counts}, self._parallel.data)[_OUTLIERS]
+        for name, found in zip(self._job.hooks, totals.view(-1, 4), strict=True):
+            self.report.heldout_left_out(LeftOut.of(found), name)
 
     # after
 

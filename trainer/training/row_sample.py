@@ -7,15 +7,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
-from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import HookRows, are_finite
+from trainer.activations.base import are_finite, norms_of
+from trainer.activations.heavy_dimensions import (
+    HeavyDimensions,
+    changed_scales,
+    dimension_scales,
+    heavy_dimensions,
+    moments,
+    scales_sentence,
+)
+from trainer.activations.outliers import LeftOut, Outliers
+from trainer.activations.training_data import HookRows
 from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
 from trainer.reporting.report import Report
+from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 from trainer.training.learner import Learner
-
-# More rows of the sample with a NaN than this share are no accident.
-MOST_BAD_ROWS = 0.01
 
 
 class Sampler:
@@ -24,32 +31,44 @@ class Sampler:
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # What of the sample `find_outliers` has told apart.
-        self.n_rows = self.n_outliers = 0
+        # What `find_outliers` has found in its sample: rows to leave out, of which the first that is not finite, in a
+        # sentence; rows of zeros; in a sentence dimensions that are left out or scaled; and those that still hold most
+        # of the variance.
+        self.left_out = LeftOut(0, 0, 0, 0)
+        self.first_bad = ""
+        self.n_zero = 0
+        self.scaled = ""
         self.heavy: HeavyDimensions | None = None
 
-    def find_outliers(self, seed: int, times: float) -> Outliers:
-        """Return what finds rows of more than `times` the median norm; from here on none of them is drawn.
-
-        Count those of the sample, and find the `heavy` dimensions of the others' targets."""
+    def find_outliers(self, job: JobConfig) -> Outliers:
+        """Return what finds rows to leave out, as the job asks; from here on none of them is drawn."""
         self._outliers = None
-        x, y = self.sample(seed)
-        self._outliers = Outliers(x, y, times)
+        x, y = self.sample(job.train.seed)
+        self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)
+        n_bad = self.left_out.not_finite
+        found = self._outliers.count(x, y)
+        self.left_out = found._replace(not_finite=n_bad, n_seen=len(x) + n_bad)
+        self.n_zero = int((norms_of(x) == 0).sum())
         _, ordinary = self._outliers.leave_out(x, y)
-        self.n_rows, self.n_outliers = len(x), len(x) - len(ordinary)
-        self.heavy = heavy_dimensions(moments(ordinary)[1])
+        if not len(ordinary):
+            raise UserError(f"data.path: all {len(x):,} rows of a sample are left out; see what `inspect` says of them")
+        scales = dimension_scales(ordinary, job.data)
+        self.scaled = scales_sentence(changed_scales(scales), len(scales))
+        self.heavy = heavy_dimensions(moments(ordinary)[1] * scales.double().square())
         return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, all finite and none an outlier.
+        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, all finite and none to be left out.
 
-        Raise `UserError` where more than `MOST_BAD_ROWS` of them hold a NaN or an infinity.
+        Raise `UserError` where more than `MOST_BAD_ROWS` of them are not finite.
         """
         x, y = self._data.sample(seed)
         finite = are_finite(x, y)
-        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(x):
+        if n_bad := int((~finite).sum()):
             first = self._data.bad_in_sample(int((~finite).int().argmax()), seed)
-            raise UserError(f"data.path: {first} ({n_bad:,} of {len(x):,} rows); extract them again")
+            if n_bad > MOST_BAD_ROWS * len(x):
+                raise UserError(f"data.path: {first} ({n_bad:,} of {len(x):,} rows); {CURE}")
+            self.left_out, self.first_bad = self.left_out._replace(not_finite=n_bad), first
         inputs = self._to_device(x[finite])
         targets = inputs if y is x else self._to_device(y[finite])
         return self._outliers.leave_out(inputs, targets) if self._outliers else (inputs, targets)

@@ -1,8 +1,10 @@
-"""Steps skipped because a gradient was not finite: what caused them, and when they are no accident any more."""
+"""Steps skipped because a gradient was not finite, and when they are no accident any more.
+
+Rows that are not finite are replaced before a step: what is left is training that diverges.
+"""
 
 from __future__ import annotations
 
-from trainer.activations.training_data import TrainingData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
@@ -23,13 +25,12 @@ def is_hopeless(in_a_row: int, learner: Learner) -> bool:
 class Skips:
     """Reports skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
 
-    def __init__(self, data: TrainingData, report: Report, tokens_per_step: int) -> None:
-        self._data, self._report = data, report
-        self._tokens_per_step = tokens_per_step
+    def __init__(self, report: Report) -> None:
+        self._report = report
         self.given_up: set[str] = set()
 
-    def look_at(self, label: str, learner: Learner, state: StepState, since: Position, now: Position) -> None:
-        """Report the steps skipped between two positions; raise `UserError` where training is of no use."""
+    def look_at(self, label: str, learner: Learner, state: StepState, now: Position) -> None:
+        """Report the steps skipped up to a position; raise `UserError` where training is of no use."""
         skipped, in_a_row = state.skipped, state.skipped_in_a_row
         ends = is_hopeless(in_a_row, learner)
         if state.overflowed:
@@ -39,19 +40,18 @@ class Skips:
         n_bad = skipped - state.overflowed
         if not n_bad or (learner.has_loss_scale and not ends):
             return
-        row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
         if ends:
-            self._give_up(label, learner, row, f"{in_a_row} steps in a row up to step {now.step}")
+            self._give_up(label, learner, f"{in_a_row} steps in a row up to step {now.step}")
         else:
-            reason = row or "the gradient was not finite"
+            reason = "the gradient was not finite"
             self._report.event("skipped", f"{n_bad} steps skipped up to step {now.step}: {reason}", label)
 
-    def _give_up(self, label: str, learner: Learner, row: str | None, when: str) -> None:
-        """Give up an SAE; raise `UserError` where the data is to blame, or no SAE is left that learns."""
+    def _give_up(self, label: str, learner: Learner, when: str) -> None:
+        """Give up an SAE; raise `UserError` where no SAE is left that learns."""
         narrow = ', or train.precision = "fp32", whose range is wider' if learner.has_loss_scale else ""
-        cure = "extract the data again" if row else f"choose a lower rate{narrow}"
-        where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
-        if row or self.given_up | {label} == self._report.values.keys():
+        cure = f"choose a lower rate{narrow}"
+        where = "train.lr: the gradient is not finite"
+        if self.given_up | {label} == self._report.values.keys():
             raise UserError(f"{where}, {when}; {cure}")
         if label not in self.given_up:
             self.given_up.add(label)

@@ -112,7 +112,6 @@ def test_sets_of_datasets_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        (lists([1.0, 2.0], kind=pa.list_(pa.float64())), "stores float64; activations must be float16, bfloat16 or"),
         (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists of its column 'x' differ in length"),
         (lists([1.0, 2.0], None), f"{BEGINS}rows or numbers are missing in its column 'x'"),
         (lists([1.0, None]), f"{BEGINS}rows or numbers are missing in its column 'x'"),

@@ -90,12 +90,12 @@ def test_a_name_that_is_too_long() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["empty", "short", "ff", "zip"]
+    "content", [b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["short", "ff", "zip"]
 )
 def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)
-    assert problem(file) == f"{file} is not a safetensors file with `activations` of shape [n_tokens, d_in]"
+    assert problem(file) == f"{file} is not a whole safetensors file; copy it again"
 
 
 def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
@@ -103,14 +103,12 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 10**12))
         stream.truncate(2 * 10**12)  # sparse: the header it claims is there, as zeros
-    assert "is not a safetensors file" in problem(file)
+    assert "is not a whole safetensors file" in problem(file)
 
 
 @pytest.mark.parametrize(
     "tensor",
     [
-        {"dtype": "F32", "shape": [10], "data_offsets": [0, 40]},
-        {"dtype": "F32", "shape": [1, 5, 2], "data_offsets": [0, 40]},
         {"dtype": "F32", "shape": [-5, -2], "data_offsets": [0, 40]},
         {"dtype": "F32", "shape": ["5", 2], "data_offsets": [0, 40]},
         {"dtype": "F32", "shape": "52", "data_offsets": [0, 40]},
@@ -124,24 +122,31 @@ def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_header_that_is_not_of_a_matrix(tmp_path: Path, tensor: object) -> None:
     file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
-    assert problem(file).endswith("is not a safetensors file with `activations` of shape [n_tokens, d_in]")
+    assert problem(file).endswith("is not a whole safetensors file; copy it again")
 
 
 @pytest.mark.parametrize(
     "header", [[], 5, b"{", b"\xff\xfe", b"[" * 100_000], ids=["list", "number", "cut", "utf8", "deep"]
 )
 def test_a_header_that_is_not_a_table(tmp_path: Path, header: object) -> None:
-    assert "is not a safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
+    assert "is not a whole safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
-def test_a_file_without_the_tensor(write_shard: WriteShard) -> None:
-    assert problem(write_shard(name="acts")).endswith("a.safetensors has no tensor `activations`")
+def test_a_tensor_of_one_dimension_is_refused_with_the_cure(write_shard: WriteShard) -> None:
+    save_file({"activations": np.zeros(10, np.float32)}, (folder := write_shard()) / "a.safetensors")
+    assert problem(folder).endswith("[n_tokens, d_in]: its shape is [10]; reshape it to [-1, d_in]")
 
 
-@pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3"])
+def test_of_several_tensors_of_floats_none_is_guessed(tmp_path: Path) -> None:
+    save_file({"x": np.zeros((4, 3), np.float32), "y": np.zeros((5, 2), np.float32)}, tmp_path / "a.safetensors")
+    listed = "it holds no tensor `activations`, but 'x' [4, 3] and 'y' [5, 2]; rename the one to read"
+    assert problem(tmp_path).endswith(listed)
+
+
+@pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
 def test_a_dtype_that_is_not_trained_on(write_shard: WriteShard, dtype: str) -> None:
     assert problem(write_shard(dtype=dtype)).endswith(
-        f"stores {dtype}; activations must be float16, bfloat16 or float32; save them as float32"
+        f"stores {dtype}; activations must be float16, bfloat16, float32 or float64; save them as float32"
     )
 
 
@@ -158,7 +163,28 @@ def test_a_shape_that_its_bytes_do_not_fill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
 def test_a_file_without_rows(write_shard: WriteShard, shape: tuple[int, int]) -> None:
-    assert problem(write_shard(*shape)).endswith("holds no activations")
+    assert problem(write_shard(*shape)).endswith("holds no activations; extract them again")
+
+
+def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -> None:
+    folder = write_shard(5, 8)
+    write_shard(0, 8, file="b.safetensors")
+    (folder / "c.safetensors").touch()
+    for name in ("._a.safetensors", ".DS_Store"):
+        (folder / name).write_bytes(b"Mac OS X")
+    found = inspect_shards(folder)
+    assert (found.n_tokens, len(found.shards)) == (5, 1)
+    assert found.notes == (
+        f"2 files of {folder} skipped, hidden: '.DS_Store' and '._a.safetensors'",
+        f"2 files of {folder} skipped, without a row: 'b.safetensors' and 'c.safetensors'",
+    )
+
+
+def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    pointer = "it is a git-lfs pointer and not the file itself; run `git lfs pull`"
+    assert problem(tmp_path) == f"{file} cannot be read: {pointer}"
 
 
 def test_shards_of_different_width(write_shard: WriteShard) -> None:

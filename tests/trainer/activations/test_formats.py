@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.activations.shards import Shards
 from trainer.contract.settings.job import JobConfig
 from trainer.training.loop import Trainer
 
@@ -106,3 +107,26 @@ def test_a_set_that_is_larger_than_the_memory_trains(tmp_path: Path) -> None:
     assert process.stdout.endswith(f"\ntrained {8 * rows.nbytes} {limit}\n"), process.stdout + process.stderr
     assert 8 * rows.nbytes > limit
     assert (tmp_path / "sae" / "sae_weights.safetensors").exists()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npy", "pt", "arrow", "parquet"])
+def test_rows_of_contexts_under_another_name_and_in_float64_are_read_from_any_format(form: str, tmp_path: Path) -> None:
+    x = torch.randn(6, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    file = tmp_path / f"a.{form}"
+    if form == "safetensors":
+        save_file({"acts": x, "token_ids": torch.arange(30)}, file)
+    elif form == "npy":
+        np.save(file, x.numpy())
+    elif form == "pt":
+        torch.save({"acts": x, "token_ids": torch.arange(30)}, file)
+    elif form == "arrow":
+        table = pa.table({"acts": pa.array(x.tolist()), "tokens": pa.array([[1, 2]] * 6)})
+        with pa.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(pa.table({"acts": pa.array(x.flatten(0, 1).tolist())}), file)
+    source = Shards(path=str(tmp_path))
+    read = source.rows(np.arange(30))
+    assert read.dtype == torch.float32
+    assert torch.equal(read, x.reshape(30, 4).float())
+    assert source.notes == [f"{tmp_path} stores float64, which is read as float32"]

@@ -1,13 +1,17 @@
-"""Rows of enormous norm: found by the median, replaced without a change of shape, left out of measurements."""
+"""Rows to leave out: found by norm, replaced without a change of shape, left out of measurements, counted by reason."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 
-from trainer.activations.outliers import Outliers
+from trainer.activations.outliers import LeftOut, Outliers
+
+# By a norm that stands for it: what becomes of a row.
+REASONS = {1.0: "", 100.0: "outliers", float("nan"): "not_finite", float("inf"): "not_finite", 0.0: "zero"}
 
 
 def rows_of_norm(norms: list[float]) -> Tensor:
@@ -18,47 +22,58 @@ def rows_of_norm(norms: list[float]) -> Tensor:
 
 def test_only_rows_of_more_than_so_many_times_the_median_norm_are_outliers() -> None:
     x = rows_of_norm([1.0, 1.0, 1.0, 9.9, 10.1, 1.0, 170.0])
-    outliers = Outliers(x, x, times=10.0)
-    assert outliers.among(x, x).tolist() == [False, False, False, False, True, False, True]
+    stay = [True, True, True, True, False, True, False]
+    assert Outliers(x, x, times=10.0).ordinary(x, x).tolist() == stay
 
 
-@given(st.lists(st.sampled_from([1.0, 1.0, 1.0, 100.0]), min_size=1, max_size=40))
-def test_an_outlier_becomes_the_nearest_ordinary_row_before_it_in_a_ring(norms: list[float]) -> None:
+@pytest.mark.parametrize("drops_zero", [False, True])
+@given(norms=st.lists(st.sampled_from([1.0, 1.0, 1.0, *REASONS]), min_size=1, max_size=40))
+def test_a_row_to_leave_out_becomes_the_nearest_before_it_that_stays_in_a_ring_and_is_counted(
+    drops_zero: bool, norms: list[float]
+) -> None:
     sample, x = rows_of_norm([1.0] * 5), rows_of_norm(norms)
-    replaced, targets = Outliers(sample, sample, times=10.0).replace(x, x)
+    outliers = Outliers(sample, sample, times=10.0, drops_zero=drops_zero)
+    replaced, targets = outliers.replace(x, x)
+    outliers.note(len(x))
     assert targets is replaced
     assert len(replaced) == len(x)
-    if 1.0 not in norms:
-        return
-    for index in range(len(norms)):
-        nearest = next(index - back for back in range(len(norms)) if norms[index - back] == 1.0)
+    reasons = ["" if reason == "zero" and not drops_zero else reason for reason in map(_reason, norms)]
+    expected = LeftOut(*(reasons.count(name) for name in LeftOut._fields[:3]), len(norms))
+    assert LeftOut.of(outliers.counts) == outliers.count(x, x) == expected
+    stay = [index for index, reason in enumerate(reasons) if not reason]
+    assert torch.equal(outliers.leave_out(x, x)[0], x[stay])
+    for index in range(len(norms) if stay else 0):
+        nearest = next(index - back for back in range(len(norms)) if not reasons[index - back])
         assert torch.equal(replaced[index], x[nearest])
 
 
-def test_rows_that_are_not_finite_are_left_for_those_who_report_them() -> None:
-    sample, x = rows_of_norm([1.0] * 5), rows_of_norm([1.0, 100.0, 1.0, 1.0])
-    x[0, 0], x[2, 1] = float("nan"), float("inf")
-    outliers = Outliers(sample, sample, times=10.0)
-    assert outliers.among(x, x).tolist() == [False, True, False, False]
-    assert outliers.replace(x, x)[0].isfinite().all(dim=1).tolist() == [False, False, False, True]
+def _reason(norm: float) -> str:
+    return "not_finite" if norm != norm else REASONS[norm]
 
 
-def test_a_row_goes_with_its_target_and_either_may_be_the_outlier() -> None:
+def test_a_row_goes_with_its_target_and_either_may_be_to_leave_out() -> None:
     sample = rows_of_norm([1.0] * 5)
-    x, y = rows_of_norm([1.0, 100.0, 1.0, 1.0]), rows_of_norm([2.0, 2.0, 2.0, 90.0])
+    x, y = rows_of_norm([1.0, 100.0, 1.0, 1.0, 1.0]), rows_of_norm([2.0, 2.0, 2.0, 90.0, 2.0])
+    y[4, 2] = torch.nan
     outliers = Outliers(sample, 2 * sample, times=10.0)
     outliers.note(len(x))
     inputs, targets = outliers.replace(x, y)
-    assert torch.equal(inputs, x[[0, 0, 2, 2]])
-    assert torch.equal(targets, y[[0, 0, 2, 2]])
+    assert torch.equal(inputs, x[[0, 0, 2, 2, 2]])
+    assert torch.equal(targets, y[[0, 0, 2, 2, 2]])
     kept_x, kept_y = outliers.leave_out(x, y)
     assert torch.equal(kept_x, x[[0, 2]])
     assert torch.equal(kept_y, y[[0, 2]])
-    assert outliers.counts.tolist() == [2, 4]
+    assert LeftOut.of(outliers.counts) == LeftOut(outliers=2, not_finite=1, zero=0, n_seen=5)
 
 
-def test_nothing_is_left_out_where_no_limit_is_asked_for_or_the_median_is_zero() -> None:
-    x = rows_of_norm([1.0, 1e6])
-    assert Outliers(x, x, times=0.0).replace(x, x)[0] is x
+def test_where_most_rows_are_zero_outliers_are_still_found() -> None:
+    sample, x = rows_of_norm([0.0] * 7 + [1.0] * 3), rows_of_norm([1.0, 0.0, 170.0])
+    assert Outliers(sample, sample, times=10.0).ordinary(x, x).tolist() == [True, True, False]
+
+
+def test_without_a_limit_only_what_fp32_cannot_compute_with_is_left_out() -> None:
+    x = rows_of_norm([1.0, 1e6, 1e10])
+    sample = rows_of_norm([1.0] * 5)
+    assert Outliers(sample, sample, times=0.0).ordinary(x, x).tolist() == [True, True, False]
     zeros = torch.zeros(5, 3)
     assert torch.equal(Outliers(zeros, zeros, times=10.0).replace(x, x)[0], x)

@@ -100,7 +100,8 @@ def test_a_bad_row_is_told_as_long_as_the_steps_are_asked_for_in_which_it_was() 
     data = stream_data(first_bad=130, bad_rows=2)
     for position in range(0, 200, 20):
         go(data, 20, position)
-    assert data.bad_row(0, 200, 20) == "a toy stream holds NaN or infinite values in row 130"
+    # Whichever of the two is trained on first.
+    assert str(data.bad_row(0, 200, 20)) in [f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)]
     # Without what is held out they are rows 85 and 86, of the block of 50 to 99.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}
     assert steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,6 +122,46 @@ def test_a_card_tells_of_dimensions_that_hold_most_of_the_variance(
     told = "1 dimension of 16 (number 3) holds 100.0 % of the variance"
     assert told in capsys.readouterr().out
     assert told in (run / "sae" / "README.md").read_text()
+
+
+def test_what_is_left_out_or_scaled_in_training_is_folded_and_the_fvu_of_all_dimensions_is_told(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    rows = torch.cat([load_file(file)["activations"].float() for file in sorted(activations.iterdir())])
+    rows[:, 3], rows[:, 5] = rows[:, 3] * 1000 + 70, rows[:, 5] * 50
+    (activations / "b.safetensors").unlink()
+    save_file({"activations": rows}, activations / "a.safetensors")
+    data = {"drop_dimensions": [3], "scale_dimensions": "auto", "max_norm": 0.0}
+    trainer = make_trainer(make_job(data=data, train={"n_steps": 40}), kept, output=tmp_path / "run" / "sae")
+    assert trainer.run()
+    ((_, level, told),) = [event for event in kept.events if event[0] in ("dimensions", "heavy_dimensions")]
+    assert level == "info"
+    assert told.startswith("1 dimension of 16 (number 3) left out, 1 dimension of 16 (number 5) scaled down by up to ")
+    exported = load_file(tmp_path / "run" / "sae" / "sae_weights.safetensors")
+    assert not exported["W_enc"][3].any()
+    assert not exported["W_dec"][:, 3].any()
+    held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
+    assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
+    # From the bare tensors, in float64: k latents of raw rows; the scales as the training has them.
+    weights = {name: one.double() for name, one in exported.items()}
+    pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
+    acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
+    error, spread = held_out - acts @ weights["W_dec"] - weights["b_dec"], held_out - held_out.mean(0)
+    scales = trainer.learners[""].sae.dimension_scales.double()
+    fvu, of_all = (float((error * s).square().sum() / (spread * s).square().sum()) for s in (scales, 1.0))
+    assert kept.curve("heldout_fvu")[-1] == pytest.approx(fvu, rel=1e-3)
+    assert of_all > 0.99 > fvu
+    (tmp_path / "run" / "job.toml").write_text(dump_job(trainer._job))
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "run" / "checkpoints")
+    cards = []
+    for place in ("run", "run/sae"):
+        assert main(["eval", str(tmp_path / place), "--device", "cpu", "--json"]) == 0
+        cards += json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    for card in cards:
+        assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
+        assert card["figures"]["fvu_all_dimensions"] == pytest.approx(of_all, rel=1e-3)
+        assert card["data"]["dimensions"] == told.partition(": the FVU")[0]
+    assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 
 def test_a_card_lies_only_beside_the_weights_that_it_is_of(

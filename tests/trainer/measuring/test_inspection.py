@@ -61,13 +61,27 @@ def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -> None:
+def test_a_few_rows_that_are_not_finite_are_a_warning_and_more_than_a_hundredth_an_error(
+    value: float, tmp_path: Path
+) -> None:
     rows = ordinary()
-    rows[[3, 7], 5] = value
+    for n_bad, severity in ((2, "warning"), (50, "error")):
+        rows[:n_bad, 5] = value
+        facts = inspect_data(store(tmp_path / severity, rows))
+        assert facts.not_finite == n_bad
+        assert facts.findings[0].severity == severity
+        assert main(["inspect", str(tmp_path / severity)]) == (severity == "error")
+
+
+def test_rows_of_zeros_are_named_as_padding_and_not_as_duplicates_and_hide_no_outlier(tmp_path: Path) -> None:
+    rows = ordinary()
+    rows[:1200] = 0
+    rows[1300:1310] *= 100
     facts = inspect_data(store(tmp_path / "a", rows))
-    assert facts.not_finite == 2
-    assert facts.findings[0].severity == "error"
-    assert main(["inspect", str(tmp_path / "a")]) == 1
+    assert (facts.zero_rows, facts.duplicates, facts.outliers) == (1200, 0, 10)
+    (told,) = [one for one in facts.findings if "zero" in one.sentence]
+    assert told.sentence == "60.0 % of 2,000 rows are zero, as padding leaves them"
+    assert told.remedy == "set data.drop_zero_rows = true to leave them out"
 
 
 def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) -> None:
@@ -80,7 +94,8 @@ def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) 
     (told,) = facts.findings
     assert told.severity == "warning"
     assert told.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
-    assert "FVU" in told.remedy
+    assert "data.drop_dimensions = [17]" in told.remedy
+    assert 'data.scale_dimensions = "auto"' in told.remedy
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1e15, "large"), (1e-19, "small")])

@@ -16,7 +16,7 @@ from support.tape import TapeOnCpu
 from torch import Tensor
 
 from trainer.activations.batches import Batch
-from trainer.activations.outliers import Outliers
+from trainer.activations.outliers import LeftOut, Outliers
 from trainer.contract.planning import latent_room
 from trainer.metrics import interval
 from trainer.optimizers import row_adam, triton_update
@@ -175,20 +175,23 @@ def test_a_batch_of_another_size_is_taken_plainly_and_then_recorded_again() -> N
     run.assert_alike()
 
 
-def test_a_recorded_step_replaces_outliers_and_counts_them() -> None:
+def test_a_recorded_step_replaces_outliers_and_rows_that_are_not_finite_and_counts_them() -> None:
     run, sample = Run({}, {}), rows(64, 99)
     found, expected = Outliers(sample, sample, 10.0), Outliers(sample, sample, 10.0)
     run.recorded.whole_steps = steps = RecordedSteps(run.recorded, TapeOnCpu, found)
     for number in range(8):
         x = rows(N, number)
         x[number] *= 1000
+        x[(number + 3) % N, 0] = torch.nan
         ordinary, _ = expected.replace(x, x)
+        for outliers in (found, expected):
+            outliers.note(N)
         take_step([run.recorded], ALONE, number, [Batch([(x, x)], N)])
         take_step([run.plain], ALONE, number, [Batch([(ordinary, ordinary)], N)])
     assert steps.n_replayed
     run.assert_alike()
     assert torch.equal(found.counts, expected.counts)
-    assert found.counts.tolist() == [8, 0]
+    assert LeftOut.of(found.counts) == LeftOut(outliers=8, not_finite=8, zero=0, n_seen=8 * N)
 
 
 def test_resampling_between_recorded_steps_is_what_the_next_ones_see() -> None:

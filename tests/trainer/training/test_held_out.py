@@ -90,10 +90,13 @@ def test_a_micro_batch_fits_only_beside_the_rows_that_are_kept(make_job: Callabl
     assert most_kept(32_768, 4, 10**6) == MOST_KEPT_BYTES
 
 
-def test_a_row_that_is_not_finite_is_kept_like_any_other(activations: Path) -> None:
+def test_rows_that_are_not_finite_are_left_out_and_counted_at_each_reading(activations: Path) -> None:
     rows = load_file(activations / "a.safetensors")["activations"]
-    rows[:, 0] = torch.nan
+    rows[::2, 0] = torch.nan
     save_file({"activations": rows}, activations / "a.safetensors")
-    kept, _ = held_out(activations, 1e9)
-    kept.keeps = True
-    assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500
+    read, _ = held_out(activations)
+    for _ in range(2):
+        x = torch.cat([x for x, _ in read.batches(0, 128)])
+        assert x.isfinite().all()
+        assert read.left_out[0] == (0, 500 - len(x), 0, 500)
+    assert 0 < len(x) < 500

@@ -157,7 +157,7 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
         steps.setdefault(row.name, []).append(row.step)
     of_sae = "loss mse auxk fvu explained_variance l0 l1 dead_fraction dense_fraction lr grad_norm skipped_steps"
     of_run = "tokens_per_s data_wait memory_bytes rank_tokens_per_s step_ms busy_ms data_ms rank_memory_bytes"
-    names = f"{of_sae} {of_run} outlier_fraction"
+    names = f"{of_sae} {of_run} outlier_fraction not_finite_fraction"
     assert steps == {name: [5, 10, 12] for name in names.split()} | {"heldout_fvu": [12], "heldout_l0": [12]}
 
 
@@ -272,19 +272,27 @@ def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
     save_file({"activations": x}, folder / "a.safetensors")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_with_one_bad_row_is_skipped_counted_and_told_and_training_goes_on(
-    value: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
+@pytest.mark.parametrize("max_norm", [0.0, 10.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e19, 3e38])
+def test_rows_that_fp32_cannot_compute_with_are_replaced_one_by_one_counted_and_named(
+    value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
-    spoil(activations, value, rows=[1234])
-    trainer = make_trainer(make_job(train={"n_steps": 22, "log_every": 2}, data={"held_out_tokens": 0}), kept)
+    x = load_file(activations / "a.safetensors")["activations"].float()
+    # Ten in a row, so that batches of neighbours would have several.
+    x[1234:1244, 3] = value
+    save_file({"activations": x}, activations / "a.safetensors")
+    data = {"held_out_tokens": 0, "max_norm": max_norm}
+    trainer = make_trainer(make_job(train={"n_steps": 22, "log_every": 2}, data=data), kept)
     assert trainer.run()
-    assert sum(kept.curve("skipped_steps")) == 1
+    assert sum(kept.curve("skipped_steps")) == 0
     assert kept.curve("fvu")[-1] < kept.curve("fvu")[0]
     assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
-    ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
-    assert level == "warning"
-    assert "row 1234 of a.safetensors" in message
+    left_out = max(kept.curve("not_finite_fraction")[-1], kept.curve("outlier_fraction")[-1])
+    assert 0.001 < left_out < 0.01
+    told = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
+    # A norm of 1e19 is finite: only beyond all others.
+    assert len(told) == (value != 1e19)
+    assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in told)
 
 
 def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
@@ -293,6 +301,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     x = load_file(activations / "a.safetensors")["activations"]
     # The same direction in each, as in the first tokens of a text: easy to learn, and most of the variance.
     x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
+    x[7::150, 5] = torch.nan
     save_file({"activations": x}, activations / "a.safetensors")
     trainer = make_trainer(make_job(train={"n_steps": 60}, data={"held_out_tokens": 1000}), kept)
     assert trainer.run()
@@ -303,8 +312,13 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert " % of a sample of 2,000 rows have" in message
     assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
     rows = torch.cat([rows for rows, _ in trainer.data.of_hook(0).held_out(128)]).float()
-    ordinary = rows[rows.norm(dim=1) < 100 * rows.norm(dim=1).median()]
-    assert 0 < len(rows) - len(ordinary) < 0.1 * len(rows)
+    norms = rows.norm(dim=1)
+    ordinary = rows[norms < 100 * norms.nanmedian()]
+    n_bad = int(norms.isnan().sum())
+    assert 0 < n_bad < len(rows) - len(ordinary) < 0.1 * len(rows)
+    ((_, _, left_out),) = [event for event in kept.events if event[0] == "heldout_rows"]
+    n_outliers = len(rows) - len(ordinary) - n_bad
+    assert left_out.endswith(f"measurements leave out {n_bad} not finite and {n_outliers} of enormous norm")
     learner = only(trainer)
     with torch.no_grad(), learner.evaluating():
         target = ordinary * learner.sae.y_scale
@@ -324,7 +338,8 @@ def test_dimensions_that_hold_most_of_the_variance_are_told_at_the_start(
     make_trainer(make_job(data={"max_norm": 0.0}), kept)
     ((_, level, message),) = [event for event in kept.events if event[0] == "heavy_dimensions"]
     assert level == "warning"
-    assert message.startswith("1 dimension of 16 (number 3) holds 100.0 % of the variance: an FVU tells of little else")
+    assert message.startswith("1 dimension of 16 (number 3) holds 100.0 % of the variance: the FVU tells of little else")
+    assert "data.drop_dimensions = [3]" in message
 
 
 def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:
@@ -359,7 +374,7 @@ def test_steps_for_which_a_gpu_had_too_little_room_are_told_and_are_no_bad_gradi
     assert kept.curve("fvu")[-1] > 0
 
 
-def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
+def test_bad_rows_everywhere_end_the_run_with_the_name_of_the_first(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
@@ -367,7 +382,7 @@ def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
     monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
-        UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors, 10 steps in a row up to step 10;"
+        UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors \(\d+ of .* rows read so far are not finite\);"
     ):
         trainer.run()
     assert not (tmp_path / "sae").exists()

@@ -79,6 +79,7 @@ _FIGURES = typed(
         "density_histogram": "Latents by the logarithm of their density.",
         "max_decoder_cosine": "Mean over latents of the largest cosine with another decoder direction; null: not"
         " defined.",
+        "fvu_all_dimensions": "FVU of raw rows, where the training left dimensions out or scaled them; null: it did not.",
     },
     no_number_is_null=True,
 )
@@ -142,6 +143,9 @@ _DATA = typed(
         "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
         "hold_out": 'How rows were held out: "texts", "blocks" or "rows"; "": none were.',
         "copies": "Share of the held-out rows that are training rows too, of those looked at; null: not looked for.",
+        "dimensions": 'Dimensions that the training left out or scaled down, in words; "": none.',
+        "zero_fraction": "Share of rows of zeros (0 to 1).",
+        "drops_zero": "Whether rows of zeros were left out.",
     },
     no_number_is_null=True,
 )

@@ -12,7 +12,7 @@ import msgspec
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
 from trainer.contract.runs.row_sums import RowSums
-from trainer.contract.wording import bars, plural
+from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
 # Borders of the histogram of densities, as powers of ten.
 LOWEST_DECADE = -6
@@ -41,7 +41,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     of `d_sae`, `rare` where on at most `RARE` of them (None where fewer than `LEAST_ROWS_FOR_RARE` cannot tell), dense
     where on more than 1 or 10 %. `density_histogram` counts those that fire by log10 of the share of rows on which they
     do, in `BINS_PER_DECADE` bins for each decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is the mean over
-    latents of the largest cosine between its decoder direction and another's.
+    latents of the largest cosine between its decoder direction and another's. Where the training left dimensions out or
+    scaled them down, all this is of what is left, and `fvu_all_dimensions` is the FVU of raw rows; else None.
     """
 
     n_tokens: int
@@ -66,6 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     dense_10: float
     density_histogram: list[int]
     max_decoder_cosine: float = math.nan
+    fvu_all_dimensions: float | None = None
 
 
 class Spliced(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,9 +123,10 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
 
     Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
     counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`. `heavy` tells in a sentence of few
-    dimensions that hold most of the variance; "" where there are none. `hold_out` is how rows were held out: "texts",
-    "blocks" or "rows". `copies` is the share of the held-out rows that are the same as a training row, of those looked
-    at; None where that was not looked for.
+    dimensions that hold most of the variance, `dimensions` of those that the training left out or scaled down; "" where
+    there are none. The `zero_fraction` of rows is zero, and is left out where the run `drops_zero`. `hold_out` is how
+    rows were held out: "texts", "blocks" or "rows". `copies` is the share of the held-out rows that are the same as a
+    training row, of those looked at; None where that was not looked for.
     """
 
     place: str
@@ -137,6 +140,9 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
     heavy: str = ""
     hold_out: str = ""
     copies: float | None = None
+    dimensions: str = ""
+    zero_fraction: float = 0.0
+    drops_zero: bool = False
 
     def rows(self, n: int) -> str:
         """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
@@ -247,7 +253,11 @@ def title_lines(card: Card) -> list[str]:
     """Return in two lines what was measured, and on what."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
-    left_out = f", {data.outlier_fraction:.2%} of enormous norm left out" if data.outlier_fraction else ""
+    counts = {"of enormous norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
+    counts |= {"not finite": data.not_finite and f"{data.not_finite:,}"}
+    counts |= {"zero": data.drops_zero and data.zero_fraction and f"{data.zero_fraction:.2%}"}
+    reasons = [f"{share} {reason}" for reason, share in counts.items() if share]
+    left_out = f", {join_words(reasons)} left out" if reasons else ""
     step = f", step {card.step:,}" if card.step else ""
     return [
         f"{card.title}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}{step}",
@@ -260,7 +270,8 @@ def summary(card: Card) -> str:
     one = card.figures
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
-    notes = "".join(f"; {note}" for note in (card.data.heavy, copies_sentence(card.data.copies)) if note)
+    all_notes = (_of_dimensions(card), card.data.heavy, copies_sentence(card.data.copies), _of_zero_rows(card.data))
+    notes = "".join(f"; {note}" for note in all_notes if note)
     return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{notes}"
 
 
@@ -275,6 +286,18 @@ def clustered(n_clusters: int, clustered_by: str) -> str:
     """Say over what a standard error is taken, like ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
+
+
+def _of_dimensions(card: Card) -> str:
+    """Say of which dimensions the FVU is, and what it is of all; "" where it is of all."""
+    of_all = _known(card.figures.fvu_all_dimensions, ".4f")
+    return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
+
+
+def _of_zero_rows(data: Data) -> str:
+    """Say which share of rows is zero, where it is no accident and they count; else ""."""
+    is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
+    return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
@@ -297,8 +320,9 @@ def facts(card: Card) -> list[tuple[str, str]]:
     ]
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
-    if card.data.heavy:
-        told.append(("read FVU with care", card.data.heavy))
+    if card.data.dimensions:
+        told.insert(1, ("FVU is of rows with", _of_dimensions(card)))
+    told += [("read FVU with care", note) for note in (card.data.heavy, _of_zero_rows(card.data)) if note]
     if copies := copies_sentence(card.data.copies):
         told.append(("copies", copies))
     return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])

@@ -26,8 +26,8 @@ _SCHEMA, _RECORD_BATCH = 1, 3
 _FLOATS, _FIXED_SIZE_LIST = 3, 16
 # By type: the bytes of one offset into the entries.
 _LISTS = {12: 4, 21: 8}
-_DTYPES = ("F16", "F32", "float64")
-_BYTES = {"F16": 2, "F32": 4, "float64": 8}
+_DTYPES = ("F16", "F32", "F64")
+_BYTES = {"F16": 2, "F32": 4, "F64": 8}
 # By type, how many buffers it has; those of the columns in it come after. Null has none.
 _BUFFERS = {
     1: 0,

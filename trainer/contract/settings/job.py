@@ -56,8 +56,38 @@ class Data(msgspec.Struct, frozen=True):
     ] = 0
     max_norm: Annotated[
         float,
-        about("Leaves out rows whose norm exceeds this many times the median; 0: none.", advanced=True, ge=0),
+        about(
+            "Leaves out rows whose norm exceeds this many times the median; 0: only what fp32 cannot compute with.",
+            advanced=True,
+            ge=0,
+        ),
     ] = MAX_NORM
+    drop_zero_rows: Annotated[
+        bool, about("Leaves out rows of zeros, such as those that padding leaves.", advanced=True)
+    ] = False
+    drop_dimensions: (
+        Annotated[
+            list[Annotated[int, msgspec.Meta(ge=0)]],
+            about(
+                "Dimensions, counted from 0, that the SAE does not read and whose mean it gives, like [507].",
+                advanced=True,
+                wanted="a list of dimensions, counted from 0, like [507]",
+            ),
+        ]
+        | None
+    ) = None
+    scale_dimensions: Annotated[
+        Literal["auto", "off"],
+        about(
+            "auto: scales each dimension down that spreads more than 3 times as far as the median one, to that.",
+            advanced=True,
+        ),
+    ] = "off"
+
+    @property
+    def scales_dimensions(self) -> bool:
+        """Whether dimensions may have a scale of their own, 0 for those that are left out."""
+        return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
         """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
@@ -332,7 +362,18 @@ class JobConfig(msgspec.Struct, frozen=True):
             if other != shape:
                 message = f"{name} has {other.words}, and {first} {shape.words}; train them in jobs of their own"
                 raise JobFileError([Problem(HOOK, message)])
+        self._check_dropped(shape)
         return shape
+
+    def _check_dropped(self, shape: DataShape) -> None:
+        """Raise `JobFileError` where a dimension to leave out is none of the rows', or all are."""
+        dropped, d = self.data.drop_dimensions or [], min(shape.d_in, shape.d_out or shape.d_in)
+        beyond = next((number for number in dropped if number >= d), None)
+        if beyond is not None:
+            message = f"there is no dimension {beyond}: rows have {d}, counted from 0"
+            raise JobFileError([Problem("data.drop_dimensions", message)])
+        if len(set(dropped)) == d:
+            raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep some")])
 
     @property
     def hooks(self) -> dict[str, SourceKnobs]:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from trainer.contract.files import lfs_pointer_in
 from trainer.contract.settings.knobs import about
 
 # How the files of a text end.
@@ -73,6 +74,8 @@ def lack_of_model(path: str) -> str:
     """Say why no model can be at a place of this disk; "" where there may be one, or `path` is a name on the hub."""
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
+    if pointer := lfs_pointer_in(Path(path)):
+        return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` where it lies"
     if not os.path.isdir(path):
         return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
     has_config = os.path.exists(os.path.join(path, "config.json"))

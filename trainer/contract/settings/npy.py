@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ast
-import math
 import struct
 from pathlib import Path
 
 from trainer.contract.files import open_plain
-from trainer.contract.settings.rows import NotRowsError, Rows
+from trainer.contract.settings.rows import NotRowsError, Rows, rows_and_width
 
 _MAGIC = b"\x93NUMPY"
 # As much as numpy itself reads.
 _LARGEST_HEADER = 10_000
 # numpy's names of the types that are read, and those of safetensors for the same.
-_DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16"}
+_DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16", "<f8": "F64"}
 
 
 def read_npy(file: Path) -> Rows:
@@ -33,9 +32,11 @@ def read_npy(file: Path) -> Rows:
     try:
         header = ast.literal_eval(text.decode("utf-8" if major == 3 else "latin1").strip())
         shape, dtype, is_column_major = header["shape"], header["descr"], header["fortran_order"]
-        rows, width = math.prod(shape[:-1]) if len(shape) > 1 else 0, shape[-1] if len(shape) > 1 else 0
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError
+        rows, width = rows_and_width(shape)
+    except NotRowsError:
+        raise
     except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
         raise NotRowsError("its header is damaged") from None
     if is_column_major and width > 1:

@@ -98,7 +98,7 @@ def _skip(entries: Any, n_children: int) -> int:
 
 def _dtype_of(leaf: dict[int, Any]) -> str:
     is_half = leaf.get(_TYPE) == _FIXED_BYTES and _FLOAT16 in (leaf.get(_LOGICAL_TYPE) or {})
-    return "F16" if is_half else {_FLOAT: "F32", _DOUBLE: "float64"}.get(leaf[_TYPE], "")
+    return "F16" if is_half else {_FLOAT: "F32", _DOUBLE: "F64"}.get(leaf[_TYPE], "")
 
 
 def _count(row_groups: list[dict[int, Any]], column: int) -> tuple[int, int]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from trainer.contract.wording import join_words
+
+# How the names of types of whole numbers begin: of safetensors, and of torch's storages.
+_WHOLE = ("I", "U", "BOOL", "Bool", "Long", "Short", "Char", "Byte")
+_MOST_NAMES = 8
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -28,6 +33,30 @@ class Rows(msgspec.Struct, frozen=True):
 
 class NotRowsError(ValueError):
     """A file has no rows that can be read; the text says why, after "it is not an array of rows [n_tokens, d_in]:"."""
+
+
+def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
+    """Return how many rows a tensor [..., d_in] has, and d_in; raise `NotRowsError` where it has one dimension."""
+    if len(shape) < 2:
+        raise NotRowsError(f"its shape is {[*shape]}; reshape it to [-1, d_in]")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
+    """Choose the tensor by this name, or the only one of floats beside whole numbers, by types and shapes.
+
+    Raise `NotRowsError` where there is neither.
+    """
+    if name in tensors:
+        return name
+    others = [one for one, (dtype, _) in tensors.items() if not dtype.startswith(_WHOLE)]
+    if len(others) == 1:
+        return others[0]
+    if not tensors:
+        raise NotRowsError(f"it holds no tensor; save the rows as `{name}`")
+    more = [f"{len(tensors) - _MOST_NAMES} more"] if len(tensors) > _MOST_NAMES else []
+    listed = [f"{one!a} {[*shape]}" for one, (_, shape) in [*tensors.items()][:_MOST_NAMES]]
+    raise NotRowsError(f"it holds no tensor `{name}`, but {join_words([*listed, *more])}; rename the one to read")
 
 
 def choose_column(name: str, columns: Sequence[str], fitting: Sequence[str]) -> str:

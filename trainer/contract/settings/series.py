@@ -13,6 +13,8 @@ HELD_OUT = "heldout_"
 # Series with a value for every rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
+# Shares of the rows so far that were left out.
+SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
 def held_out(name: str) -> str:

@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +19,14 @@ from trainer.contract.json_file import read_json
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.parquet_file import read_parquet_file
-from trainer.contract.settings.rows import NotRowsError, Rows
-from trainer.contract.wording import join_words
+from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, rows_and_width
+from trainer.contract.wording import join_words, plural
 
 TENSOR = "activations"
 # Of each row the number of the text that it is of.
 DOCUMENT = "document"
 _NUMBERS = {"I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8"}
-DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # What shards can be: the first kind that a folder has is read.
 _KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
@@ -51,7 +51,7 @@ class _Tensor(msgspec.Struct):
     """A tensor's entry in a header; the offsets count from the end of the header."""
 
     dtype: str
-    shape: tuple[_Count, _Count]
+    shape: tuple[_Count, ...]
     data_offsets: tuple[_Count, _Count]
 
 
@@ -67,6 +67,8 @@ class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
     shards: tuple[Shard, ...]
+    # What a user should know of how they are read: files that were skipped, numbers that are read as others.
+    notes: tuple[str, ...] = ()
 
     @property
     def d_in(self) -> int:
@@ -145,19 +147,41 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of {_KINDS_IN_WORDS} shards")])
     if not files:
         raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_instead(root)}")])
-    shards = tuple(shard for file in files for shard in _inspect(file, field))
+    of_files = {file: _inspect(file, field) for file in files}
+    shards = tuple(itertools.chain.from_iterable(of_files.values()))
+    if not shards:
+        raise _problem(field, root if files[1:] else files[0], "holds no activations; extract them again")
     for shard in shards:
         if shard.d_in != shards[0].d_in:
             message = f"{shard.file.name} has d_in {shard.d_in}, but {shards[0].file.name} has {shards[0].d_in}"
             raise JobFileError([Problem(field, f"{message}; all shards must agree")])
-    return ShardSet(shards)
+    return ShardSet(shards, tuple(_notes(root, of_files)))
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return the shards in a folder, by name: all of the first kind that it has any of."""
-    of_kinds = ([file for suffix in kind for file in folder.glob(f"*{suffix}")] for kind in _KINDS)
+    """Return the shards in a folder, by name: all of the first kind that it has any of, but no hidden files."""
+    of_kinds = (
+        [file for suffix in kind for file in folder.glob(f"*{suffix}") if not _is_hidden(file)] for kind in _KINDS
+    )
     files = sorted(next(filter(None, of_kinds), []))
     return [file for file in files if not (file.suffix == ".arrow" and file.name.startswith(_CACHE))]
+
+
+def _is_hidden(file: Path) -> bool:
+    """Tell whether a file is hidden, as those are in which macOS keeps what other file systems have no place for."""
+    return file.name.startswith(".")
+
+
+def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
+    hidden = [file.name for file in root.glob(".*") if file.is_file()] if root.is_dir() else []
+    empty = [file.name for file, shards in of_files.items() if not shards]
+    for names, reason in ((hidden, "hidden"), (empty, "without a row")):
+        if names:
+            more = [f"{len(names) - _MOST_NAMES} more"] if names[_MOST_NAMES:] else []
+            listed = join_words([*map(ascii, sorted(names)[:_MOST_NAMES]), *more])
+            yield f"{plural(len(names), 'file')} of {root} skipped, {reason}: {listed}"
+    if any(shard.dtype == "F64" for shards in of_files.values() for shard in shards):
+        yield f"{root} stores float64, which is read as float32"
 
 
 def _instead(root: Path) -> str:
@@ -191,11 +215,10 @@ def _inspect(file: Path, field: str) -> list[Shard]:
         for rows, first in zip(stretches, begins, strict=False)
     ]
     if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
-        raise _problem(
-            field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32; save them as float32"
-        )
+        kinds = "activations must be float16, bfloat16, float32 or float64"
+        raise _problem(field, file, f"stores {wrong}; {kinds}; save them as float32")
     if not any(shard.n_tokens * shard.d_in for shard in shards):
-        raise _problem(field, file, "holds no activations")
+        return []
     ends = (shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards)
     if size < max(ends) and shards[0].column is None:
         raise _problem(field, file, "is cut short; copy it again")
@@ -203,6 +226,8 @@ def _inspect(file: Path, field: str) -> list[Shard]:
 
 
 def _read(file: Path, field: str) -> list[Rows]:
+    if file.is_file() and not file.stat().st_size:
+        return []
     if file.suffix == ".npy":
         return [read_npy(file)]
     if file.suffix in (".pt", ".pth"):
@@ -220,12 +245,11 @@ def _read(file: Path, field: str) -> list[Rows]:
 def _read_safetensors(file: Path, field: str) -> Rows:
     try:
         header, begin = read_header(file)
-        tensor = msgspec.convert(header[TENSOR], _Tensor)
-    except KeyError:
-        raise _problem(field, file, f"has no tensor `{TENSOR}`") from None
+        tensors = {name: msgspec.convert(one, _Tensor) for name, one in header.items() if name != "__metadata__"}
     except (ValueError, RecursionError, msgspec.ValidationError):
-        raise _problem(field, file, f"is not a safetensors file with `{TENSOR}` of shape [n_tokens, d_in]") from None
-    (n_tokens, d_in), dtype, (start, end) = tensor.shape, tensor.dtype, tensor.data_offsets
+        raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
+    tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
+    (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
     if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
         raise _problem(field, file, "is cut short; copy it again")
     return Rows(begin + start, n_tokens, d_in, dtype)

@@ -73,7 +73,8 @@ def _text_of(stream: BinaryIO) -> str:
     content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    return content.decode().replace("\r\n", "\n").replace("\r", "\n")
+    # Editors on Windows put a byte order mark before a text.
+    return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def table_of(config: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ refused, so that no file can run code.
 from __future__ import annotations
 
 import itertools
-import math
 import pickletools
 import struct
 import zipfile
@@ -19,15 +18,17 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from trainer.contract.files import open_plain
-from trainer.contract.settings.rows import NotRowsError, Rows
+from trainer.contract.settings.rows import NotRowsError, Rows, choose_tensor, rows_and_width
 
 SUFFIXES = (".pt", ".pth")
 # Tensors take 300 bytes each in it; what is larger holds numbers or texts as Python objects.
 _LARGEST_PICKLE = 10_000_000
 _LOCAL_HEADER = struct.Struct("<26xHH")
 # torch's names of the types that are read, and those of safetensors for the same.
-_DTYPES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16"}
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_DTYPES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64"}
+_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
+# What a file begins with that torch before 1.6 has written, or a later one that was told to write like it.
+_OLD_KIND = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
 
 
@@ -55,6 +56,7 @@ def read_torch_file(file: Path, name: str) -> Rows:
     Raise `OSError`, or `NotRowsError`.
     """
     try:
+        refuse_old_kind(file)
         with open_plain(file) as stream, zipfile.ZipFile(stream) as archive:
             pickle = next((entry for entry in archive.namelist() if entry.endswith("/data.pkl")), None)
             if pickle is None:
@@ -67,11 +69,18 @@ def read_torch_file(file: Path, name: str) -> Rows:
     except NotRowsError:
         raise
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError):
-        raise NotRowsError(f"it is damaged, or in the format of torch before 1.6; {_AGAIN}") from None
+        raise NotRowsError(f"it is damaged, or no file of torch.save; {_AGAIN}") from None
     except KeyError:
         raise NotRowsError("the numbers of its tensor are missing; copy it again") from None
     except (NotImplementedError, RuntimeError):
         raise NotRowsError(f"it is compressed or encrypted; {_AGAIN}") from None
+
+
+def refuse_old_kind(file: Path) -> None:
+    """Raise `NotRowsError` for a file that torch.save has written in the format before 1.6; `OSError`."""
+    with open_plain(file) as stream:
+        if stream.read(len(_OLD_KIND)) == _OLD_KIND:
+            raise NotRowsError("it is in the format of torch.save before 1.6; load it with torch and save it again")
 
 
 def _require_little_endian(archive: zipfile.ZipFile, folder: str) -> None:
@@ -92,9 +101,8 @@ def _read_pickle(archive: zipfile.ZipFile, pickle: str) -> Any:
 
 def _tensor_of(value: Any, name: str) -> _Tensor:
     if isinstance(value, dict):
-        if not isinstance(value.get(name), _Tensor):
-            raise NotRowsError(f"it is a table without a tensor `{name}`; {_AGAIN}")
-        value = value[name]
+        tensors = {key: one for key, one in value.items() if isinstance(one, _Tensor)}
+        value = tensors[choose_tensor(name, {key: (one.storage.kind, one.shape) for key, one in tensors.items()})]
     if not isinstance(value, _Tensor):
         raise NotRowsError(f"it holds no tensor; {_AGAIN}")
     return value
@@ -102,7 +110,7 @@ def _tensor_of(value: Any, name: str) -> _Tensor:
 
 def _rows_of(tensor: _Tensor, member: zipfile.ZipInfo, begin: int) -> Rows:
     shape, dtype = tensor.shape, _DTYPES.get(tensor.storage.kind, tensor.storage.kind)
-    rows, width = (math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (0, 0)
+    rows, width = rows_and_width(shape)
     if dtype not in _BYTES or not rows * width:
         return Rows(begin, rows, width, dtype)
     if member.compress_type != zipfile.ZIP_STORED:
