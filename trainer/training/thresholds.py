@@ -1,0 +1,88 @@
+"""Sets the thresholds of SAEs on held-back rows, so that as many latents are active there as were asked for.
+
+A threshold that training has learnt fits rows that the SAE knows: on a sample of 138 texts L0 was 31.8 on rows that were
+trained on, and 36.4 on held-out ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.activations.base import Pair
+from trainer.activations.training_data import HALVES
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import sum_of
+from trainer.saes.batch_topk import UNSET, BatchTopK
+from trainer.training.held_out import HeldOut
+from trainer.training.learner import Learner
+
+# Positive numbers of fp32 are ordered as their bits, and without the last ones these number bins 0.1 % wide. One pass
+# counts how many values fall into each; ranks add up their counts, and whoever has which row makes no difference.
+_DROPPED_BITS = 13
+_N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
+# Pre-activations that are counted at once.
+_MOST_VALUES = 2**24
+
+
+@torch.no_grad()
+def set_thresholds(
+    learners: Mapping[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
+) -> None:
+    """Set the thresholds of all learners that have one; every rank counts its share of the held-out rows."""
+    choosing = {label: one for label, one in learners.items() if isinstance(one.sae, BatchTopK)}
+    if not choosing:
+        return
+    parts: dict[str, Tensor] = {}
+    for label, learner in choosing.items():
+        with learner.evaluating():
+            for half in HALVES:
+                counts = _counts(learner, held_out_rows.batches(learner.hook, batch_size, half))
+                counts[:-1] = sum_of(counts[:-1], learner.latents.group)
+                parts[f"{label}/{half}"] = counts
+    totals = parallel.sum_parts(parts, parallel.data)
+    for label, learner in choosing.items():
+        halves = [totals[f"{label}/{half}"] for half in HALVES]
+        sae = learner.sae
+        assert isinstance(sae, BatchTopK)
+        # A half is measured by what the other one has set.
+        values = [threshold_for(counts, sae.k) for counts in (halves[0] + halves[1], halves[1], halves[0])]
+        sae.set_thresholds.copy_(torch.tensor(values))
+
+
+def _counts(learner: Learner, batches: Iterable[Pair]) -> Tensor:
+    """Count this rank's positive pre-activations by bin, and in the last place the rows, float64 [_N_BINS + 1]."""
+    sae = learner.sae
+    assert isinstance(sae, BatchTopK)
+    counts = torch.zeros(_N_BINS + 1, dtype=torch.float64, device=sae.W_enc.device)
+    at_once = max(1, _MOST_VALUES // max(1, sae.n_own))
+    for x, y in batches:
+        inputs, _ = learner.normalised(x, y)
+        for some in inputs.split(at_once):
+            # In fp32, as the SAE is exported.
+            values = sae.pre_acts_of(some)
+            bits = values[values > 0].view(torch.int32) >> _DROPPED_BITS
+            counts[:-1] += torch.bincount(bits.clamp(max=_N_BINS - 1), minlength=_N_BINS)
+        counts[-1] += len(x)
+    return counts
+
+
+def threshold_for(counts: Tensor, k: int) -> float:
+    """Return the threshold by which L0 is as near to k as bins allow; `UNSET` where no row was counted.
+
+    `counts` [_N_BINS + 1] are positive pre-activations by bin and, last, rows. Where fewer than k a row are positive,
+    all of them are let through.
+    """
+    n_rows = float(counts[-1])
+    if not n_rows:
+        return UNSET
+    active = counts[:-1].flip(0).cumsum(0).flip(0)
+    # The first of equals is the lowest bin: of bins without a value the one just above the next smaller value.
+    miss = (active - k * n_rows).abs().masked_fill(active == 0, torch.inf)
+    lowest = int(miss.argmin())
+    if lowest == 0:
+        return 0.0
+    # The largest number below that bin, since only what is above a threshold is active.
+    return float(torch.tensor((lowest << _DROPPED_BITS) - 1, dtype=torch.int32).view(torch.float32))
