@@ -113,6 +113,8 @@ class TrainingData(ABC):
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
+    # Stored rows to train on; None of a stream, which has no end that is known.
+    n_train: int | None = None
     # Whether `read` waits for other ranks, which have to read as often.
     reads_together: bool = False
 
@@ -194,7 +196,7 @@ class IndexedData(TrainingData):
         else:
             self._order = Order(self.split, seed, source.run)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
-        self.hold_out = self.split.hold_out
+        self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
 
     def of_hook(self, hook: int) -> HookRows:
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer.activations.training_data import HALVES
 from trainer.contract.errors import UsageError
 from trainer.contract.settings import catalog
 from trainer.saes.sparse_acts import DenseActs
 from trainer.sharing.base import Format, Shared, format_in
+from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
@@ -24,6 +28,18 @@ class ExportedSae:
         self._subtracts, self._k = not shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
+
+    @contextlib.contextmanager
+    def measuring_half(self, half: int) -> Iterator[None]:
+        """Measure rows of one half of those that its run has held out by the threshold that was set on the other."""
+        whole, of_halves = self._weights.get("threshold"), self.metadata.get(OF_HALVES)
+        if whole is not None and isinstance(of_halves, list) and len(of_halves) == len(HALVES):
+            self._weights["threshold"] = torch.full_like(whole, float(of_halves[half]))
+        try:
+            yield
+        finally:
+            if whole is not None:
+                self._weights["threshold"] = whole
 
     @property
     def tokens(self) -> int:

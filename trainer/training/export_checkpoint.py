@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
 from trainer.contract.paths import RunPaths
+from trainer.contract.planning.workload import Layout, ranks_of
 from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
@@ -26,7 +27,8 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.features import CARD, FEATURES
-from trainer.contract.runs.resume import last_spec
+from trainer.contract.runs.recipe import Recipe, recipe_of
+from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -37,6 +39,7 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import MODEL_CARD, Firings, Format, Shared, shared_form
 from trainer.sharing.saelens import exported_tokens
+from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
@@ -94,12 +97,23 @@ def shared_saes(
     """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state):
-        training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+        training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
         sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
         yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
+
+
+def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe | None:
+    """Return how an SAE of a run was trained up to a checkpoint; None where it was imported or that is not known."""
+    with contextlib.suppress(UserError):
+        if state.position.tokens:
+            job = stored_job(run_dir, [])
+            layout = Layout(job, ranks_of(job, last_spec(run_dir).n_devices))
+            of = layout, members(job)[label], state.position, d_in
+            return recipe_of(*of, is_transcoder=state.d_out is not None, n_rows=state.n_train_rows)
+    return None
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:

@@ -7,6 +7,7 @@ trained on, and 36.4 on held-out ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from trainer.activations.base import Pair
 from trainer.activations.training_data import HALVES
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import sum_of
+from trainer.saes.base import Sae
 from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
@@ -25,6 +27,11 @@ _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # Pre-activations that are counted at once.
 _MOST_VALUES = 2**24
+# What the metadata of an exported SAE call the rows that its threshold was set on.
+SET_ON = "threshold_set_on"
+# And what the thresholds of the halves of the held-out rows, in the units of its
+# activations: each was set on the other half, and measures this one.
+OF_HALVES = "thresholds_of_held_out_halves"
 
 
 @torch.no_grad()
@@ -86,3 +93,13 @@ def threshold_for(counts: Tensor, k: int) -> float:
         return 0.0
     # The largest number below that bin, since only what is above a threshold is active.
     return float(torch.tensor((lowest << _DROPPED_BITS) - 1, dtype=torch.int32).view(torch.float32))
+
+
+def threshold_facts(sae: Sae) -> dict[str, Any]:
+    """Return what the metadata of an exported SAE tell of its threshold; nothing of an SAE without one."""
+    if not isinstance(sae, BatchTopK):
+        return {}
+    whole, *halves = (sae.set_thresholds / sae.y_scale).tolist()
+    if whole < 0:
+        return {SET_ON: "training rows"}
+    return {SET_ON: "held-out rows", OF_HALVES: [whole if one < 0 else one for one in halves]}

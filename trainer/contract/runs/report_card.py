@@ -11,6 +11,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.runs.recipe import MOST_L0_MISS, Recipe, asked_l0, l0_miss, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.wording import bars, plural
 
@@ -165,7 +166,9 @@ class SampledLatent(msgspec.Struct, frozen=True):
 class Card(msgspec.Struct, frozen=True):
     """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
 
-    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do.
+    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do. `recipe` is how it
+    was trained, where that is known, and `threshold_set_on` says on which rows its one threshold was set so that L0 is
+    what was asked for; "" of an SAE without one.
     """
 
     name: str
@@ -182,6 +185,12 @@ class Card(msgspec.Struct, frozen=True):
     latents: tuple[SampledLatent, ...] = ()
     # In a file of their own.
     sums: RowSums | None = None
+    recipe: Recipe | None = None
+    threshold_set_on: str = ""
+
+    @property
+    def target_l0(self) -> int | None:
+        return self.recipe.target_l0 if self.recipe else None
 
     @property
     def title(self) -> str:
@@ -258,7 +267,8 @@ def title_lines(card: Card) -> list[str]:
 def summary(card: Card) -> str:
     """Return the card in one line: what matters most, and on how many rows."""
     one = card.figures
-    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}"
+    missed = f" ({asked_l0(one.l0, card.target_l0)})" if abs(l0_miss(one.l0, card.target_l0)) > MOST_L0_MISS else ""
+    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
     notes = "".join(f"; {note}" for note in (card.data.heavy, copies_sentence(card.data.copies)) if note)
     return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{notes}"
@@ -288,20 +298,36 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("explained variance", f"{one.explained_variance:.2%}"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
-        ("L0", f"{one.l0:.1f} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
+        ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
         ("latents", f"{dead} dead, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
     ]
+    if card.threshold_set_on:
+        told.append(("threshold", _threshold(card)))
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
     if card.data.heavy:
         told.append(("read FVU with care", card.data.heavy))
     if copies := copies_sentence(card.data.copies):
         told.append(("copies", copies))
-    return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
+    told += _losses(card.spliced) if card.spliced else []
+    told += _probes(card.probing) if card.probing else []
+    return told + (recipe_lines(card.recipe) if card.recipe else [])
+
+
+def _l0(card: Card) -> str:
+    asked = asked_l0(card.figures.l0, card.target_l0)
+    return f"{card.figures.l0:.1f}, {asked}" if asked else f"{card.figures.l0:.1f}"
+
+
+def _threshold(card: Card) -> str:
+    """Say on which rows the threshold was set, and that none of them was measured by what was set on it."""
+    measured = "; each half measured with what the other half set" if card.data.is_held_out else ""
+    asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""
+    return f"set on {card.threshold_set_on}{asked}{measured if asked else ''}"
 
 
 def _losses(spliced: Spliced) -> list[tuple[str, str]]:
