@@ -140,7 +140,7 @@ class View:
             "ce_with_sae": sae.ce,
             "ce_with_zeros": zeros.ce,
             "ce_score": _share(zeros.ce - sae.ce, zeros.ce - clean.ce),
-            "ce_score_error": ratio_error(ce_zeros - sae.ce_by_text, ce_zeros - clean.ce_by_context),
+            "ce_score_error": ratio_error(ce_zeros - sae.ce_by_text, ce_zeros - clean.ce_by_text),
             "kl_with_sae": sae.kl,
             "kl_with_zeros": zeros.kl,
             "kl_score": _share(zeros.kl - sae.kl, zeros.kl),

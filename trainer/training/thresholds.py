@@ -46,47 +46,48 @@ def set_thresholds(
     for label, learner in choosing.items():
         with learner.evaluating():
             for half in HALVES:
-                counts = _counts(learner, held_out_rows.batches(learner.hook, batch_size, half))
-                counts[:-1] = sum_of(counts[:-1], learner.latents.group)
-                parts[f"{label}/{half}"] = counts
+                counts, n_rows = _counts(learner, held_out_rows.batches(learner.hook, batch_size, half))
+                parts[f"{label}/{half}"] = torch.cat([sum_of(counts, learner.latents.group), n_rows])
     totals = parallel.sum_parts(parts, parallel.data)
     for label, learner in choosing.items():
-        halves = [totals[f"{label}/{half}"] for half in HALVES]
+        first, second = (totals[f"{label}/{half}"] for half in HALVES)
         sae = learner.sae
         assert isinstance(sae, BatchTopK)
         # A half is measured by what the other one has set.
-        values = [threshold_for(counts, sae.k) for counts in (halves[0] + halves[1], halves[1], halves[0])]
+        values = [threshold_for(of[:-1], int(of[-1]), sae.k) for of in (first + second, second, first)]
         sae.set_thresholds.copy_(torch.tensor(values))
 
 
-def _counts(learner: Learner, batches: Iterable[Pair]) -> Tensor:
-    """Count this rank's positive pre-activations by bin, and in the last place the rows, float64 [_N_BINS + 1]."""
+def _counts(learner: Learner, batches: Iterable[Pair]) -> tuple[Tensor, Tensor]:
+    """Count this rank's positive pre-activations by bin, float64 [n_bins], and its rows, [1]."""
     sae = learner.sae
     assert isinstance(sae, BatchTopK)
-    counts = torch.zeros(_N_BINS + 1, dtype=torch.float64, device=sae.W_enc.device)
-    at_once = max(1, _MOST_VALUES // max(1, sae.n_own))
+    counts = torch.zeros(_N_BINS, dtype=torch.float64, device=sae.W_enc.device)
+    at_once, n_rows = max(1, _MOST_VALUES // max(1, sae.n_own)), 0
     for x, y in batches:
         inputs, _ = learner.normalised(x, y)
         for some in inputs.split(at_once):
             # In fp32, as the SAE is exported.
-            values = sae.pre_acts_of(some)
-            bits = values[values > 0].view(torch.int32) >> _DROPPED_BITS
-            counts[:-1] += torch.bincount(bits.clamp(max=_N_BINS - 1), minlength=_N_BINS)
-        counts[-1] += len(x)
-    return counts
+            counts += count_values(sae.pre_acts_of(some))
+        n_rows += len(x)
+    return counts, counts.new_full((1,), n_rows)
 
 
-def threshold_for(counts: Tensor, k: int) -> float:
-    """Return the threshold by which L0 is as near to k as bins allow; `UNSET` where no row was counted.
+def count_values(values: Tensor) -> Tensor:
+    """Count the positive ones of fp32 values by bin, int64 [n_bins]."""
+    bits = values[values > 0].view(torch.int32) >> _DROPPED_BITS
+    return torch.bincount(bits, minlength=_N_BINS)
 
-    `counts` [_N_BINS + 1] are positive pre-activations by bin and, last, rows. Where fewer than k a row are positive,
-    all of them are let through.
+
+def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
+    """Return the threshold by which L0 is as near to k as bins allow; `UNSET` where there is no row.
+
+    `counts` [n_bins] are the positive pre-activations of `n_rows` rows by bin. Where fewer than k a row are positive, all
+    of them are let through.
     """
-    n_rows = float(counts[-1])
     if not n_rows:
         return UNSET
-    active = counts[:-1].flip(0).cumsum(0).flip(0)
-    # The first of equals is the lowest bin: of bins without a value the one just above the next smaller value.
+    active = counts.flip(0).cumsum(0).flip(0)
     miss = (active - k * n_rows).abs().masked_fill(active == 0, torch.inf)
     lowest = int(miss.argmin())
     if lowest == 0:
