@@ -239,7 +239,7 @@ def _check_saes(work: Workload) -> list[Problem]:
     problems = [
         problem
         for member in work.members.values()
-        for problem in (*_check_sae(work, member.sae), *_check_rate(work, member), *_check_length(work, member))
+        for problem in (*_check_sae(work, member.sae), *_check_rate(work, member), *_check_penalty(work, member))
     ]
     return list(dict.fromkeys(problems))
 
@@ -249,7 +249,7 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
     return rate_problems(Layout(member, work.ranks), width, is_transcoder=work.shape.d_out is not None)
 
 
-def _check_length(work: Workload, member: JobConfig) -> list[Problem]:
+def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
     """Warn of a run that is too short for a penalty to be steered to the L0 that is asked for."""
     steps, knobs = Layout(member, work.ranks).total_steps, member.sae.knobs
     if getattr(knobs, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
