@@ -247,7 +247,9 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from trainer.training.export_set import export_set, is_set
 
     if is_set(flags.paths, flags.format):
-        of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force, only=flags.only)
+        of_set = export_set(
+            flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force, only=flags.only
+        )
         layers = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
         return of_set, [*layers, *of_set["notes"], f"-> {of_set['output_path']}"]
     done = export_checkpoint(

@@ -86,7 +86,11 @@ COMMAND_EXAMPLES = {
         "eval 8 --wait && sae-tui compare 7 8      beside job 7, by their report cards",
         "resume 8 --gpus auto                      train it further",
     ],
-    "export": ["export 7 --out my-sae", "export 7 --out my-sae --format sparsify --best", "export 7 --out my-sae --only k=32"],
+    "export": [
+        "export 7 --out my-sae",
+        "export 7 --out my-sae --format sparsify --best",
+        "export 7 --out my-sae --only k=32",
+    ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .fvu"],
     "stop": ["stop 7", "stop 7 --kill"],

@@ -76,9 +76,7 @@ def export_set(
     }
 
 
-def _transcoders(
-    checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]
-) -> Iterator[tuple[str, int, Shared]]:
+def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, Shared]]:
     """Yield what each SAE is called and its step, one after the other, since all may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)

@@ -30,7 +30,9 @@ def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collecti
     An SAE that was evaluated as it is has its model card in it.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
-    models = {str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in _chosen(job, labels)}
+    models = {
+        str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in _chosen(job, labels)
+    }
     kind = "transcoder" if any(state.d_out is not None for *_, state in runs) else "sparse-autoencoder"
     facts = {"library_name": form, "tags": [kind, form]}
     if len(models) == 1 and is_on_the_hub(model := models.pop()):
