@@ -140,9 +140,9 @@ what the model loses where the SAE's reconstructions take the place of its activ
 their scores against zeroed rows, on text after what was extracted. All of it, and the explained variance of that text,
 is measured twice. First without the rows that were not extracted, such as first tokens and special tokens: they stay as
 they are and do not count. Then of all tokens, as SAELens has it (`all_tokens` in JSON): compare those with figures of
-SAELens. First tokens are often enormous, and no SAE was trained on them: one had a CE score of 0.97 without them, and of
-0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents
-whose means differ most between two classes of texts, beside one on all activations, over 3 splits of the texts of
+SAELens. First tokens are often enormous, and no SAE was trained on them: one had a CE score of 0.97 without them, and
+of 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most between
+two classes of texts, beside one on all activations, over 3 splits of the texts of
 sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the
 standard error of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE
 is probed all the same, without loss. All is written beside the weights as card.json and as a model card, README.md,

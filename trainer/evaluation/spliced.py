@@ -2,8 +2,8 @@
 
 The definitions are SAELens' and SAEBench's: cross-entropy and KL divergence of the model as it is, with the SAE spliced
 in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids. SAELens
-replaces and counts every row. Rows that were not extracted, such as those of first tokens, are no rows of an SAE: figures
-that leave them as they are come first, and those of all rows are measured beside them.
+replaces and counts every row. An SAE was not trained on rows that were not extracted, such as those of first tokens:
+figures that leave these as they are come first, and those of all rows follow.
 """
 
 from __future__ import annotations

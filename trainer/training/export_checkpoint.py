@@ -63,8 +63,8 @@ def export_checkpoint(
 
     `path` is a checkpoint or a run folder, `form` the name of a format; with `only` SAEs of these labels are written;
     `firings` returns for a job what finds out where the latents of an SAE fire in its data. SAEs that the format cannot
-    hold are `left_out`, by label with the reason. Raise `UserError` where it holds none of them, or `JobFileError` where
-    a flag is wrong.
+    hold are `left_out`, by label with the reason. Raise `UserError` where it holds none of them, or `JobFileError`
+    where a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()

@@ -1,7 +1,7 @@
 """Sets the thresholds of SAEs on held-back rows, so that as many latents are active there as were asked for.
 
-A threshold that training has learnt fits rows that the SAE knows: on a sample of 138 texts L0 was 31.8 on rows that were
-trained on, and 36.4 on held-out ones.
+A threshold that training has learnt fits rows that the SAE knows: on a sample of 138 texts L0 was 31.8 on rows that
+were trained on, and 36.4 on held-out ones.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def count_values(values: Tensor) -> Tensor:
 def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     """Return the threshold by which L0 is as near to k as bins allow; `UNSET` where there is no row.
 
-    `counts` [n_bins] are the positive pre-activations of `n_rows` rows by bin. Where fewer than k a row are positive, all
-    of them are let through.
+    `counts` [n_bins] are the positive pre-activations of `n_rows` rows by bin. Where fewer than k a row are positive,
+    all of them are let through.
     """
     if not n_rows:
         return UNSET

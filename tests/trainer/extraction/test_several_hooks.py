@@ -41,9 +41,9 @@ from trainer.evaluation.evaluate_folder import cards_in
 from trainer.evaluation.evaluate_run import evaluations_of
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.spliced import SplicedModel
-from trainer.saes.sparse_acts import DenseActs
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch
+from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]

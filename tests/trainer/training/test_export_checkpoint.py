@@ -20,8 +20,8 @@ from torch import Tensor
 
 from trainer.cli import main
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
-from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported

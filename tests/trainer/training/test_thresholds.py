@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from trainer.activations.training_data import HALVES, of_half
 from trainer.contract.settings.job import JobConfig
-from trainer.evaluation.exported import read_exported
+from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.parallel.group import Group
 from trainer.saes.batch_topk import BatchTopK
 from trainer.training.loop import Trainer
@@ -38,6 +39,10 @@ def test_no_other_threshold_comes_nearer_to_the_l0_that_is_asked_for(eighths: li
     best = min(abs(active_above(values, one) - k * n_rows) for one in [0.0, *(values - 1 / 16).clamp(min=0).tolist()])
     assert threshold >= 0
     assert abs(active_above(values, threshold) - k * n_rows) == best
+
+
+def l0_of(sae: ExportedSae, x: Tensor) -> float:
+    return float((sae.encode(x).values > 0).sum()) / len(x)
 
 
 def test_without_a_row_no_threshold_is_set() -> None:
@@ -76,9 +81,7 @@ def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each
         sae, exported = learner.sae, read_exported(tmp_path / "sae" / label, torch.device("cpu"))
         assert isinstance(sae, BatchTopK)
 
-        def l0(x: Tensor) -> float:
-            return float((exported.encode(x).values > 0).sum()) / len(x)
-
+        l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
         # The one that was learnt on training rows is kept, and is another.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)

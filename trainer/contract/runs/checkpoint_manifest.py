@@ -47,8 +47,8 @@ class State(msgspec.Struct, frozen=True):
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
     Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` says which shards there
-    were, in which `n_train_rows` rows are to train on, and `held_out` which rows `heldout_fvu` is of; a checkpoint of an
-    older version has none of them.
+    were, in which `n_train_rows` rows are to train on, and `held_out` which rows `heldout_fvu` is of; a checkpoint of
+    an older version has none of them.
     """
 
     position: Position

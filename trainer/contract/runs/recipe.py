@@ -1,4 +1,4 @@
-"""The recipe by which an SAE was trained, with nothing left at "auto": on its card and in the metadata of its exports."""
+"""The recipe of a training, with nothing left at "auto": on an SAE's card and in the metadata of its exports."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens of all ranks.
 
     `lr` is the full learning rate, as it is between the rise over `warmup_fraction` of the steps and the fall over
-    `decay_fraction`. Where encoders follow their decoders, `encoder_lr` is their own rate. `target_l0` is the L0 that was
-    asked for; None where a fixed penalty decides. `passes` is how often the data was read, None where its size is not
-    known.
+    `decay_fraction`. Where encoders follow their decoders, `encoder_lr` is their own rate. `target_l0` is the L0 that
+    was asked for; None where a fixed penalty decides. `passes` is how often the data was read, None where its size is
+    not known.
     """
 
     optimizer: str

@@ -107,9 +107,9 @@ class Spliced(msgspec.Struct, frozen=True, kw_only=True):
     `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
     or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
     divergence from the model as it is, each with its standard error over `n_texts` texts. `is_unseen` where that text
-    is known to come after what was extracted. Rows that were not extracted stay as they are and do not count: `left_out`
-    says which ("first tokens"). `rows` is what the SAE makes of the others, `all_tokens` has the same figures of all
-    rows.
+    is known to come after what was extracted. Rows that were not extracted stay as they are and do not count:
+    `left_out` says which ("first tokens"). `rows` is what the SAE makes of the others, `all_tokens` has the same
+    figures of all rows.
     """
 
     n_tokens: int
