@@ -48,7 +48,7 @@ from trainer.measuring.estimate_extraction import ExtractionEstimate
 from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
-from trainer.ranks.foreground import Foreground, new_run, result, write_job
+from trainer.ranks.foreground import Foreground, new_run, own_box_file, result, write_job
 
 if TYPE_CHECKING:
     from trainer.training.push import Push
@@ -126,6 +126,7 @@ def _run(flags: argparse.Namespace) -> int:
         gpu_uuids=tuple(gpu.uuid for gpu in taken),
         gpu_vendor=torch_vendor() if taken else "",
         as_one_process=job.parallel.mode in ONE_PROCESS,
+        box_file=own_box_file(),
     )
     spec = with_places(spec, job, taken)
     with new_run(job, run_dir) as lock:
@@ -171,7 +172,8 @@ def _resume(flags: argparse.Namespace) -> int:
             return _already_finished(job, run, flags)
         devices, kind, taken, vendor = devices_again(job, run.last, flags.overrides)
         spec = run.next_attempt(devices, kind, tuple(gpu.uuid for gpu in taken), vendor)
-        spec = msgspec.structs.replace(spec, as_one_process=job.parallel.mode in ONE_PROCESS)
+        as_one = job.parallel.mode in ONE_PROCESS
+        spec = msgspec.structs.replace(spec, as_one_process=as_one, box_file=own_box_file())
         job, shared = with_same_step(was, job, run.last.n_devices, devices)
         spec = with_places(spec, job, taken)
         for note in (*run.notes, *length_notes(was, job, run, devices), *shared, *data_notes(job, run)):
@@ -232,7 +234,7 @@ def _export(flags: argparse.Namespace) -> int:
     if push:
         checkpoints = [Path(path) for path in done.get("checkpoints", [done.get("checkpoint")])]
         out = Path(done["output_path"])
-        done["pushed"] = push.send(out, checkpoints, flags.format, _warn if flags.json else _say)
+        done["pushed"] = push.send(out, checkpoints, flags.format, _warn if flags.json else _say, done.get("saes"))
     if flags.json:
         _say(json.dumps(done))
     return EXIT_FINISHED
@@ -245,11 +247,19 @@ def _exported(flags: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from trainer.training.export_set import export_set, is_set
 
     if is_set(flags.paths, flags.format):
-        of_set = export_set(flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force)
+        of_set = export_set(
+            flags.paths, flags.out, form=flags.format, best=flags.best, force=flags.force, only=flags.only
+        )
         layers = [f"layer {layer} of step {step}" for layer, step in of_set["layers"].items()]
         return of_set, [*layers, *of_set["notes"], f"-> {of_set['output_path']}"]
     done = export_checkpoint(
-        flags.paths[0], flags.out, form=flags.format, best=flags.best, force=flags.force, firings=firings_of
+        flags.paths[0],
+        flags.out,
+        form=flags.format,
+        best=flags.best,
+        force=flags.force,
+        only=flags.only,
+        firings=firings_of,
     )
     folders = done.get("saes", {"SAE": done["output_path"]})
     lines = [f"{label} of step {done['step']} -> {folder}" for label, folder in folders.items()]

@@ -98,13 +98,15 @@ examples:
   python -m trainer export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
   python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
+  python -m trainer export runs/sae-20250101-120000 --out my-sae --only k=32      one SAE of a sweep, by its label
   python -m trainer export runs/layer* --out set --format circuit-tracer          a transcoder of each layer, as a set
   python -m trainer export runs/sae-20250101-120000 --out my-sae --push my-sae    sent to the Hugging Face hub, private
 
 {_FORMATS}
 
-a format that cannot hold an SAE without changing what it computes is refused; what else is left out is told.
-raw activations go in and come out: scales are folded into the weights. Of a sweep each SAE gets a folder of its own.
+a format that cannot hold an SAE without changing what it computes is refused; what else is left out is told. Of a sweep
+each SAE gets a folder of its own; those that fit are written, and the others are listed with the reason.
+raw activations go in and come out: scales are folded into the weights.
 --push sends the files that this export wrote, and a model card where neither DIR nor the hub has a README.md: it tells
 which and where, and asks. Their metadata names model, hook and text as your job did. It needs `pip install
 'sae-tui[hf]'` and a login by `hf auth login`. Without --push nothing is contacted.
@@ -135,9 +137,12 @@ FVU with its standard error, explained variance, MSE, cosine, the distribution o
 rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
 SAELens and SAEBench, on the rows that the run has held back, and 20 latents by chance with their texts. With --model,
 what the model loses where the SAE's reconstructions take the place of its activations: cross-entropy and KL divergence,
-their scores against zeroed rows, on text after what was extracted. Special tokens, and the first tokens that were not
-extracted, are left as they are and do not count. With --probe, the AUC of logistic regressions on the 1 and 16 latents
-whose means differ most between two classes of texts, beside one on all activations, over 3 splits of the texts of
+their scores against zeroed rows, on text after what was extracted. All of it, and the explained variance of that text,
+is measured twice. First without the rows that were not extracted, such as first tokens and special tokens: they stay as
+they are and do not count. Then of all tokens, as SAELens has it (`all_tokens` in JSON): compare those with figures of
+SAELens. First tokens are often enormous, and no SAE was trained on them: one had a CE score of 0.97 without them, and
+of 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most between
+two classes of texts, beside one on all activations, over 3 splits of the texts of
 sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the
 standard error of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE
 is probed all the same, without loss. All is written beside the weights as card.json and as a model card, README.md,

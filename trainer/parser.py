@@ -128,6 +128,9 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
     command.add_argument(
+        "--only", action="append", default=[], metavar="LABEL", help="of a sweep only this SAE; can be given again"
+    )
+    command.add_argument(
         "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
     )
     command.add_argument("--public", action="store_true", help="of --push: for all to see; private without it")

@@ -86,7 +86,11 @@ COMMAND_EXAMPLES = {
         "eval 8 --wait && sae-tui compare 7 8      beside job 7, by their report cards",
         "resume 8 --gpus auto                      train it further",
     ],
-    "export": ["export 7 --out my-sae", "export 7 --out my-sae --format sparsify --best"],
+    "export": [
+        "export 7 --out my-sae",
+        "export 7 --out my-sae --format sparsify --best",
+        "export 7 --out my-sae --only k=32",
+    ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .fvu"],
     "stop": ["stop 7", "stop 7 --kill"],
@@ -283,6 +287,9 @@ def _add_export(add: Add) -> None:
     share.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default: %(default)s")
     share.add_argument("--best", action="store_true", help="of the checkpoint with the lowest held-out FVU")
     share.add_argument("--force", action="store_true", help="replace an SAE that is there already")
+    share.add_argument(
+        "--only", action="append", default=[], metavar="LABEL", help="of a sweep only this SAE; may be repeated"
+    )
 
 
 def _add_overrides(command: argparse.ArgumentParser) -> None:

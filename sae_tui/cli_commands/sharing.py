@@ -14,6 +14,7 @@ def export(context: Context, flags: argparse.Namespace) -> int:
     """Write the SAE of a job, and tell where it is."""
     given = {"--best": flags.best, "--force": flags.force}
     arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]
+    arguments += [word for label in flags.only for word in ("--only", label)]
     done = export_sae(context.data, flags.id, flags.out, arguments)
     if context.as_json:
         show_json(done)

@@ -9,6 +9,6 @@ def test_an_export_that_cannot_be_names_why_and_writes_nothing(shell) -> None:
         "sae-tui: error: there is no job 7; `sae-tui jobs` lists them"
     ]
     job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold")["id"]
-    error = shell.json("export", job_id, "--out", out, code=1)["error"]
+    error = shell.json("export", job_id, "--out", out, "--only", "k=3", code=1)["error"]
     assert "checkpoint" in error["message"]
     assert not out.exists()

@@ -24,6 +24,23 @@ from support.real_model import D_MODEL, FILE, needs_model, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
+N_JUDGED = 4
+# Our figures of all tokens, and what SAELens calls them.
+OF_SAELENS = {
+    "ce": "ce_loss_without_sae",
+    "ce_with_sae": "ce_loss_with_sae",
+    "ce_with_zeros": "ce_loss_with_ablation",
+    "ce_score": "ce_loss_score",
+    "kl_with_sae": "kl_div_with_sae",
+    "kl_with_zeros": "kl_div_with_ablation",
+    "kl_score": "kl_div_score",
+    "explained_variance": "explained_variance",
+    "mse": "mse",
+    "cosine": "cossim",
+    "l0": "l0",
+    "l2_ratio": "l2_ratio",
+    "relative_reconstruction_bias": "relative_reconstruction_bias",
+}
 STREAM, MLP_IN, MLP_OUT = "resid_post.6", "mlp_in.6", "mlp_out.6"
 HOOKS = ["resid_post.3", STREAM, MLP_IN, MLP_OUT]
 
@@ -72,6 +89,7 @@ def test_a_real_model_goes_the_whole_way(tmp_path: Path) -> None:
     judge(chain)
     browse(chain)
     give_to_saelens(chain)
+    judge_as_saelens(chain)
     give_to_circuit_tracer(chain)
 
 
@@ -164,6 +182,48 @@ def give_to_saelens(chain: Chain) -> None:
     x = ordinary(chain.rows(STREAM)["activations"])
     with torch.no_grad():
         assert_judged_alike(chain, "saelens", STREAM, fvu(x, sae(x)))
+
+
+def judge_as_saelens(chain: Chain) -> None:
+    """Compare every figure that claims SAELens' definition with its own evaluation, on the same contexts."""
+    sae_lens = pytest.importorskip("sae_lens")
+    from datasets import Dataset
+    from sae_lens.evals import get_eval_everything_config, run_evals
+    from sae_lens.load_model import HookedProxyLM
+    from sae_lens.training.activation_scaler import ActivationScaler
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
+    model = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
+    text = "".join(json.loads(line)["text"] for line in (chain.folder / "text.jsonl").open())
+    ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * CONTEXT])["input_ids"][: N_JUDGED * CONTEXT]).view(-1, CONTEXT)
+    # Each context is a document of its own.
+    (chain.folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
+    job = chain.write(
+        "judge.toml",
+        model={"path": str(FILE), "hooks": [STREAM]},
+        text={"path": "ids.jsonl", "context": CONTEXT},
+        extract={"n_tokens": ids.numel()},
+    )
+    (card,) = chain.trainer("eval", "sae-run", "--model", job, "--tokens", ids.numel(), "--contexts", 0)["cards"]
+    sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
+    proxy = HookedProxyLM(model, tokenizer, hook_names=[sae.cfg.metadata.hook_name])
+    contexts = Dataset.from_list([{"input_ids": row} for row in ids.tolist()])
+    store = sae_lens.ActivationsStore.from_sae(proxy, sae, contexts, streaming=False, context_size=CONTEXT)
+    config = get_eval_everything_config(
+        batch_size_prompts=N_JUDGED, n_eval_reconstruction_batches=1, n_eval_sparsity_variance_batches=1
+    )
+    with torch.no_grad():
+        theirs, _ = run_evals(sae, store, proxy, ActivationScaler(), config, exclude_special_tokens=False)
+    expected = {name: value for figures in theirs.values() for name, value in figures.items()}
+    spliced = card["spliced"]
+    assert spliced["left_out"] == "first tokens and special tokens"
+    ours = spliced["all_tokens"] | spliced["all_tokens"]["rows"]
+    for name, same in OF_SAELENS.items():
+        assert ours[name] == pytest.approx(expected[same], rel=2e-3), name
+    # The first rows of contexts are of another kind, and no SAE of the others rebuilds them.
+    assert spliced["rows"]["n_rows"] == ours["n_rows"] - N_JUDGED
+    assert spliced["ce_score"] > ours["ce_score"]
 
 
 def give_to_circuit_tracer(chain: Chain) -> None:

@@ -32,6 +32,14 @@ from trainer.training.loop import Trainer
 D_IN = 16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_data_folder() -> Iterator[None]:
+    """Let no test write the speeds that it measures into the user's data folder, or go by what is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SAE_TUI_DATA_DIR", "/dev/null/none")
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that gives the folder of a tiny model of a family, made once."""

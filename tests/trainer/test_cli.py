@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,7 +55,10 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
     )
 
 
-def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(job_file: Path, tmp_path: Path) -> None:
+def test_a_run_in_the_foreground_prints_its_result_as_the_last_line_and_keeps_what_it_measured_of_the_box(
+    job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "home" / "data"))
     process = start("run", job_file, "--set", "launch.gpus=cpu:2", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
@@ -68,6 +72,10 @@ def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(job_file: Pa
     assert load_file(Path(result["output_path"]) / "sae_weights.safetensors")["W_enc"].shape == (16, 64)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert load_job(run_dir / "job.toml").launch.gpus == "cpu:2"
+    assert main(["estimate", str(job_file), "--set", "launch.gpus=cpu:2", "--json"]) == EXIT_FINISHED
+    assert json.loads(capsys.readouterr().out)["is_measured"]
+    assert stat.S_IMODE((tmp_path / "home" / "data").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "home" / "data" / "box.json").stat().st_mode) == 0o600
 
 
 def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than_its_interval(

@@ -117,17 +117,26 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it holds no job.toml\n"
 
 
-def test_a_run_without_a_whole_checkpoint_has_nothing_to_resume(
+def test_a_run_without_a_whole_checkpoint_begins_again_and_one_with_damaged_ones_does_not(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
     tensors.write_bytes(b"")
     assert main(["resume", str(run_dir)]) == EXIT_FAILED
     assert "is damaged (step-00000010 is damaged and passed over: tensors.safetensors" in capsys.readouterr().err
+    again = ["run", str(run_dir / "job.toml"), "--out", str(run_dir)]
+    assert main(again) == EXIT_USAGE
+    assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    assert main(["resume", str(run_dir)]) == EXIT_FAILED
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nothing to resume: no checkpoint was saved in")
+    # Each of the two commands names a way that works.
+    assert main(again) == EXIT_USAGE
+    told = capsys.readouterr().err
+    assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
+    assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
+    out, err = capsys.readouterr()
+    assert "warning: it had saved no checkpoint, and starts from the beginning" in err
+    assert (json.loads(out)["steps"], json.loads(out)["tokens"]) == (20, 2560)
+    assert (run_dir / "attempt3").exists()
 
 
 def test_a_finished_run_is_left_alone_unless_it_is_made_longer(

@@ -44,6 +44,9 @@ SAMPLE_TOKENS = 32_768
 SHARE_OF_TEXTS = 1 / 8
 # Rows that are read to find those to hold out, for each of them; and the least share of those that are wanted.
 MOST_READ, LEAST_OF_TEXTS = 24, 0.25
+# The halves of the held-out rows, and into how many stretches both together are cut.
+HALVES = (0, 1)
+N_STRETCHES = 16
 
 
 class Read(NamedTuple):
@@ -85,8 +88,15 @@ class HookRows(ABC):
         """Say in a sentence that a row of that sample is not finite."""
 
     @abstractmethod
-    def held_out(self, batch_size: int) -> Iterator[Pair]:
-        """Yield this rank's part of the rows that are never trained on, in batches."""
+    def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
+        """Yield this rank's part of the rows that are never trained on, in batches; of one half of them where asked.
+
+        Halves are 0 and 1, the same on any number of ranks.
+        """
+
+    @abstractmethod
+    def of_half(self, half: int) -> Indices:
+        """Return which of the rows that `held_out` yields, counted from 0, are of one half."""
 
     @abstractmethod
     def clusters(self) -> Clusters:
@@ -104,6 +114,8 @@ class TrainingData(ABC):
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
+    # Stored rows to train on; None of a stream, which has no end that is known.
+    n_train: int | None = None
     # Whether `read` waits for other ranks, which have to read as often.
     reads_together: bool = False
 
@@ -185,7 +197,7 @@ class IndexedData(TrainingData):
         else:
             self._order = Order(self.split, seed, source.run)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
-        self.hold_out = self.split.hold_out
+        self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
 
     def of_hook(self, hook: int) -> HookRows:
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
@@ -221,9 +233,13 @@ class _IndexedRows(HookRows):
     def bad_in_sample(self, index: int, seed: int) -> str:
         return _bad_row(self._source, int(np.sort(self._split.sample(SAMPLE_TOKENS, seed))[index]))
 
-    def held_out(self, batch_size: int) -> Iterator[Pair]:
-        for start in range(0, len(self._own), batch_size):
-            yield self._source.pairs(self._own[start : start + batch_size])
+    def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
+        own = self._own if half is None else self._own[self.of_half(half)]
+        for start in range(0, len(own), batch_size):
+            yield self._source.pairs(own[start : start + batch_size])
+
+    def of_half(self, half: int) -> Indices:
+        return of_half(half, self.n_held_out, self._group)
 
     def clusters(self) -> Clusters:
         return _clusters(self._source, self._own)
@@ -444,8 +460,15 @@ class _StreamHook(HookRows):
     def clusters_of_sample(self, seed: int) -> Clusters:
         return Clusters(np.arange(len(self._sample[0])) // BLOCK, "blocks")
 
-    def held_out(self, batch_size: int) -> Iterator[Pair]:
+    def of_half(self, half: int) -> Indices:
+        # Each part of a stream has texts of its own.
+        return of_half(half, len(self._held_out[0]), Group())
+
+    def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         x, y = self._held_out
+        if half is not None:
+            own = torch.from_numpy(self.of_half(half))
+            x, y = (x[own], x[own]) if y is x else (x[own], y[own])
         for start in range(0, len(x), batch_size):
             inputs = x[start : start + batch_size]
             yield inputs, inputs if y is x else y[start : start + batch_size]
@@ -474,6 +497,15 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
     if not documents:
         return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")
     return Clusters(torch.cat(documents).numpy(), "texts")
+
+
+def of_half(half: int, n_held_out: int, group: Group) -> Indices:
+    """Return which of a rank's held-out rows, counted from 0, are of half 0 or 1 of those of all ranks.
+
+    Stretches of rows take turns: neighbours are of one text, and the beginning of the data is not like its end.
+    """
+    numbers = np.arange(group.index, n_held_out, group.size)
+    return np.flatnonzero(numbers * min(N_STRETCHES, n_held_out) // n_held_out % 2 == half)
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:

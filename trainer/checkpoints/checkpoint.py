@@ -53,7 +53,8 @@ class Checkpoints:
     """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
 
     `d_out` and `origin` are what an export from a checkpoint alone has to know of the data; where SAEs are of several
-    hooks, `origins` are those of each, by label. `data` returns the record of the shards that are trained on.
+    hooks, `origins` are those of each, by label. `data` returns the record of the shards that are trained on, in which
+    there are `n_train_rows` rows to train on.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Checkpoints:
         origin: Mapping[str, Any] | None = None,
         origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET,
         data: Callable[[], DataRecord] = list,
+        n_train_rows: int | None = None,
     ) -> None:
         self._folder, self._keep, self._data = folder, keep, data
         self._d_out, self._origin, self._origins = d_out, dict(origin or {}), origins
+        self._n_train_rows = n_train_rows
 
     def folder(self, position: Position) -> Path:
         """Return where the checkpoint of this position is, or would be."""
@@ -92,7 +95,17 @@ class Checkpoints:
         with fill_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
-            state = State(position, measured, self._d_out, self._origin, stream, self._origins, self._data(), held_out)
+            state = State(
+                position,
+                measured,
+                self._d_out,
+                self._origin,
+                stream,
+                self._origins,
+                self._data(),
+                held_out,
+                self._n_train_rows,
+            )
             write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))
         self._forget_all_but(target)

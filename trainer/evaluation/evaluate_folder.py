@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.output import complain
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import printable_lines
+from trainer.contract.runs.recipe import read_recipe
 from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
@@ -22,6 +24,7 @@ from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.rows import Rows
 from trainer.sharing.base import format_in
+from trainer.training.thresholds import SET_ON
 
 _ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
@@ -87,7 +90,8 @@ def card_of(
     _refuse_other_widths(sae, source, folder)
 
     try:
-        figures = measure(sae.reconstruct, rows.batches, sae.W_dec, rows.grouped, sae.dimension_scales)
+        batches = partial(rows.batches, sae.measuring_half)
+        figures = measure(sae.reconstruct, batches, sae.W_dec, rows.grouped, sae.dimension_scales)
     except ValueError as error:
         raise UserError(f"data: {error}") from None
     return Card(
@@ -101,6 +105,8 @@ def card_of(
         figures=figures,
         sums=rows.sums,
         recovery=recovery(source, sae.W_dec),
+        recipe=read_recipe(sae.metadata),
+        threshold_set_on=str(sae.metadata.get(SET_ON, "")),
     )
 
 

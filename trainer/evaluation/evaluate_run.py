@@ -36,8 +36,9 @@ from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
-from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of
+from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
+from trainer.training.thresholds import SET_ON, threshold_facts
 
 
 class Evaluation(NamedTuple):
@@ -112,6 +113,8 @@ def evaluations_of(
                 recovery=recovery(own, learner.sae.raw_decoder()),
                 spliced=_splice(language_model, learner, own, n_tokens),
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
+                recipe=recipe_of_run(run_dir, state, label, learner.sae.d_in),
+                threshold_set_on=str(threshold_facts(learner.sae).get(SET_ON, "")),
             )
             features = partial(_features, learner, of_hook, texts, language_model)
             yield Evaluation(output_of(run_dir) / label, card, features)
@@ -164,13 +167,16 @@ def _splice(
 ) -> Spliced | None:
     if language_model is None or not language_model.has_loss:
         return None
-    sae, mean = learner.sae, source.meta.get("mean" if source.d_out is None else "mean_out")
+    mean = source.meta.get("mean" if source.d_out is None else "mean_out")
+    is_row = isinstance(mean, list) and len(mean) == learner.sae.d_out
+    return language_model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
 
-    def reconstruct(x: Tensor) -> Tensor:
-        return sae.raw(learner.forward(x * sae.x_scale, x.new_zeros(len(x), sae.d_out)).x_hat)
 
-    is_row = isinstance(mean, list) and len(mean) == sae.d_out
-    return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
+def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
+    """Return the activations and the reconstruction [n, d_out] of raw rows x [n, d_in] with targets y [n, d_out]."""
+    sae = learner.sae
+    output = learner.forward(x * sae.x_scale, y * sae.y_scale)
+    return output.acts, sae.raw(output.x_hat)
 
 
 def _probe(dense: DenseProbes, learner: Learner) -> Probing:
@@ -180,12 +186,9 @@ def _probe(dense: DenseProbes, learner: Learner) -> Probing:
 
 def _measure(learner: Learner, rows: Rows) -> Figures:
     sae = learner.sae
-
-    def reconstruct(x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
-        output = learner.forward(x * sae.x_scale, y * sae.y_scale)
-        return output.acts, sae.raw(output.x_hat)
-
     try:
-        return measure(reconstruct, rows.batches, sae.raw_decoder(), rows.grouped, sae.dimension_scales)
+        batches = partial(rows.batches, sae.measuring_half)
+        reconstruct = partial(_reconstruct, learner)
+        return measure(reconstruct, batches, sae.raw_decoder(), rows.grouped, sae.dimension_scales)
     except ValueError as error:
         raise UserError(f"data: {error}") from None

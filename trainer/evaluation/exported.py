@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from trainer.activations.training_data import HALVES
 from trainer.contract.errors import UsageError
 from trainer.contract.settings import catalog
 from trainer.saes.sparse_acts import DenseActs
 from trainer.sharing.base import Format, Shared, format_in, scales_in
+from trainer.training.thresholds import OF_HALVES
 
 
 class ExportedSae:
@@ -27,6 +31,18 @@ class ExportedSae:
         scales = scales_in(shared.metadata, shared.d_out)
         # Factors of the targets' dimensions [d_out] in its training; None: all 1.
         self.dimension_scales = None if scales is None else scales.to(device)
+
+    @contextlib.contextmanager
+    def measuring_half(self, half: int) -> Iterator[None]:
+        """Measure rows of one half of those that its run has held out by the threshold that was set on the other."""
+        whole, of_halves = self._weights.get("threshold"), self.metadata.get(OF_HALVES)
+        if whole is not None and isinstance(of_halves, list) and len(of_halves) == len(HALVES):
+            self._weights["threshold"] = torch.full_like(whole, float(of_halves[half]))
+        try:
+            yield
+        finally:
+            if whole is not None:
+                self._weights["threshold"] = whole
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.activations.base import Indices, Pair, Source
-from trainer.contract.runs.report_card import BINS_PER_DECADE, LEAST_ROWS_FOR_RARE, LOWEST_DECADE, RARE, Figures
+from trainer.contract.runs.report_card import (
+    BINS_PER_DECADE,
+    LEAST_ROWS_FOR_RARE,
+    LOWEST_DECADE,
+    RARE,
+    Figures,
+    TextRows,
+)
 from trainer.saes.sparse_acts import Acts
 
 # Takes inputs [n, d_in] and targets [n, d_out]; gives the activations of all latents and the targets' reconstruction.
@@ -40,6 +47,50 @@ class Counted(msgspec.Struct, frozen=True):
     fired: Tensor
 
 
+class Rebuilt:
+    """Sums over rows of targets and what was made of them, all in float64."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.cosine = self.norm_ratio = self.square = self.error = self.l0 = self._norm = self._product = 0.0
+        self._total = torch.zeros(())
+
+    def add(self, target: Tensor, rebuilt: Tensor) -> None:
+        """Add rows [n, d_out], both in float64."""
+        product, norms = (target * rebuilt).sum(1), (target.norm(dim=1), rebuilt.norm(dim=1))
+        self.cosine += float((product / (norms[0] * norms[1]).clamp(min=1e-12)).sum())
+        self.norm_ratio += float((norms[1] / norms[0].where(norms[0] >= 1e-4, 1.0)).sum())
+        self._norm += float(norms[1].square().sum())
+        self._product += float(product.sum())
+
+    def add_all(self, target: Tensor, rebuilt: Tensor, acts: Acts) -> None:
+        """Add all that `TextRows` has, of rows that are seen only once."""
+        target, rebuilt = target.double(), rebuilt.double()
+        self.add(target, rebuilt)
+        self.n += len(target)
+        self._total = self._total.to(target.device) + target.sum(0)
+        self.square += float(target.square().sum())
+        self.error += float((target - rebuilt).square().sum())
+        self.l0 += float((acts.values > 0).sum())
+
+    @property
+    def bias(self) -> float:
+        return self._norm / self._product if self._product else math.nan
+
+    def text_rows(self) -> TextRows:
+        n = max(1, self.n)
+        spread = self.square - float(self._total.square().sum()) / n
+        return TextRows(
+            n_rows=self.n,
+            explained_variance=1 - self.error / spread if spread else math.nan,
+            mse=self.error / n,
+            cosine=self.cosine / n,
+            l0=self.l0 / n,
+            l2_ratio=self.norm_ratio / n,
+            relative_reconstruction_bias=self.bias,
+        )
+
+
 @torch.no_grad()
 def measure(
     reconstruct: Reconstruct,
@@ -57,7 +108,7 @@ def measure(
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
     of_all = torch.zeros(2, dtype=torch.float64)
-    sums = dict.fromkeys(("cosine", "norm_ratio", "norm", "product"), 0.0)
+    sums = Rebuilt()
     counted: list[Counted] = []
     d_in = 0
     for x, y in batches():
@@ -65,11 +116,7 @@ def measure(
         target, rebuilt, d_in = y.double(), x_hat.double(), x.shape[1]
         of_all += torch.stack([(target - rebuilt).square().sum(), (target - mean).square().sum()]).cpu()
         target, rebuilt = target * factors, rebuilt * factors
-        product, norms = (target * rebuilt).sum(1), (target.norm(dim=1), rebuilt.norm(dim=1))
-        sums["cosine"] += float((product / (norms[0] * norms[1]).clamp(min=1e-12)).sum())
-        sums["norm_ratio"] += float((norms[1] / norms[0].where(norms[0] >= 1e-4, 1.0)).sum())
-        sums["norm"] += float(norms[1].square().sum())
-        sums["product"] += float(product.sum())
+        sums.add(target, rebuilt)
         fires = acts.values > 0
         per_row = acts.per_token(fires.to(x_hat.dtype))
         error, spread = (target - rebuilt).square().sum(1), (target - mean * factors).square().sum(1)
@@ -92,7 +139,7 @@ def _mean(batches: Iterable[Tensor]) -> Tensor:
     return total / n
 
 
-def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
+def _figures(rows: Counted, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: Grouped) -> Figures:
     n, density = len(rows.error), rows.fired / len(rows.error)
     fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
     dead = float((density == 0).double().mean())
@@ -107,11 +154,11 @@ def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor, gr
         median_row_fvu=float((rows.error / rows.spread.clamp(min=1e-300)).median()),
         explained_variance=1 - fvu,
         mse=float(rows.error.mean()),
-        cosine=sums["cosine"] / n,
+        cosine=sums.cosine / n,
         l0=float(rows.l0.double().mean()),
         l0_quantiles=[float(rows.l0.double().quantile(share)) for share in QUANTILES],
-        l2_ratio=sums["norm_ratio"] / n,
-        relative_reconstruction_bias=sums["norm"] / sums["product"] if sums["product"] else math.nan,
+        l2_ratio=sums.norm_ratio / n,
+        relative_reconstruction_bias=sums.bias,
         dead=dead,
         dead_error=math.sqrt(dead * (1 - dead) / len(density)),
         rare=float(((density > 0) & (density <= RARE)).double().mean()) if n >= LEAST_ROWS_FOR_RARE else None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from trainer.activations.base import Indices, Pair, Source, norms_of, on_device
 from trainer.activations.copies import copies_in
 from trainer.activations.heavy_dimensions import changed_scales, heavy_dimensions, scales_sentence
 from trainer.activations.outliers import Outliers
-from trainer.activations.training_data import HookRows, open_data
+from trainer.activations.training_data import HALVES, HookRows, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.report_card import Data
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
@@ -74,13 +75,20 @@ class Rows:
         every = zip(hooks, found, copies, strict=True)
         return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
 
-    def batches(self) -> Iterator[Pair]:
-        """Yield inputs and targets, fp32 on the device; the same ones every time."""
+    def batches(
+        self, measuring_half: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+    ) -> Iterator[Pair]:
+        """Yield inputs and targets, fp32 on the device; the same ones every time.
+
+        Held-out rows of each half are yielded within what `measuring_half` gives for it.
+        """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
         # In the log of a rank it would be a line for each batch.
-        for x, y, labels in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
+        for x, y, labels in tqdm(
+            self._stored(measuring_half), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()
+        ):
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
             moved = on_device((x, y), self._device)
@@ -143,15 +151,26 @@ class Rows:
             drops_zero=self._job.data.drop_zero_rows,
         )
 
-    def _stored(self) -> Iterator[tuple[Tensor, Tensor, Indices]]:
-        """Yield inputs, targets, and the labels of what they belong to."""
+    def _stored(
+        self, measuring_half: Callable[[int], AbstractContextManager[None]]
+    ) -> Iterator[tuple[Tensor, Tensor, Indices]]:
+        """Yield inputs, targets, and the labels of what they belong to, the held-out rows one half after the other."""
         seed = self._job.train.seed
         clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
-        self._of, first = clusters.of, 0
-        rows = self._data.held_out(BATCH * self._every) if self.n_held_out else _in_parts(*self._data.sample(seed))
+        self._of = clusters.of
+        if not self.n_held_out:
+            yield from self._labelled(_in_parts(*self._data.sample(seed)), clusters.labels)
+            return
+        for half in HALVES:
+            rows = self._data.held_out(BATCH * self._every, half)
+            with measuring_half(half):
+                yield from self._labelled(rows, clusters.labels[self._data.of_half(half)])
+
+    def _labelled(self, rows: Iterator[Pair], of_rows: Indices) -> Iterator[tuple[Tensor, Tensor, Indices]]:
+        first = 0
         for x, y in rows:
             inputs = x[:: self._every]
-            labels = clusters.labels[first : first + len(x) : self._every]
+            labels = of_rows[first : first + len(x) : self._every]
             first += len(x)
             yield inputs, inputs if y is x else y[:: self._every], labels
 

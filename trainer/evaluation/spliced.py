@@ -1,7 +1,9 @@
 """What a language model loses where an SAE's reconstructions take the place of what flows through a hook.
 
 The definitions are SAELens' and SAEBench's: cross-entropy and KL divergence of the model as it is, with the SAE spliced
-in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids.
+in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids. SAELens
+replaces and counts every row. An SAE was not trained on rows that were not extracted, such as those of first tokens:
+figures that leave these as they are come first, and those of all rows follow.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from tqdm import tqdm
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.runs.report_card import Spliced
+from trainer.contract.runs.report_card import AllTokens, Spliced
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
-from trainer.evaluation.figures import by_label, ratio_error
+from trainer.evaluation.figures import Rebuilt, Reconstruct, by_label, ratio_error
 from trainer.evaluation.logit_lens import moved_tokens
 from trainer.evaluation.text_rows import last_rows
 from trainer.extraction.extraction import contexts_at_once, contexts_of
@@ -37,14 +39,13 @@ from trainer.extraction.state import State
 
 # Tokens whose logits are held at once, twice, in fp32.
 TOKENS_AT_ONCE = 1024
-# Tokens that are read where nothing else is said: they go through the model four times, on a CPU for minutes.
+# Tokens that are read where nothing else is said: they go through the model six times, on a CPU for minutes.
 N_TOKENS = {"cuda": 32_768, "cpu": 4096}
 # Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 _NOTHING = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
 
-Map = Callable[[Tensor], Tensor]
 # Makes rows [n, d_out] of those at the hook that is read, [n, d_in], and of those that they take the place of.
 Change = Callable[[Tensor, Tensor], Tensor]
 
@@ -112,6 +113,41 @@ class Reading(NamedTuple):
     log_probabilities: Tensor
 
 
+class View:
+    """One way to count rows: what is summed of the model as it is and with each change, and of the SAE's rows."""
+
+    def __init__(self, reconstruct: Reconstruct, names: Sequence[str], mean: Tensor | None = None) -> None:
+        self._reconstruct = reconstruct
+        self.clean, self.rows = Sums(), Rebuilt()
+        self.of_each = {name: Sums() for name in names}
+        known: dict[str, Change] = {"sae": self._with_sae, "zeros": lambda _, rows: torch.zeros_like(rows)}
+        if mean is not None:
+            known["mean"] = lambda _, rows: mean.to(rows).expand_as(rows)
+        self.changes = {name: known[name] for name in names}
+
+    def _with_sae(self, read: Tensor, rows: Tensor) -> Tensor:
+        acts, x_hat = self._reconstruct(read, rows)
+        self.rows.add_all(rows, x_hat, acts)
+        return x_hat
+
+    def losses(self) -> dict[str, Any]:
+        """Return cross-entropies, KL divergences and scores by the names of `Spliced`."""
+        clean, sae, zeros = self.clean, self.of_each["sae"], self.of_each["zeros"]
+        ce_zeros, kl_zeros = zeros.ce_by_text, zeros.kl_by_text
+        return {
+            "n_tokens": clean.n_tokens,
+            "ce": clean.ce,
+            "ce_with_sae": sae.ce,
+            "ce_with_zeros": zeros.ce,
+            "ce_score": _share(zeros.ce - sae.ce, zeros.ce - clean.ce),
+            "ce_score_error": ratio_error(ce_zeros - sae.ce_by_text, ce_zeros - clean.ce_by_text),
+            "kl_with_sae": sae.kl,
+            "kl_with_zeros": zeros.kl,
+            "kl_score": _share(zeros.kl - sae.kl, zeros.kl),
+            "kl_score_error": ratio_error(kl_zeros - sae.kl_by_text, kl_zeros),
+        }
+
+
 class SplicedModel:
     """A language model with its unembedding, whose rows at one hook can be replaced as it reads.
 
@@ -135,47 +171,58 @@ class SplicedModel:
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
     @torch.inference_mode()
-    def measure(self, reconstruct: Map, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
-        """Read about `n_tokens` tokens; `reconstruct` takes rows [n, d_in] in fp32, `mean` [d_out] is its target's.
+    def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
+        """Read about `n_tokens` tokens, twice spliced: with rows like those extracted, and with all rows, as SAELens.
 
+        `reconstruct` takes rows [n, d_in] in fp32 and those that they are for, `mean` [d_out] is these rows' mean.
         Without a number there are as many as `N_TOKENS` has for the device. Raise `UserError` where no token counts.
         """
-        changes: dict[str, Change] = {
-            "sae": lambda read, _: reconstruct(read),
-            "zeros": lambda _, rows: torch.zeros_like(rows),
-        }
-        if mean is not None:
-            changes["mean"] = lambda _, rows: mean.to(rows).expand_as(rows)
-        of_each, clean = {name: Sums() for name in changes}, Sums()
+        names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
+        own, whole = View(reconstruct, names, mean), View(reconstruct, names[:2])
         wanted = n_tokens or N_TOKENS[self._model.device.type]
         text, is_unseen = self._batches(wanted)
         n_batches = -(-wanted // max(TOKENS_AT_ONCE, self._job.text.context))
+        left_out = self._left_out()
         for batch in tqdm(text, total=n_batches, desc="spliced", disable=not sys.stderr.isatty(), leave=False):
             reading, logits = self._read(batch)
-            clean.add(reading, logits)
-            for name, change in changes.items():
-                with self._model.replacing(partial(_replaced, reading.counts, change)):
-                    of_each[name].add(reading, self._model.logits(batch))
-        if not clean.n_tokens:
+            own.clean.add(reading, logits)
+            if left_out:
+                whole.clean.add(everything := self._everything(reading, batch), logits)
+            del logits
+            self._splice(own, batch, reading)
+            if left_out:
+                self._splice(whole, batch, everything)
+        if not own.clean.n_tokens:
             raise UserError("text.path: the text has no row to splice; give more text")
-        sae, zeros = of_each["sae"], of_each["zeros"]
-        ce_zeros, kl_zeros = zeros.ce_by_text, zeros.kl_by_text
+        of_all = whole if left_out else own
         return Spliced(
-            n_tokens=clean.n_tokens,
             text=self._job.text.path or str(self._job.text.dataset),
             is_unseen=is_unseen,
-            n_texts=len(ce_zeros),
-            ce=clean.ce,
-            ce_with_sae=sae.ce,
-            ce_with_zeros=zeros.ce,
-            ce_with_mean=of_each["mean"].ce if mean is not None else None,
-            ce_score=_share(zeros.ce - sae.ce, zeros.ce - clean.ce),
-            ce_score_error=ratio_error(ce_zeros - sae.ce_by_text, ce_zeros - clean.ce_by_text),
-            kl_with_sae=sae.kl,
-            kl_with_zeros=zeros.kl,
-            kl_score=_share(zeros.kl - sae.kl, zeros.kl),
-            kl_score_error=ratio_error(kl_zeros - sae.kl_by_text, kl_zeros),
+            left_out=left_out,
+            n_texts=len(own.clean.ce_by_text),
+            all_tokens=AllTokens(**of_all.losses(), rows=of_all.rows.text_rows()),
+            rows=own.rows.text_rows(),
+            ce_with_mean=own.of_each["mean"].ce if mean is not None else None,
+            **own.losses(),
         )
+
+    def _left_out(self) -> str:
+        """Say which rows are not extracted and so stay as they are; "" where all are."""
+        knobs = self._job.extract
+        first = "first tokens" if knobs.skip_first == 1 else f"the first {knobs.skip_first} tokens"
+        names = [*([first] if knobs.skip_first else []), *([] if knobs.keep_special else ["special tokens"])]
+        return " and ".join(names)
+
+    def _splice(self, view: View, batch: Batch, reading: Reading) -> None:
+        """Let the model read a batch with each change of a view."""
+        for name, change in view.changes.items():
+            with self._model.replacing(partial(_replaced, reading.counts, change)):
+                view.of_each[name].add(reading, self._model.logits(batch))
+
+    def _everything(self, reading: Reading, batch: Batch) -> Reading:
+        """Return a reading in which every token counts."""
+        counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
+        return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
     def last_rows(self, texts: Sequence[str]) -> Tensor:
         """Return the rows [n, d_in] of the texts' last tokens at the hook that is read, in fp32 on the CPU."""
@@ -210,8 +257,12 @@ class SplicedModel:
         ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
         special = torch.isin(ids, self._special.to(device)) & (not self._job.extract.keep_special)
         counts = (positions != PADDING) & ~special & (positions >= self._job.extract.skip_first)
-        predicts = counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
-        return Reading(ids, documents, counts, predicts, log_softmax(logits, -1)), logits
+        return Reading(ids, documents, counts, _predicts(counts, documents), log_softmax(logits, -1)), logits
+
+
+def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
+    """Mark, [n_contexts, n_tokens - 1], the rows that count after which a token of the same document comes."""
+    return counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
 
 
 def _share(part: float, whole: float) -> float:

@@ -61,6 +61,8 @@ def arrange(
             # Assumed speeds of one rank cannot be compared with measured speeds of another.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
+            # Another run may have written since: what it has measured stays.
+            box = read_box(box_file)
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     if job.train.deterministic:
         # Measurements differ a little every time, and with them the order in which numbers are added. The figures are

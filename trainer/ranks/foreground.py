@@ -17,10 +17,11 @@ from tqdm import tqdm
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.output import complain
-from trainer.contract.paths import RunPaths, open_private, refuse_link
+from trainer.contract.paths import RunPaths, data_dir, open_private, private_folder, refuse_link
 from trainer.contract.planning.workload import steps_of
 from trainer.contract.printable import printable_lines
-from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.lock import RunLock, is_held, still_going
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
@@ -41,16 +42,39 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
     """Make the folder of a run and return its lock; raise `UsageError` if it holds a run already."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
-        raise UsageError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
+        raise UsageError(_occupied(run_dir))
     paths.create()
     lock = RunLock(run_dir)
     write_job(job, paths)
     return lock
 
 
+def _occupied(run_dir: Path) -> str:
+    """Say that there is a run in a folder already, and what can be done."""
+    if is_held(RunPaths(run_dir).lock_file):
+        return f"--out: {still_going(run_dir)}, or choose another folder"
+    if newest_first(RunPaths(run_dir).checkpoints):
+        return f"--out: there is a run in {run_dir} already; choose another folder, or resume it"
+    ended = f"--out: there is a run in {run_dir} already that had saved no checkpoint"
+    return f"{ended}; remove the folder, choose another, or `resume` it from the beginning"
+
+
 def write_job(job: AnyJob, paths: RunPaths) -> None:
     """Write the job file, whole or not at all."""
     write_own(paths.job_file, dump_job(job))
+
+
+def own_box_file() -> Path | None:
+    """Return the file in the user's data folder for the speeds of this box, as jobs of the app have it.
+
+    None where there can be no such folder.
+    """
+    data = data_dir()
+    try:
+        private_folder(data.root)
+    except UserError:
+        return None
+    return data.box_file
 
 
 class Foreground:

@@ -18,7 +18,7 @@ from trainer.contract.runs.run_job import load_run_job, settings_since
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import job_of, to_table
 from trainer.contract.store.rows import Device
-from trainer.ranks.foreground import write_job
+from trainer.ranks.foreground import own_box_file, write_job
 from trainer.ranks.launched import newest_checkpoint
 from trainer.ranks.loading import load_trainer
 from trainer.ranks.rank import run
@@ -50,6 +50,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         device=_device(job),
         resume_from=newest_checkpoint(paths),
         on_one_host=False,
+        box_file=own_box_file(),
     )
     paths.create()
     if rank == 0:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ class Sae(nn.Module, ABC):
     # Norm of a revived latent's encoder as a share of the living ones' mean: 0.2 in Bricken et al. 2023, so that it
     # does not fire on everything at once.
     revived_share = 0.2
-    # The L0 that a penalty is steered towards.
+    # The L0 that a penalty is steered towards; None without one.
     target_l0: int | None = None
     # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
     dead_after_tokens = 400_000
@@ -205,6 +206,11 @@ class Sae(nn.Module, ABC):
             return of_sae
         kind = "transcoder" if self.W_skip is None else "skip_transcoder"
         return kind if of_sae == "standard" else f"{of_sae}_{kind}"
+
+    @contextlib.contextmanager
+    def measuring_half(self, half: int) -> Iterator[None]:
+        """Measure rows of one half of those held back, 0 or 1, by nothing that was set on that half."""
+        yield
 
     def calibrate(self, x: Tensor) -> None:
         """Set what depends on the first weights' pre-activations of normalised data x [n, d_in]; by default nothing."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Pair
+from trainer.activations.training_data import HALVES
 from trainer.contract.planning.rows_on_gpu import MOST_TOKENS
 from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.metrics.base import Observation
@@ -16,6 +17,7 @@ from trainer.parallel.base import Parallel
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
+from trainer.training.thresholds import set_thresholds
 
 # PyTorch before 2.7 does not find what is marked in a larger matrix on a GPU.
 MOST_VALUES = 2**31 - 1
@@ -25,15 +27,18 @@ MOST_VALUES = 2**31 - 1
 def evaluate(
     learners: dict[str, Learner], held_out_rows: HeldOut, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label.
+    """Return the held-out metrics of every learner by its label, with thresholds that are set on held-out rows.
 
     Each rank measures its share of the rows.
     """
+    set_thresholds(learners, held_out_rows, parallel, batch_size)
     measured = {label: Interval(entries=held_out_metrics()) for label in learners}
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
         batch_of_sae = min(batch_size, most_tokens(learner.sae.d_sae))
-        _measure(learner, held_out_rows.batches(learner.hook, batch_of_sae), measured[label])
+        for half in HALVES:
+            with learner.sae.measuring_half(half):
+                _measure(learner, held_out_rows.batches(learner.hook, batch_of_sae, half), measured[label])
         parts |= {f"{label}/{name}": sums for name, sums in measured[label].sums(learner.latents).items()}
     totals = parallel.sum_parts(parts, parallel.data)
     values = {label: one.values(under(totals, f"{label}/")) for label, one in measured.items()}

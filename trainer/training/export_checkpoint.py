@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
 from trainer.contract.paths import RunPaths
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
@@ -26,7 +27,8 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.features import CARD, FEATURES
-from trainer.contract.runs.resume import last_spec
+from trainer.contract.runs.recipe import Recipe, recipe_of
+from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -37,6 +39,7 @@ from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import MODEL_CARD, Firings, Format, Shared, shared_form
 from trainer.sharing.saelens import exported_tokens
+from trainer.training.export_saes import training_facts
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
@@ -53,53 +56,95 @@ def export_checkpoint(
     form: str,
     best: bool,
     force: bool,
+    only: Sequence[str] = (),
     firings: Callable[[JobConfig], FiringsOf] = lambda job: None,
 ) -> dict[str, Any]:
     """Write every SAE of a checkpoint, or of a run's newest or best one; return the step and where each SAE went.
 
-    `path` is a checkpoint or a run folder, `form` the name of a format; `firings` returns for a job what finds out
-    where the latents of an SAE fire in its data. Nothing is written where the format cannot hold one of the SAEs. Raise
-    `UserError`, or `JobFileError` where a flag is wrong.
+    `path` is a checkpoint or a run folder, `form` the name of a format; with `only` SAEs of these labels are written;
+    `firings` returns for a job what finds out where the latents of an SAE fire in its data. SAEs that the format cannot
+    hold are `left_out`, by label with the reason. Raise `UserError` where it holds none of them, or `JobFileError`
+    where a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
     job = load_run_job(RunPaths(run_dir).job_file)
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
-    folders = {label: out / label if label else out for label in members(job)}
+    folders = {label: out / label if label else out for label in labels_of(job, only)}
     refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     notes: dict[str, None] = {}
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
-        for _, sae in shared_saes(run_dir, job, tensors, state, firings_of):
-            if reason := chosen.refusal(sae):
-                raise UsageError(f"--format: {reason}")
-        for label, sae in shared_saes(run_dir, job, tensors, state, firings_of):
+        saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
+        left_out = {label: reason for label, sae in saes([*folders]) if (reason := chosen.refusal(sae))}
+        refuse_where_none_fits(form, left_out, folders)
+        folders = {label: folder for label, folder in folders.items() if label not in left_out}
+        for label, sae in saes([*folders]):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
+    notes |= dict.fromkeys(f"{label} is not written: {reason}" for label, reason in left_out.items())
     return {
         "checkpoint": str(checkpoint),
         "step": position.step,
         "output_path": str(out),
         **({"saes": {label: str(folder) for label, folder in folders.items()}} if job.sweep else {}),
+        **({"left_out": left_out} if left_out else {}),
         **({"notes": list(notes)} if notes else {}),
     }
 
 
+def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
+    """Return the labels of a job's SAEs, of `only` those where some are named; raise `JobFileError` for another."""
+    labels = [*members(job)]
+    if only and not job.sweep:
+        raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
+    unknown = [Problem("--only", f"no SAE is called {one}; there are {', '.join(labels)}") for one in only]
+    if wrong := [problem for problem, one in zip(unknown, only, strict=True) if one not in labels]:
+        raise JobFileError(wrong)
+    return [label for label in labels if not only or label in only]
+
+
+def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collection[str]) -> None:
+    """Raise `UserError` where a format holds none of the SAEs that were asked for."""
+    if len(left_out) < len(asked):
+        return
+    if "" in left_out:
+        raise UsageError(f"--format: {left_out['']}")
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in left_out.items())
+    raise UserError(f"--format: {form} holds none of these SAEs, and nothing is written ({reasons})")
+
+
 def shared_saes(
-    run_dir: Path, job: JobConfig, tensors: dict[str, Tensor], state: State, firings_of: FiringsOf = None
+    run_dir: Path,
+    job: JobConfig,
+    tensors: dict[str, Tensor],
+    state: State,
+    firings_of: FiringsOf,
+    labels: Collection[str],
 ) -> Iterator[tuple[str, Shared]]:
     """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
     position, output = state.position, output_of(run_dir)
-    for label, learner in learners_of(job, tensors, state):
-        training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+    for label, learner in learners_of(job, tensors, state, labels=labels):
+        training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None
         sae = shared_form(learner.sae, state.origin_of(label) | training | measured, learner.k, features)
         yield label, sae._replace(firings=partial(firings_of, learner)) if firings_of else sae
+
+
+def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe | None:
+    """Return how an SAE of a run was trained up to a checkpoint; None where it was imported or that is not known."""
+    with contextlib.suppress(UserError):
+        if (position := state.position).step:
+            # However many ranks there were: a run keeps the tokens of its steps.
+            own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
+            of = Layout(own, 1), members(own)[label], position, d_in
+            return recipe_of(*of, is_transcoder=state.d_out is not None, n_rows=state.n_train_rows)
+    return None
 
 
 def _remove_other_formats(chosen: Format, folder: Path) -> None:
@@ -169,10 +214,16 @@ def _strangers(folder: Path) -> list[str]:
 
 
 def learners_of(
-    job: JobConfig, tensors: dict[str, Tensor], state: State, device: torch.device = CPU
+    job: JobConfig,
+    tensors: dict[str, Tensor],
+    state: State,
+    device: torch.device = CPU,
+    labels: Collection[str] | None = None,
 ) -> Iterator[tuple[str, Learner]]:
-    """Yield the label and the learner of each SAE, one after the other, in the form to be exported."""
+    """Yield the label and the learner of each SAE, or of some, one after the other, in the form to be exported."""
     for label, member in members(job).items():
+        if labels is not None and label not in labels:
+            continue
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
         learner = Learner(member, d_in, state.d_out, Parallel(device), job.hook_number(member))

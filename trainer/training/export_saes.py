@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.recipe import MOST_L0_MISS, RECIPE, Recipe, asked_l0, l0_miss
 from trainer.contract.settings.series import measured_names
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
 from trainer.sharing.saelens import export_sae
 from trainer.training.learner import Learner
-
-# An L0 more than so many times above or below what was asked for is reported.
-MOST_L0_OFF = 1.25
+from trainer.training.thresholds import threshold_facts
 
 
 class Exporter:
-    """Writes below `output`; `origins` is what is known of the data of each SAE, by label, for its `cfg.json`."""
+    """Writes below `output`.
 
-    def __init__(self, output: Path, origins: Mapping[str, Mapping[str, Any]], report: Report) -> None:
-        self._output, self._origins, self._report = output, origins, report
+    `origins` is what is known of the data of each SAE, by label, for its `cfg.json`; `recipe_of` returns how the one of
+    a label was trained.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        origins: Mapping[str, Mapping[str, Any]],
+        recipe_of: Callable[[str], Recipe],
+        report: Report,
+    ) -> None:
+        self._output, self._origins, self._recipe_of, self._report = output, origins, recipe_of, report
 
     def export(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Write every SAE to a folder of its label; all ranks that share its latents have to call this."""
@@ -32,19 +43,34 @@ class Exporter:
                     self._export_one(label, learner, sae, position)
 
     def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position) -> None:
-        self._tell_missed_l0(label, learner)
+        recipe = self._recipe_of(label)
+        self._tell_missed_l0(label, learner, recipe.target_l0)
         folder = self._output / label if label else self._output
         values = self._report.values[label]
         measured = {name: values[name] for name in measured_names() if name in values}
-        training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-        export_sae(sae, folder, {**self._origins[label], **training, **measured})
+        facts = {**self._origins[label], **training_facts(learner, position, recipe), **measured}
+        export_sae(sae, folder, facts)
         rank_log.say(f"SAE exported: {folder}")
 
-    def _tell_missed_l0(self, label: str, learner: Learner) -> None:
-        """Report an L0 that its penalty has not brought near the target: the SAE would look as good as any other."""
-        values, target = self._report.values[label], learner.sae.target_l0
+    def _tell_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
+        """Report an L0 that is not what was asked for: the SAE would look as good as any other, or as bad."""
+        values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
-        if target and l0 is not None and not 1 / MOST_L0_OFF <= l0 / target <= MOST_L0_OFF:
-            missed = f"L0 is {l0:.1f} where {target} was asked for; train longer, or fix sae.sparsity_coefficient"
-            self._report.event("missed_l0", missed, label)
-            rank_log.say(missed)
+        if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
+            return
+        remedy = "compare its FVU only with SAEs of this L0"
+        if learner.sae.target_l0 is not None:
+            remedy += "; to come nearer train longer, or fix sae.sparsity_coefficient"
+        missed = f"L0 is {l0:.1f} ({asked_l0(l0, target)}): {remedy}"
+        self._report.event("missed_l0", missed, label)
+        rank_log.say(missed)
+
+
+def training_facts(learner: Learner, position: Position, recipe: Recipe | None) -> dict[str, Any]:
+    """Return what the metadata of an exported SAE tell of its training."""
+    return {
+        "training_architecture": learner.architecture,
+        "training_tokens": position.tokens,
+        **({RECIPE: msgspec.to_builtins(recipe)} if recipe else {}),
+        **threshold_facts(learner.sae),
+    }

@@ -14,7 +14,13 @@ from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.sharing.base import Shared
 from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, refusal_of_set
-from trainer.training.export_checkpoint import checkpoint_of, refuse_to_overwrite, shared_saes
+from trainer.training.export_checkpoint import (
+    checkpoint_of,
+    labels_of,
+    refuse_to_overwrite,
+    refuse_where_none_fits,
+    shared_saes,
+)
 
 
 def is_set(paths: Sequence[Path], form: str) -> bool:
@@ -30,10 +36,13 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
     return len(load_run_job(RunPaths(run_dir).job_file).hooks) > 1
 
 
-def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
-    """Write every transcoder of runs or checkpoints into one folder; return the step of each layer's.
+def export_set(
+    paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Write every transcoder of runs or checkpoints, or those of `only`, into one folder; return each layer's step.
 
-    Nothing is written where they cannot be one set. Raise `UserError`.
+    Those that the format cannot hold are left out, with a note. Nothing is written where the others cannot be one set.
+    Raise `UserError`.
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):
@@ -41,31 +50,42 @@ def export_set(paths: Sequence[Path], out: Path, *, form: str, best: bool, force
     out = out.resolve() if out.is_symlink() else out.absolute()
     refuse_to_overwrite(out, {"": out}, force)
     checkpoints = [checkpoint_of(path.absolute(), best) for path in paths]
-    members, steps = [], {}
-    for step, sae in _transcoders(checkpoints):
+    if only and len(paths) > 1:
+        raise UsageError("--only: names SAEs of one run; leave it out, or export one run")
+    members, steps, left_out, n_asked = [], {}, {}, 0
+    for name, step, sae in _transcoders(checkpoints, only):
+        n_asked += 1
         if reason := chosen.refusal(sae):
-            raise UsageError(f"--format: {reason}")
+            left_out[name] = reason
+            continue
         members.append(member_of(sae))
         steps[layer_of(sae)] = step
+    refuse_where_none_fits(form, left_out, range(n_asked))
     if reason := refusal_of_set(members):
         raise UsageError(f"--format: {reason}")
-    chosen.write_set((sae for _, sae in _transcoders(checkpoints)), out)
+    chosen.write_set((sae for name, _, sae in _transcoders(checkpoints, only) if name not in left_out), out)
     return {
         "checkpoints": [str(checkpoint) for _, checkpoint in checkpoints],
         "output_path": str(out),
         "layers": steps,
-        "notes": _gaps([one.layer or 0 for one in members]),
+        **({"left_out": left_out} if left_out else {}),
+        "notes": [
+            *(f"{name} is not written: {reason}" for name, reason in left_out.items()),
+            *_gaps([one.layer or 0 for one in members]),
+        ],
     }
 
 
-def _transcoders(checkpoints: Sequence[tuple[Path, Path]]) -> Iterator[tuple[int, Shared]]:
-    """Yield the step and the SAEs of each checkpoint, one after the other, since all may not fit into memory."""
+def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, Shared]]:
+    """Yield what each SAE is called and its step, one after the other, since all may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)
         with usable(checkpoint):
-            for _, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint)):
-                yield position.step, sae
+            labels = labels_of(job, only)
+            for label, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint), None, labels):
+                name = " ".join(word for word in (run_dir.name if len(checkpoints) > 1 else "", label) if word)
+                yield name, position.step, sae
 
 
 def _gaps(layers: Sequence[int]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from trainer.activations.base import Pair, in_fp32, to_device
 from trainer.activations.outliers import LeftOut, Outliers
@@ -23,24 +24,35 @@ class HeldOut:
     def __init__(self, data: TrainingData, outliers: Sequence[Outliers], device: torch.device) -> None:
         self._data, self._outliers, self._device = data, outliers, device
         self.keeps = device.type == "cuda"
-        self._kept: dict[int, list[Pair]] = {}
+        self._kept: dict[tuple[int, int | None], list[Pair]] = {}
         self._n_bytes = 0
-        # What was left out of each hook's rows when they were last read.
-        self.left_out: dict[int, LeftOut] = {}
+        # What was left out of the rows of each hook and half when they were last read.
+        self._left_out: dict[tuple[int, int | None], Tensor] = {}
 
-    def batches(self, hook: int, batch_size: int) -> Iterator[Pair]:
-        """Yield inputs and targets of a hook, at most so many at a time: on a CPU in fp32, elsewhere as stored."""
-        if self.keeps and hook not in self._kept:
-            self._keep(hook, batch_size)
-        for x, y in self._kept[hook] if hook in self._kept else self._read(hook, batch_size):
+    def left_out(self, hook: int) -> LeftOut:
+        """Return what was left out of both halves of a hook's rows when they were last read."""
+        counts = [
+            of_half for (of_hook, half), of_half in self._left_out.items() if of_hook == hook and half is not None
+        ]
+        return LeftOut.of(sum(counts, torch.zeros(4, dtype=torch.int64)))
+
+    def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
+        """Yield inputs and targets of a hook, at most so many at a time: on a CPU in fp32, elsewhere as stored.
+
+        With `half` only those of that half of the rows of all ranks.
+        """
+        if self.keeps and (hook, half) not in self._kept:
+            self._keep(hook, batch_size, half)
+        kept = self._kept.get((hook, half))
+        for x, y in self._read(hook, batch_size, half) if kept is None else kept:
             inputs = x.split(batch_size)
             yield from zip(inputs, inputs if y is x else y.split(batch_size), strict=True)
 
-    def _keep(self, hook: int, batch_size: int) -> None:
+    def _keep(self, hook: int, batch_size: int, half: int | None) -> None:
         """Keep the rows of a hook if there is room for them; if not, no more are."""
         rows: list[Pair] = []
         try:
-            for x, y in self._read(hook, batch_size):
+            for x, y in self._read(hook, batch_size, half):
                 self._n_bytes += x.nbytes if y is x else x.nbytes + y.nbytes
                 self.keeps = self._n_bytes <= MOST_KEPT_BYTES
                 if not self.keeps:
@@ -51,16 +63,16 @@ class HeldOut:
                 raise
             self.keeps = False
             return
-        self._kept[hook] = rows
+        self._kept[hook, half] = rows
 
-    def _read(self, hook: int, batch_size: int) -> Iterator[Pair]:
+    def _read(self, hook: int, batch_size: int, half: int | None) -> Iterator[Pair]:
         counts = torch.zeros(4, dtype=torch.int64)
-        for stored in self._data.of_hook(hook).held_out(batch_size):
+        for stored in self._data.of_hook(hook).held_out(batch_size, half):
             moved = to_device(stored, self._device)
             pair = in_fp32(moved) if self._device.type == "cpu" else moved
             x, y = self._outliers[hook].leave_out(*pair)
             some = len(x) < len(pair[0])
             counts += torch.tensor(self._outliers[hook].count(*pair) if some else LeftOut(0, 0, 0, len(x)))
-            self.left_out[hook] = LeftOut.of(counts)
+            self._left_out[hook, half] = counts
             if len(x):
                 yield x, y

@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from safetensors import safe_open
+
 from trainer.contract.paths import RunPaths
-from trainer.contract.runs.checkpoint_manifest import State, read_state
+from trainer.contract.runs.checkpoint_manifest import TENSORS, State, read_state
+from trainer.contract.runs.recipe import recipe_lines
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.toml import read_plain_text
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 from trainer.sharing.saelens import exported_tokens
-from trainer.training.export_checkpoint import output_of
+from trainer.training.export_checkpoint import output_of, recipe_of_run
 
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
-def hub_card(checkpoints: Sequence[Path], form: str, name: str) -> str:
+def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
     """Return the README.md of the SAEs of some checkpoints, exported in a format, in the repository `name`.
 
+    With `labels` only those of these labels were exported.
     An SAE that was evaluated as it is has its model card in it.
     """
-    runs = [(path.parent.parent, _job_of(path), read_state(path)) for path in checkpoints]
-    models = {str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in members(job)}
+    runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
+    models = {
+        str(state.origin_of(label).get("model_name", "")) for _, job, state in runs for label in _chosen(job, labels)
+    }
     kind = "transcoder" if any(state.d_out is not None for *_, state in runs) else "sparse-autoencoder"
     facts = {"library_name": form, "tags": [kind, form]}
     if len(models) == 1 and is_on_the_hub(model := models.pop()):
         facts["base_model"] = model
     # Texts and lists in JSON are those of YAML.
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in facts.items())
-    sections = [section for run in runs for section in _sections(*run)]
+    sections = [section for run in runs for section in _sections(*run, labels)]
     body = "\n".join(sections)
     load = f"`hf download {name} --local-dir my-sae`, and in {form} `{catalog.FORMATS[form].use}`."
     return f"---\n{front}---\n\n{body}\nTo load it: {load}\n"
@@ -57,19 +63,24 @@ def _job_of(checkpoint: Path) -> JobConfig:
     return load_job(RunPaths(checkpoint.parent.parent).job_file, read=read_plain_text)
 
 
-def _sections(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
-    output = output_of(run_dir)
-    for label, member in members(job).items():
+def _chosen(job: JobConfig, labels: Collection[str] | None) -> dict[str, JobConfig]:
+    return {label: member for label, member in members(job).items() if labels is None or label in labels}
+
+
+def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection[str] | None) -> Iterator[str]:
+    output = output_of(checkpoint.parent.parent)
+    for label, member in _chosen(job, labels).items():
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
         text = card.read_text(errors="replace") if is_judged else ""
         # Its figures lie beside it, and are not sent.
-        yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(member, state, label)
+        yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
 
 
-def _plain(job: JobConfig, state: State, label: str) -> str:
+def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
     """Describe an SAE that was not evaluated."""
     origin = state.origin_of(label)
+    recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label))
     lines = [
         f"- {fact.replace('_', ' ')}: {public_name(origin[fact])}"
         for fact in ("model_name", "hook_name")
@@ -77,4 +88,10 @@ def _plain(job: JobConfig, state: State, label: str) -> str:
     ]
     title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
     what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
-    return "\n".join([title, "", what, *lines, ""])
+    trained = [f"- {name}: {value}" for name, value in recipe_lines(recipe)] if recipe else []
+    return "\n".join([title, "", what, *lines, *trained, ""])
+
+
+def _d_in(checkpoint: Path, label: str) -> int:
+    with safe_open(checkpoint / TENSORS, framework="pt") as tensors:
+        return int(tensors.get_slice(f"{label}/sae.W_enc").get_shape()[0])

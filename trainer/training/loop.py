@@ -25,6 +25,7 @@ from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_state
 from trainer.contract.runs.data_record import DataRecord, news_of_data
+from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.job import JobConfig
 from trainer.metrics.pace import Pace, Span
@@ -110,6 +111,7 @@ class Trainer:
             origin=origin(source.meta),
             origins=origins if source.n_hooks > 1 else UNSET,
             data=self._watch.record,
+            n_train_rows=self.data.n_train,
         )
         self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
         self.outliers = [one.find_outliers(job) for one in self._samplers]
@@ -132,7 +134,7 @@ class Trainer:
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
-        self._exporter = Exporter(output, origins, self.report)
+        self._exporter = Exporter(output, origins, self.recipe_of, self.report)
         self._skips = Skips(self.report)
         self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._tell_of_data(resumed, before)
@@ -244,6 +246,17 @@ class Trainer:
         """Return what is known of the data of each SAE of the run, by label."""
         hooks = {label: self._job.hook_number(member) for label, member in self._layout.members.items()}
         return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
+
+    def recipe_of(self, label: str) -> Recipe:
+        """Return the recipe by which an SAE was trained so far."""
+        return recipe_of(
+            self._layout,
+            self._layout.members[label],
+            self.position,
+            self._source.d_in,
+            is_transcoder=self._source.d_out is not None,
+            n_rows=self.data.n_train,
+        )
 
     def _of_hooks(self, learners: Mapping[str, Learner]) -> Iterator[tuple[Sampler, dict[str, Learner]]]:
         """Yield what draws a hook's rows with those of the SAEs that learn them, where there are any."""
@@ -456,7 +469,7 @@ class Trainer:
         if self._told_held_out:
             return
         self._told_held_out = True
-        own = [self._held_out.left_out.get(hook, (0, 0, 0, 0)) for hook in range(self._source.n_hooks)]
+        own = [self._held_out.left_out(hook) for hook in range(self._source.n_hooks)]
         counts = torch.tensor(own, dtype=torch.float64, device=self._device).flatten()
         totals = self._parallel.sum_parts({_OUTLIERS: counts}, self._parallel.data)[_OUTLIERS]
         for name, found in zip(self._job.hooks, totals.view(-1, 4), strict=True):

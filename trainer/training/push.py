@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,19 @@ class Push:
         # An export makes the file that replaces another while that is still there: its number differs.
         self._before = {(file, file.stat().st_ino) for file in _files_in(out.resolve())}
 
-    def send(self, out: Path, checkpoints: Sequence[Path], form: str, tell: Callable[[str], None]) -> dict[str, Any]:
-        """Tell what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not."""
-        files = self._written(out, form) | self._card(out, checkpoints, form)
+    def send(
+        self,
+        out: Path,
+        checkpoints: Sequence[Path],
+        form: str,
+        tell: Callable[[str], None],
+        labels: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Tell what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not.
+
+        With `labels` the export has only the SAEs of these.
+        """
+        files = self._written(out, form) | self._card(out, checkpoints, form, labels)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
         place = self._repository
         visible = "public" if place.is_public else "private"
@@ -59,13 +69,15 @@ class Push:
             if (file, file.stat().st_ino) not in self._before and any(fnmatchcase(file.name, one) for one in patterns)
         }
 
-    def _card(self, out: Path, checkpoints: Sequence[Path], form: str) -> dict[str, Path | bytes]:
+    def _card(
+        self, out: Path, checkpoints: Sequence[Path], form: str, labels: Collection[str] | None
+    ) -> dict[str, Path | bytes]:
         """Return the user's own README.md in `out`, or one that is made here where the hub has none."""
         if (own := out / MODEL_CARD).is_file() and not own.is_symlink():
             return {MODEL_CARD: own}
         if self._repository.has_card:
             return {}
-        return {MODEL_CARD: hub_card(checkpoints, form, self._repository.name).encode()}
+        return {MODEL_CARD: hub_card(checkpoints, form, self._repository.name, labels).encode()}
 
 
 def _files_in(out: Path) -> Iterator[Path]:

@@ -317,9 +317,10 @@ _EXPORTED = fields(
         "step": (int, "Its step."),
         "output_path": (str, "Folder that was written, an absolute path."),
         "saes": (by_name(str), "Of a sweep: the folder of each SAE by its label."),
+        "left_out": (by_name(str), "Of a sweep: why the format cannot hold an SAE, by its label."),
         "notes": (list_of(str), "What the format does not hold; left out where that is nothing."),
     },
-    may_lack=["saes", "notes"],
+    may_lack=["saes", "left_out", "notes"],
 )
 _REMOVED = fields("Deleted jobs", {"ids": (list_of(int), "Their ids."), "bytes": (int, "What was freed, in bytes.")})
 _REPAIRED = fields("Repaired", {"done": (list_of(str), "What was done, in sentences; none: nothing was amiss.")})

@@ -20,12 +20,16 @@ from trainer.contract.planning.gpu_vendors import hide_all
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the trainer tells of an export: which checkpoint, and the folder of its SAE, or of each of a sweep."""
+    """What the trainer tells of an export: which checkpoint, and the folder of its SAE, or of each of a sweep.
+
+    Of a sweep `left_out` are the SAEs that the format cannot hold, by label with the reason.
+    """
 
     checkpoint: str
     step: int
     output_path: str
     saes: dict[str, str] = {}
+    left_out: dict[str, str] = {}
     notes: tuple[str, ...] = ()
 
 

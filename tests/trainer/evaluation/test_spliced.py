@@ -27,6 +27,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.logit_lens import N_TOKENS
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
+from trainer.saes.sparse_acts import DenseActs
 from trainer.saes.topk import TopK
 from trainer.sharing.saelens import export_sae
 from trainer.training.loop import Trainer
@@ -48,6 +49,10 @@ def job(gpt2: Path, tmp_path: Path) -> ExtractJob:
 
 def half(x: Tensor) -> Tensor:
     return 0.5 * x + 0.1
+
+
+def halved(x: Tensor, _: Tensor) -> tuple[DenseActs, Tensor]:
+    return DenseActs(x), half(x)
 
 
 class Spied:
@@ -99,7 +104,7 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
             if at + 1 < ids.shape[1]:
                 ce["clean"].append(-clean[at, ids[0, at + 1]].item())
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, HOOK, CPU).measure(half, mean, n_tokens=10**6)
+    told = SplicedModel(whole, HOOK, CPU).measure(halved, mean, n_tokens=10**6)
     for name, value in (("clean", told.ce), ("sae", told.ce_with_sae), ("zeros", told.ce_with_zeros)):
         assert value == pytest.approx(np.mean(ce[name]), rel=1e-4), name
     assert told.ce_with_mean == pytest.approx(np.mean(ce["mean"]), rel=1e-4)
@@ -129,7 +134,7 @@ def test_the_errors_of_the_scores_are_what_resampling_the_contexts_gives(gpt2: P
         clean, sae, zeros = (by_context[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
         scores.append((zeros - sae)[1] / (zeros - clean)[1])
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, HOOK, CPU).measure(half, None, n_tokens=10**6)
+    told = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
     assert told.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
     # An untrained model loses next to nothing, and resampled CE scores are anywhere: the error by its definition.
     clean, sae, zeros = (by_context[name][:, 0] for name in ("clean", "sae", "zeros"))
@@ -161,11 +166,11 @@ def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Pa
             for name, values in of_each.items():
                 ce[name].append(-values[at, ids[0, at + 1]].item())
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(half, None, n_tokens=10**6)
+    told = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, None, n_tokens=10**6)
     assert told.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
     assert told.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
     with pytest.raises(UserError, match="is not run before"):
-        SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(half, None, n_tokens=10)
+        SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(halved, None, n_tokens=10)
 
 
 def pieces_of(spied: Spied, length: int) -> list[list[int]]:
@@ -224,24 +229,26 @@ def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob,
         def get_batch_tokens(self, _: int) -> Tensor:
             return tokens
 
-    expected = evals.get_downstream_reconstruction_metrics(
-        sae=theirs, model=LensModel(spied), activation_store=Store(), activation_scaler=ActivationScaler(),
-        compute_kl=True, compute_ce_loss=True, n_batches=1, eval_batch_size_prompts=len(rows),
-        ignore_tokens=list(spied.tokenizer.all_special_ids),
-    )  # fmt: skip
     with torch.no_grad():
-        told = SplicedModel(ours, HOOK, CPU).measure(lambda x: sae(x, x).x_hat, None)
-    assert told.ce == pytest.approx(expected["ce_loss_without_sae"], rel=1e-4)
-    assert told.ce_with_sae == pytest.approx(expected["ce_loss_with_sae"], rel=1e-4)
-    assert told.ce_with_zeros == pytest.approx(expected["ce_loss_with_ablation"], rel=1e-4)
-    assert told.ce_score == pytest.approx(expected["ce_loss_score"], rel=1e-3)
-    assert told.kl_with_sae == pytest.approx(expected["kl_div_with_sae"], rel=1e-3)
-    assert told.kl_score == pytest.approx(expected["kl_div_score"], rel=1e-3)
-    assert told.ce_with_mean is None
+        told = SplicedModel(ours, HOOK, CPU).measure(lambda x, _: (sae(x, x).acts, sae(x, x).x_hat), None)
+    assert (told.left_out, told.ce_with_mean) == ("special tokens", None)
+    for view, ignored in ((told, list(spied.tokenizer.all_special_ids)), (told.all_tokens, None)):
+        expected = evals.get_downstream_reconstruction_metrics(
+            sae=theirs, model=LensModel(spied), activation_store=Store(), activation_scaler=ActivationScaler(),
+            compute_kl=True, compute_ce_loss=True, n_batches=1, eval_batch_size_prompts=len(rows),
+            ignore_tokens=ignored,
+        )  # fmt: skip
+        assert view is not None
+        assert view.ce == pytest.approx(expected["ce_loss_without_sae"], rel=1e-4)
+        assert view.ce_with_sae == pytest.approx(expected["ce_loss_with_sae"], rel=1e-4)
+        assert view.ce_with_zeros == pytest.approx(expected["ce_loss_with_ablation"], rel=1e-4)
+        assert view.ce_score == pytest.approx(expected["ce_loss_score"], rel=1e-3)
+        assert view.kl_with_sae == pytest.approx(expected["kl_div_with_sae"], rel=1e-3)
+        assert view.kl_score == pytest.approx(expected["kl_div_score"], rel=1e-3)
 
 
 def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
-    told = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x: x, None)
+    told = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
     assert (told.ce_score, told.kl_score) == (pytest.approx(1), pytest.approx(1))
     assert told.kl_with_sae == pytest.approx(0, abs=1e-6)
     assert not told.is_unseen
@@ -249,10 +256,10 @@ def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
 
 def test_text_that_comes_after_what_was_extracted_is_read_where_there_is_some(job: ExtractJob) -> None:
     run(job)
-    unseen = SplicedModel(job, HOOK, CPU).measure(half, None)
+    unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
     assert unseen.is_unseen
     seen = SplicedModel(msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output="/nothing")),
-                        HOOK, CPU).measure(half, None)  # fmt: skip
+                        HOOK, CPU).measure(halved, None)  # fmt: skip
     assert not seen.is_unseen
     assert unseen.n_tokens < seen.n_tokens
 

@@ -43,6 +43,7 @@ from trainer.evaluation.exported import read_exported
 from trainer.evaluation.spliced import SplicedModel
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch
+from trainer.saes.sparse_acts import DenseActs
 from trainer.training.export_checkpoint import export_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -262,7 +263,7 @@ def test_what_a_streamed_model_loses_is_measured_in_that_model(
     for hook, spliced in zip(TRANSCODERS, told, strict=True):
         ends = list(ends_of(hook))
         job = msgspec.structs.replace(make(hooks=ends), text=Text(path=str(long_text), context=32))
-        clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x: torch.zeros_like(x), None)
+        clean = SplicedModel(job, ends[0], CPU, ends[1]).measure(lambda x, y: (DenseActs(x), torch.zeros_like(y)), None)
         assert (spliced["n_tokens"], spliced["text"]) == (clean.n_tokens, str(long_text))
         assert spliced["ce"] == pytest.approx(clean.ce, rel=1e-5)
         assert spliced["kl_with_zeros"] == pytest.approx(clean.kl_with_zeros, rel=1e-4)

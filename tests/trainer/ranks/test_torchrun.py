@@ -14,6 +14,7 @@ import pytest
 from support.workloads import stream_of_model
 
 from trainer.cli import main
+from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.settings.job import JobConfig
@@ -38,7 +39,11 @@ def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
             *("-m", "trainer", "join", str(job_file), "--out", str(out)),
             *(part for override in overrides for part in ("--set", override)),
         ]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
+        environment = os.environ | {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "SAE_TUI_DATA_DIR": str(out.parent / "data"),
+        }
         agents.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
@@ -62,6 +67,7 @@ def test_two_hosts_train_as_one_and_the_same_command_goes_on(
     job_file.write_text(dump_job(job))
     first, second = on_two_hosts(job_file, out)
     assert "finished at step 20/20" in first
+    assert [*read_box(tmp_path / "data" / "box.json").buses] == [f"{CPU} x2"]
     assert "step 20/20" not in second
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:

@@ -19,12 +19,14 @@ from support.tiny_models import make_model, sentences
 from torch import Tensor
 
 from trainer.cli import main
-from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of
+from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported
 from trainer.training.export_checkpoint import export_checkpoint
+from trainer.training.hub_card import hub_card
 from trainer.training.loop import Trainer
 
 MakeRun = Callable[..., Trainer]
@@ -89,6 +91,7 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     (learner,) = make_run().learners.values()
     assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
     config, tensors = read_sparsify(tmp_path / "out")
+    assert config["metadata"].pop(RECIPE)["lr"] > 0
     assert config == {
         "activation": "topk", "expansion_factor": 4, "normalize_decoder": True, "num_latents": 64, "k": 4,
         "multi_topk": False, "skip_connection": False, "transcode": False, "d_in": 16,
@@ -101,14 +104,57 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(
+def test_of_a_sweep_what_a_format_holds_is_written_and_the_others_are_listed(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_run(sae={"architecture": ["topk", "jumprelu"]})
-    assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_USAGE
-    refusal = "--format: sparsify knows TopK only, and this SAE is exported as jumprelu\n"
-    assert capsys.readouterr().err == refusal
-    assert not (tmp_path / "out").exists()
+    make_run(sae={"architecture": ["topk", "jumprelu", "gated"]})
+    labels = [f"architecture={one}" for one in ("topk", "jumprelu", "gated")]
+    out = tmp_path / "out"
+    capsys.readouterr()
+    assert export(run_dir, out, "--format", "sparsify", "--json") == EXIT_FINISHED
+    told = json.loads(capsys.readouterr().out)
+    assert told["saes"] == {labels[0]: str(out / labels[0])}
+    assert [*told["left_out"]] == labels[1:]
+    assert "exported as jumprelu" in told["left_out"][labels[1]]
+    assert [note.partition(" is not written: ")[0] for note in told["notes"]] == labels[1:]
+    assert [folder.name for folder in out.iterdir()] == labels[:1]
+    # Of what does not fit nothing is written, and each reason names its SAE.
+    none = tmp_path / "none"
+    arguments = ["--format", "sparsify", "--only", labels[2], "--only", labels[1]]
+    assert export(run_dir, none, *arguments) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert error.startswith("--format: sparsify holds none of these SAEs")
+    assert all(f"{label}: sparsify knows TopK only" in error for label in labels[1:])
+    assert not none.exists()
+    assert export(run_dir, none, "--only", labels[1]) == EXIT_FINISHED
+    assert capsys.readouterr().out == f"{labels[1]} of step 20 -> {none / labels[1]}\n"
+    assert [folder.name for folder in none.iterdir()] == [labels[1]]
+    assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
+    assert capsys.readouterr().err == f"--only: no SAE is called k=3; there are {', '.join(labels)}\n"
+    # The card of the hub has only what was exported.
+    card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
+    assert labels[0] in card
+    assert labels[1] not in card
+    assert "learning rate" in card
+
+
+def test_the_recipe_of_a_run_is_what_its_steps_were_taken_by(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+    trainer = make_run(sae={"k": [2, 4]}, train={"global_batch_size": 192, "n_tokens": 3840, "warmup_fraction": 0.1})
+    assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
+    for label, learner in trainer.learners.items():
+        for folder in (run_dir / "sae", tmp_path / "out"):
+            recipe = read_recipe(json.loads((folder / label / "cfg.json").read_text())["metadata"])
+            assert recipe == trainer.recipe_of(label)
+        assert (recipe.batch_tokens, recipe.steps, recipe.planned_steps, recipe.tokens) == (192, 20, 20, 3840)
+        assert recipe.passes == pytest.approx(3840 / trainer.data.n_train)
+        assert (recipe.warmup_fraction, recipe.target_l0) == (0.1, learner.sae.k)
+        # At its highest, between rise and fall, the rate was the recipe's.
+        decoder, encoder = (learner.optimizer.param_groups[place] for place in (0, 1))
+        learner.begin_step(5)
+        assert decoder["lr"] == pytest.approx(recipe.lr)
+        assert encoder["lr"] == pytest.approx(recipe.encoder_lr)
+        assert recipe.optimizer_settings["beta1"] == pytest.approx(decoder["betas"][0])
+        assert recipe.optimizer_settings["beta2"] == pytest.approx(decoder["betas"][1])
 
 
 def test_the_best_is_the_one_with_the_lowest_held_out_fvu_that_is_whole(

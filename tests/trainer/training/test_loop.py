@@ -436,7 +436,7 @@ def test_an_l0_that_a_penalty_has_not_reached_is_told(make_job: MakeJob, make_tr
     make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
     (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
     assert missed[0] == "warning"
-    assert re.match(r"L0 is \d+\.\d where 2 was asked for; train longer", missed[1])
+    assert re.match(r"L0 is \d+\.\d \(2 asked, [+-]\d+%\): .*to come nearer train longer", missed[1])
 
 
 def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:

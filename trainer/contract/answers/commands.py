@@ -92,10 +92,11 @@ _EXPORT = fields(
         "step": (int, "Its step."),
         "output_path": _OUTPUT,
         "saes": (by_name(str), "Of a sweep: the folder of each SAE by its label."),
+        "left_out": (by_name(str), "Of a sweep: why the format cannot hold an SAE, by its label."),
         "notes": (list_of(str), "What the format does not hold; left out where that is nothing."),
         "pushed": (_PUSHED, "With --push."),
     },
-    may_lack=["saes", "notes", "pushed"],
+    may_lack=["saes", "left_out", "notes", "pushed"],
 )
 _EXPORTED_SET = fields(
     "A set of several runs",
@@ -103,10 +104,11 @@ _EXPORTED_SET = fields(
         "checkpoints": (list_of(str), "Which checkpoints, absolute paths."),
         "output_path": _OUTPUT,
         "layers": (by_name(int), "Step by layer."),
+        "left_out": (by_name(str), "Why the format cannot hold an SAE, by its label."),
         "notes": _NOTES,
         "pushed": (_PUSHED, "With --push."),
     },
-    may_lack=["pushed"],
+    may_lack=["left_out", "pushed"],
 )
 _IMPORT = fields(
     "Imported SAE",

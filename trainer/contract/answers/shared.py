@@ -6,7 +6,8 @@ from typing import Any
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
 from trainer.contract.failure import Failure, Refusal
-from trainer.contract.runs.report_card import Auc, Card, Data, Figures, Probing, Spliced
+from trainer.contract.runs.recipe import Recipe
+from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Probing, Spliced, TextRows
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import HELD_OUT, measured_names, result_metrics
 
@@ -83,25 +84,53 @@ _FIGURES = typed(
     },
     no_number_is_null=True,
 )
+_TEXT_ROWS = typed(
+    "Rows of its text",
+    TextRows,
+    {
+        "n_rows": "Rows that reconstructions took the place of.",
+        "explained_variance": "Share of their variance; null: not defined.",
+        "mse": "Mean of the squared error of a row.",
+        "cosine": "Mean cosine of rows and reconstructions.",
+        "l0": "Mean latents active per token.",
+        "l2_ratio": "Mean length of reconstructions by that of rows.",
+        "relative_reconstruction_bias": "Below 1 where reconstructions shrink; null: not defined.",
+    },
+    no_number_is_null=True,
+)
+_LOSSES = {
+    "n_tokens": "Tokens that count.",
+    "ce": "Cross-entropy of the model as it is, in nats; null: not defined.",
+    "ce_with_sae": "With reconstructions in place of activations, in nats; null: not defined.",
+    "ce_with_zeros": "With zeros in their place, in nats; null: not defined.",
+    "ce_score": "Share of what zeros lose that reconstructions keep; null: not defined.",
+    "ce_score_error": "Its standard error; null: not defined.",
+    "kl_with_sae": "KL divergence with reconstructions, in nats; null: not defined.",
+    "kl_with_zeros": "KL divergence with zeros, in nats; null: not defined.",
+    "kl_score": "The score by KL divergence; null: not defined.",
+    "kl_score_error": "Its standard error; null: not defined.",
+}
+_ALL_TOKENS = typed(
+    "Of all tokens, as SAELens",
+    AllTokens,
+    _LOSSES | {"rows": "What the SAE makes of all rows."},
+    {"rows": _TEXT_ROWS},
+    no_number_is_null=True,
+)
 _SPLICED = typed(
     "In the language model",
     Spliced,
-    {
-        "n_tokens": "Tokens that the language model has read.",
-        "text": "Which text they are from.",
+    _LOSSES
+    | {
+        "text": "Which text the tokens are from.",
         "is_unseen": "Whether none of it was trained on.",
         "n_texts": "Texts that errors are taken over; 0: not known.",
-        "ce": "Cross-entropy of the model as it is, in nats; null: not defined.",
-        "ce_with_sae": "With reconstructions in place of activations, in nats; null: not defined.",
-        "ce_with_zeros": "With zeros in their place, in nats; null: not defined.",
-        "ce_with_mean": "With their mean in their place, in nats; null: not measured.",
-        "ce_score": "Share of what zeros lose that reconstructions keep; null: not defined.",
-        "ce_score_error": "Its standard error; null: not defined.",
-        "kl_with_sae": "KL divergence with reconstructions, in nats; null: not defined.",
-        "kl_with_zeros": "KL divergence with zeros, in nats; null: not defined.",
-        "kl_score": "The score by KL divergence; null: not defined.",
-        "kl_score_error": "Its standard error; null: not defined.",
+        "left_out": "Tokens that keep their rows and do not count, such as first tokens; empty: none.",
+        "ce_with_mean": "With the mean row in their place, in nats; null: not measured.",
+        "rows": "What the SAE makes of the rows that count; null: not measured.",
+        "all_tokens": "The same of all tokens, to compare with SAELens; null: not measured.",
     },
+    {"rows": or_null(_TEXT_ROWS), "all_tokens": or_null(_ALL_TOKENS)},
     no_number_is_null=True,
 )
 _AUC = typed(
@@ -127,6 +156,29 @@ _PROBING = typed(
         "dense": "Of probes that read all activations.",
     },
     {"k": by_name(_AUC), "dense": _AUC},
+)
+_RECIPE = typed(
+    "Recipe",
+    Recipe,
+    {
+        "optimizer": "The optimizer.",
+        "optimizer_settings": "Its settings, with nothing left at auto.",
+        "lr": "Full learning rate, with nothing left at auto.",
+        "encoder_follows": "Whether encoders follow their decoders.",
+        "encoder_lr": "The encoders' own rate; null: they do not follow.",
+        "warmup_fraction": "Share of the steps over which the rate rises.",
+        "decay_fraction": "Share of the steps over which it falls.",
+        "batch_tokens": "Tokens of a step.",
+        "steps": "Steps that were taken.",
+        "planned_steps": "Steps of the whole run.",
+        "tokens": "Tokens that were trained on.",
+        "passes": "How often the data was read; null: its size is not known.",
+        "target_l0": "L0 that was asked for; null: a fixed penalty decides.",
+        "auxk_alpha": "Weight of the AuxK loss; null: there is none.",
+        "k_aux": "Dead latents that it lets explain the error; null: none.",
+        "seed": "The seed.",
+    },
+    {"optimizer_settings": by_name({})},
 )
 _DATA = typed(
     "Data",
@@ -162,6 +214,8 @@ _CARD: dict[str, tuple[Any, str]] = {
     "spliced": (or_null(_SPLICED), "What its language model loses; null: not measured."),
     "probing": (or_null(_PROBING), "What its latents tell of labelled texts; null: not measured."),
     "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
+    "recipe": (or_null(_RECIPE), "How it was trained; null: not known."),
+    "threshold_set_on": (str, "Rows on which its one threshold was set; empty: it has none."),
 }
 assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 

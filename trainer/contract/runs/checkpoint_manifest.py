@@ -47,7 +47,8 @@ class State(msgspec.Struct, frozen=True):
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
     Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` says which shards there
-    were, and `held_out` which rows `heldout_fvu` is of; a checkpoint of an older version has neither.
+    were, in which `n_train_rows` rows are to train on, and `held_out` which rows `heldout_fvu` is of; a checkpoint of
+    an older version has none of them.
     """
 
     position: Position
@@ -58,6 +59,7 @@ class State(msgspec.Struct, frozen=True):
     origins: dict[str, dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     data: DataRecord | msgspec.UnsetType = msgspec.UNSET
     held_out: str | msgspec.UnsetType = msgspec.UNSET
+    n_train_rows: Count | None = None
 
     @property
     def data_before(self) -> DataRecord | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.runs.recipe import MOST_L0_MISS, Recipe, asked_l0, l0_miss, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
@@ -70,19 +71,56 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     fvu_all_dimensions: float | None = None
 
 
+class TextRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What the SAE makes of the `n_rows` rows whose place it took in the model, by the definitions of `Figures`."""
+
+    n_rows: int
+    explained_variance: float = math.nan
+    mse: float = math.nan
+    cosine: float = math.nan
+    l0: float = math.nan
+    l2_ratio: float = math.nan
+    relative_reconstruction_bias: float = math.nan
+
+
+class AllTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of `Spliced` where every row is replaced and counts, as SAELens' own evaluation has it.
+
+    The first token of a context is often an attention sink of a hundred times the usual norm, which no SAE was trained
+    on: one SAE had a CE score of 0.97 without first tokens and of 0.63 with them.
+    """
+
+    n_tokens: int
+    ce: float = math.nan
+    ce_with_sae: float = math.nan
+    ce_with_zeros: float = math.nan
+    ce_score: float = math.nan
+    ce_score_error: float = math.nan
+    kl_with_sae: float = math.nan
+    kl_with_zeros: float = math.nan
+    kl_score: float = math.nan
+    kl_score_error: float = math.nan
+    rows: TextRows
+
+
 class Spliced(msgspec.Struct, frozen=True, kw_only=True):
     """What the model loses, in nats for each of `n_tokens` predictions, and which text it read.
 
     `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
     or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
     divergence from the model as it is, each with its standard error over `n_texts` texts. `is_unseen` where that text
-    is known to come after what was extracted.
+    is known to come after what was extracted. Rows that were not extracted stay as they are and do not count:
+    `left_out` says which ("first tokens"). `rows` is what the SAE makes of the others, `all_tokens` has the same
+    figures of all rows.
     """
 
     n_tokens: int
     text: str
     is_unseen: bool
     n_texts: int = 0
+    left_out: str = ""
+    rows: TextRows | None = None
+    all_tokens: AllTokens | None = None
     ce: float = math.nan
     ce_with_sae: float = math.nan
     ce_with_zeros: float = math.nan
@@ -171,7 +209,9 @@ class SampledLatent(msgspec.Struct, frozen=True):
 class Card(msgspec.Struct, frozen=True):
     """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
 
-    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do.
+    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do. `recipe` is how it
+    was trained, where that is known, and `threshold_set_on` says on which rows its one threshold was set so that L0 is
+    what was asked for; "" of an SAE without one.
     """
 
     name: str
@@ -188,6 +228,12 @@ class Card(msgspec.Struct, frozen=True):
     latents: tuple[SampledLatent, ...] = ()
     # In a file of their own.
     sums: RowSums | None = None
+    recipe: Recipe | None = None
+    threshold_set_on: str = ""
+
+    @property
+    def target_l0(self) -> int | None:
+        return self.recipe.target_l0 if self.recipe else None
 
     @property
     def title(self) -> str:
@@ -268,7 +314,8 @@ def title_lines(card: Card) -> list[str]:
 def summary(card: Card) -> str:
     """Return the card in one line: what matters most, and on how many rows."""
     one = card.figures
-    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}"
+    missed = f" ({asked_l0(one.l0, card.target_l0)})" if abs(l0_miss(one.l0, card.target_l0)) > MOST_L0_MISS else ""
+    quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
     all_notes = (_of_dimensions(card), card.data.heavy, copies_sentence(card.data.copies), _of_zero_rows(card.data))
     notes = "".join(f"; {note}" for note in all_notes if note)
@@ -308,16 +355,18 @@ def facts(card: Card) -> list[tuple[str, str]]:
     over = clustered(one.n_clusters, one.clustered_by)
     told = [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
-        ("explained variance", f"{one.explained_variance:.2%}"),
+        ("explained variance", f"{one.explained_variance:.2%} of these rows"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
-        ("L0", f"{one.l0:.1f} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
+        ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
         ("latents", f"{dead} dead, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
     ]
+    if card.threshold_set_on:
+        told.append(("threshold", _threshold(card)))
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
     if card.data.dimensions:
@@ -325,21 +374,52 @@ def facts(card: Card) -> list[tuple[str, str]]:
     told += [("read FVU with care", note) for note in (card.data.heavy, _of_zero_rows(card.data)) if note]
     if copies := copies_sentence(card.data.copies):
         told.append(("copies", copies))
-    return told + (_losses(card.spliced) if card.spliced else []) + (_probes(card.probing) if card.probing else [])
+    told += _losses(card.spliced) if card.spliced else []
+    told += _probes(card.probing) if card.probing else []
+    return told + (recipe_lines(card.recipe) if card.recipe else [])
+
+
+def _l0(card: Card) -> str:
+    asked = asked_l0(card.figures.l0, card.target_l0)
+    return f"{card.figures.l0:.1f}, {asked}" if asked else f"{card.figures.l0:.1f}"
+
+
+def _threshold(card: Card) -> str:
+    """Say on which rows the threshold was set, and that none of them was measured by what was set on it."""
+    measured = "; each half measured with what the other half set" if card.data.is_held_out else ""
+    asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""
+    return f"set on {card.threshold_set_on}{asked}{measured if asked else ''}"
 
 
 def _losses(spliced: Spliced) -> list[tuple[str, str]]:
+    both = [(f"without {spliced.left_out}" if spliced.left_out else "of all tokens, as SAELens", spliced)]
+    if spliced.left_out and spliced.all_tokens:
+        both.append(("of all tokens, as SAELens", spliced.all_tokens))
+    told = [
+        ("CE score", "; ".join(f"{_with_error(one.ce_score, one.ce_score_error)} {which}" for which, one in both)),
+        ("KL score", "; ".join(f"{_with_error(one.kl_score, one.kl_score_error)} {which}" for which, one in both)),
+    ]
+    if spliced.rows:
+        variances = [(which, one.rows) for which, one in both if one.rows]
+        told.append(("of its text", "; ".join(f"{_of_rows(rows)} {which}" for which, rows in variances)))
     mean = "" if spliced.ce_with_mean is None else f", {spliced.ce_with_mean:.3f} with the mean row"
-    of_each = (
-        f"{spliced.ce_with_sae:.3f} with the SAE, {spliced.ce:.3f} without, {spliced.ce_with_zeros:.3f} with zeros"
-    )
+    for which, one in both:
+        told.append((f"loss {which.partition(',')[0]}", _loss(one) + (mean if one is spliced else "")))
     of_texts = f"{plural(spliced.n_texts, 'text')} in " if spliced.n_texts else ""
-    kl = f"{spliced.kl_with_sae:.4f} with the SAE, {spliced.kl_with_zeros:.3f} with zeros"
     return [
-        ("CE score", f"{_with_error(spliced.ce_score, spliced.ce_score_error)}: {of_each}{mean}"),
-        ("KL score", f"{_with_error(spliced.kl_score, spliced.kl_score_error)}: {kl}"),
+        *told,
         ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"),
     ]
+
+
+def _of_rows(rows: TextRows) -> str:
+    return f"{rows.explained_variance:.2%} of the variance explained, L0 {rows.l0:.1f},"
+
+
+def _loss(one: Spliced | AllTokens) -> str:
+    """Write cross-entropies and KL divergences, in nats for each token."""
+    ce = f"{one.ce_with_sae:.3f} with the SAE, {one.ce:.3f} without, {one.ce_with_zeros:.3f} with zeros"
+    return f"{ce} (KL {one.kl_with_sae:.4f} with the SAE, {one.kl_with_zeros:.3f} with zeros)"
 
 
 def _probes(probing: Probing) -> list[tuple[str, str]]:

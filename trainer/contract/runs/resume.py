@@ -37,11 +37,14 @@ _PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run that ended: the spec of its last attempt, the checkpoint to resume from and its step and tokens."""
+    """A run that ended: the spec of its last attempt, the checkpoint to resume from and its step and tokens.
+
+    Without a checkpoint it starts from the beginning.
+    """
 
     run_dir: Path
     last: RankSpec
-    checkpoint: Path
+    checkpoint: Path | None
     position: Position
     notes: tuple[str, ...]
 
@@ -66,9 +69,10 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Read what is needed to resume a run; raise `UserError` where there is nothing to resume."""
+    """Read what is needed to resume a run; raise `UserError` where that cannot be."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
-    return StoredRun(run_dir, last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
+    position = read_state(checkpoint).position if checkpoint else Position(0, 0)
+    return StoredRun(run_dir, last_spec(run_dir), checkpoint, position, tuple(notes))
 
 
 def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], str] = read_plain_text) -> JobConfig:
@@ -127,7 +131,7 @@ def last_spec(run_dir: Path) -> RankSpec:
             reasons.append(f"{file} cannot be read ({error})")
     else:
         reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
-        raise UserError(f"nothing to resume: {reason}; start a new run")
+        raise UserError(f"nothing to resume: {reason}; remove {run_dir}, and start it again by `run`")
     return last if _was_launched(last, run_dir) else msgspec.structs.replace(last, output_dir=run_dir / "sae")
 
 
@@ -144,8 +148,11 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
         return False
 
 
-def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """Return the newest whole checkpoint and a note for every damaged newer one; raise `UserError` without one."""
+def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest whole checkpoint, None where none was saved, and notes, as for every damaged newer one.
+
+    Raise `UserError` where all of them are damaged.
+    """
     notes: list[str] = []
     for folder in newest_first(checkpoints):
         reason = damage(folder)
@@ -154,9 +161,10 @@ def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
         notes.append(f"{folder.name} is damaged and passed over: {reason}")
     if notes:
         raise UserError(
-            f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run"
+            f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run in another "
+            "folder"
         )
-    raise UserError(f"nothing to resume: no checkpoint was saved in {checkpoints}; start a new run")
+    return None, ["it had saved no checkpoint, and starts from the beginning"]
 
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
@@ -193,7 +201,7 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -
     """Warn where schedules follow a new length; raise `JobFileError` where the run is already beyond that length."""
     before, now = steps_of(was, run.last.n_devices), steps_of(job, devices)
     position = run.position
-    if before == now:
+    if before == now or run.checkpoint is None:
         return []
     if now <= position.step:
         message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"

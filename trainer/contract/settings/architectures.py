@@ -17,6 +17,11 @@ class ArchitectureKnobs(msgspec.Struct, frozen=True):
         """Latents active per token, on average."""
         raise NotImplementedError
 
+    @property
+    def target_l0(self) -> int | None:
+        """The L0 that is asked for; None where a fixed penalty decides."""
+        return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
+
     def most_active(self, d_in: int) -> int:
         """Return the most latents active per token, on average, at any time of a run."""
         return self.n_active

@@ -1,0 +1,109 @@
+"""Thresholds that are set on held-back rows: against sorting, on any number of ranks, and from old checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.activations.training_data import HALVES, of_half
+from trainer.contract.settings.job import JobConfig
+from trainer.evaluation.exported import ExportedSae, read_exported
+from trainer.parallel.group import Group
+from trainer.saes.batch_topk import BatchTopK
+from trainer.training.loop import Trainer
+from trainer.training.thresholds import count_values, threshold_for
+
+MakeTrainer = Callable[..., Trainer]
+
+
+def active_above(values: Tensor, threshold: float) -> int:
+    return int((values > threshold).sum())
+
+
+@given(st.lists(st.integers(-64, 512), min_size=1, max_size=200), st.integers(1, 9), st.integers(1, 20))
+def test_no_other_threshold_comes_nearer_to_the_l0_that_is_asked_for(eighths: list[int], k: int, n_rows: int) -> None:
+    # Neighbours differ by more than a bin is wide, and many are the same.
+    values = torch.tensor(eighths) / 8
+    counts = torch.zeros_like(count_values(values), dtype=torch.float64)
+    for part in values.split(7):
+        counts += count_values(part)
+    threshold = threshold_for(counts, n_rows, k)
+    best = min(abs(active_above(values, one) - k * n_rows) for one in [0.0, *(values - 1 / 16).clamp(min=0).tolist()])
+    assert threshold >= 0
+    assert abs(active_above(values, threshold) - k * n_rows) == best
+
+
+def l0_of(sae: ExportedSae, x: Tensor) -> float:
+    return float((sae.encode(x).values > 0).sum()) / len(x)
+
+
+def test_without_a_row_no_threshold_is_set() -> None:
+    assert threshold_for(count_values(torch.zeros(0)).double(), 0, 4) < 0
+
+
+@given(st.integers(1, 400), st.integers(1, 5))
+def test_the_halves_are_the_same_rows_on_any_number_of_ranks(n_rows: int, n_ranks: int) -> None:
+    def of_rank(index: int, size: int, half: int) -> set[int]:
+        group = Group()
+        group.index, group.size = index, size
+        own = np.arange(n_rows)[index::size]
+        return {*own[of_half(half, n_rows, group)].tolist()}
+
+    halves = [of_rank(0, 1, half) for half in HALVES]
+    assert halves[0] | halves[1] == {*range(n_rows)}
+    assert not halves[0] & halves[1]
+    assert abs(len(halves[0]) - len(halves[1])) <= max(1, n_rows // 8)
+    for half in HALVES:
+        assert set.union(*(of_rank(index, n_ranks, half) for index in range(n_ranks))) == halves[half]
+
+
+def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each_half_the_others_threshold(
+    make_job: Callable[..., JobConfig], make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    job = make_job(
+        sae={"architecture": ["batch_topk", "matryoshka_batch_topk"], "k": 4},
+        data={"held_out_tokens": 401},
+        train={"precision": "fp32"},
+    )
+    trainer = make_trainer(job, output=tmp_path / "sae")
+    trainer.run()
+    rows = trainer.data.of_hook(0)
+    halves = [torch.cat([x for x, _ in rows.held_out(64, half)]).float() for half in HALVES]
+    for label, learner in trainer.learners.items():
+        sae, exported = learner.sae, read_exported(tmp_path / "sae" / label, torch.device("cpu"))
+        assert isinstance(sae, BatchTopK)
+
+        l0 = partial(l0_of, exported)
+        assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
+        # The one that was learnt on training rows is kept, and is another.
+        assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
+        for half, other in ((0, 1), (1, 0)):
+            with exported.measuring_half(half):
+                assert l0(halves[other]) == pytest.approx(4, rel=0.01)
+        l0_of_run = trainer.report.values[label]["heldout_l0"]
+        measured = []
+        for half in HALVES:
+            with exported.measuring_half(half):
+                measured.append(l0(halves[half]) * len(halves[half]))
+        assert l0_of_run == pytest.approx(sum(measured) / 401, rel=1e-4)
+
+
+def test_a_checkpoint_from_before_thresholds_were_set_is_loaded_and_exports_what_was_learnt(
+    make_job: Callable[..., JobConfig], make_trainer: MakeTrainer
+) -> None:
+    trainer = make_trainer(make_job(sae={"architecture": "batch_topk", "k": 4}))
+    trainer.run()
+    (learner,) = trainer.learners.values()
+    tensors = dict(learner.state.tensors())
+    assert float(tensors.pop("sae.set_thresholds")[0]) > 0
+    learner.state.load({name: tensor.clone() for name, tensor in tensors.items()})
+    assert torch.equal(learner.sae.cut, learner.sae.threshold)
+    assert (learner.sae.set_thresholds < 0).all()
