@@ -22,6 +22,7 @@ class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
     d_in: Annotated[int, about("Width of a row.", ge=1)] = 16
     ends_after: Annotated[int, about("Rows until the stream ends; none: never.", ge=0)] | None = None
     first_bad: Annotated[int, about("The first row that is not finite; none: all are.", ge=0)] | None = None
+    text_rows: Annotated[int, about("Rows of a text in a row, in all parts together; 0: no text is known.", ge=0)] = 0
     bad_rows: Annotated[int, about("Rows that are not finite, one after the other.", ge=1)] = 1
 
     @property
@@ -38,7 +39,7 @@ class ToyStream(StreamSource):
     def __init__(self, **settings: Any) -> None:
         self._knobs = knobs = ToyKnobs(**settings)
         self.d_in, self.place, self.meta = knobs.d_in, knobs.place, {"model_name": "toy"}
-        self.shuffle_tokens = knobs.shuffle_tokens
+        self.shuffle_tokens, self.knows_texts = knobs.shuffle_tokens, knobs.text_rows > 0
         of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0, noise=0.05)
         self._made = Synthetic(**{name: getattr(of_dictionary, name) for name in of_dictionary.__struct_fields__})
 
@@ -52,10 +53,14 @@ class ToyStream(StreamSource):
         if not len(numbers):
             return None
         self._next += len(numbers)
+        self._numbers = numbers
         rows = self._made.rows(numbers)
         if (first := self._knobs.first_bad) is not None:
             rows[(numbers >= first) & (numbers < first + self._knobs.bad_rows)] = torch.nan
         return rows, rows
+
+    def documents(self) -> Tensor:
+        return torch.from_numpy(self._numbers // self._knobs.text_rows)
 
     def state(self) -> dict[str, int]:
         return {"next": self._next}

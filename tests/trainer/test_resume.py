@@ -30,9 +30,11 @@ from trainer.contract.runs.data_record import record_of, sampled
 from trainer.contract.runs.lock import RunLock, hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.runs.resume import data_notes, stored_job, stored_run, with_same_step
+from trainer.contract.runs.run_job import load_any_run_job
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.training.export_checkpoint import export_checkpoint
 
 MakeJob = Callable[..., JobConfig]
@@ -90,6 +92,21 @@ def test_a_run_from_before_small_steps_had_lower_rates_goes_on_as_it_began(run_d
     file = run_dir / "job.toml"
     file.write_text(file.read_text().replace('lr_scaling = "auto"\n', ""))
     assert stored_job(run_dir, []).train.lr_scaling == "off"
+
+
+@pytest.mark.parametrize(("seed", "first"), [("3", 3), ("[5, 6]", 5)])
+def test_a_run_from_before_texts_were_held_out_keeps_back_the_rows_that_it_kept_back(
+    seed: str, first: int, run_dir: Path
+) -> None:
+    file = run_dir / "job.toml"
+    text = file.read_text()
+    assert stored_job(run_dir, []).data.hold_out == "auto"
+    for line, other in (('hold_out = "auto"\n', ""), ("split_seed = 0\n", ""), ("\nseed = 0\n", f"\nseed = {seed}\n")):
+        assert line in text
+        text = text.replace(line, other)
+    file.write_text(text)
+    for job in (stored_job(run_dir, ["train.n_steps=50"]), evaluated_job(file), load_any_run_job(file)):
+        assert (job.data.hold_out, job.data.split_seed) == ("rows", first)
 
 
 def test_a_run_goes_on_in_the_steps_it_settled_on_whatever_auto_means_now(run_dir: Path, make_job: MakeJob) -> None:

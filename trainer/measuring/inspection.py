@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import are_finite
+from trainer.activations.copies import copies_in
 from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensions, moments
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
-from trainer.contract.settings.job import MAX_NORM
+from trainer.activations.training_data import HowHeldOut, IndexedData
+from trainer.contract.runs.report_card import copies_sentence, held_out_words
+from trainer.contract.settings.job import MAX_NORM, Data
 from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.sources import ShardKnobs
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, gibibytes, join_words, plural, zero_rows
+from trainer.parallel.group import Group
 from trainer.saes.initial_weights import LARGEST_SPREAD, SMALLEST_VALUE
 from trainer.training.bad_rows import CURE, MOST_BAD_ROWS
 
@@ -46,8 +51,10 @@ class Inspection(msgspec.Struct, frozen=True):
     """What stored activations are like, by `n_looked_at` rows of them.
 
     `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm. `duplicates` are of rows that are not zero. `heavy_dimensions` are few that hold most of the variance, `heavy_share` of it;
-    `subnormal` is the share of values in fp16 that are too small for their digits.
+    data.max_norm times the median norm. `duplicates` are of rows that are not zero. `heavy_dimensions` are few that
+    hold most of the variance, `heavy_share` of it; `subnormal` is the share of values in fp16 that are too small for
+    their digits. A training holds out `n_held_out` of the rows if it asks for nothing else, by `hold_out`, of `n_texts`
+    texts where these are known; `copies` is the share of them that are training rows as well, of those looked at.
     """
 
     n_tokens: int
@@ -67,6 +74,10 @@ class Inspection(msgspec.Struct, frozen=True):
     heavy_dimensions: list[int] = []
     heavy_share: float = 0.0
     subnormal: float = 0.0
+    hold_out: str = ""
+    n_held_out: int = 0
+    n_texts: int = 0
+    copies: float | None = None
     findings: list[Finding] = []
 
 
@@ -84,6 +95,9 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     mean, variance = moments(ordinary)
     heavy = heavy_dimensions(variance)
     scale = float(variance.sum().sqrt())
+    knobs = ShardKnobs(str(path))
+    wanted, how = Data(knobs).held_out(source.n_tokens), HowHeldOut(knobs.usual_hold_out(), 0)
+    data = IndexedData(source, wanted, seed, Group(), how)
     facts = Inspection(
         n_tokens=source.n_tokens,
         d_in=source.d_in,
@@ -102,6 +116,10 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         heavy_dimensions=heavy.numbers if heavy else [],
         heavy_share=heavy.share if heavy else 0.0,
         subnormal=_subnormal(rows),
+        hold_out=data.hold_out,
+        n_held_out=data.n_held_out,
+        n_texts=data.n_texts,
+        copies=copies_in(data.of_hook(0), seed),
     )
     notes = [Finding("note", note) for note in shard_set.notes]
     return msgspec.structs.replace(facts, findings=[*_findings(facts, max_norm), *notes])
@@ -115,6 +133,8 @@ def table(facts: Inspection) -> str:
         f"norm {facts.median_norm:.4g} in the median, {facts.largest_norm:.4g} at most; "
         f"distance from the mean {facts.scale:.4g}, gamma {facts.gamma:.2f}",
     ]
+    if facts.n_held_out:
+        lines.append(held_out_words(facts.n_held_out, facts.hold_out, facts.n_texts))
     for finding in facts.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         lines.append(f"{finding.severity:8}{finding.sentence}{remedy}")
@@ -149,6 +169,8 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
         yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
+    if sentence := copies_sentence(facts.copies):
+        yield Finding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
     if facts.gamma > LARGE_GAMMA:
         sentence = f"the mean is {facts.gamma:.1f} times as long as rows are away from it"
         yield Finding("note", sentence, 'keep sae.b_dec_init and sae.normalize, which take it off, and avoid "zeros"')

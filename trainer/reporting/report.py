@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer.activations.heavy_dimensions import HeavyDimensions
 from trainer.activations.outliers import LeftOut
+from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
 from trainer.contract.store.metrics_store import Row
@@ -75,10 +76,7 @@ class Report:
         """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
         if not n_rows:
             return
-        what = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
-        self.tell(
-            "held_out", f"{n_rows:,} rows are held out: {what.get(hold_out, hold_out)} (data.hold_out = {show(asked)})"
-        )
+        self.tell("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence that held-out rows are trained on as well; "" where they are not."""

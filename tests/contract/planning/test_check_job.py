@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,36 @@ def test_every_sae_of_a_sweep_counts(
     (problem,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
     assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in problem.message
+
+
+def test_rows_that_are_given_twice_are_refused_in_one_sentence(
+    make_job: Callable[..., JobConfig], machine: Machine, write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    first = write_shard(N_TOKENS, D_IN)
+    linked, copied = tmp_path / "linked", tmp_path / "copied"
+    for folder in (linked, copied):
+        folder.mkdir()
+    shard = next(first.glob("*.safetensors"))
+    os.link(shard, linked / "other.safetensors")
+    shutil.copy(shard, copied / shard.name)
+    (tmp_path / "symbolic").symlink_to(first)
+    for folder in (first, copied):
+        (folder / "meta.json").write_text(json.dumps({"shards": {shard.name: "0" * 64}}))
+
+    def refusals(*folders: Path) -> list[str]:
+        job = make_job(data={"path": list(map(str, folders))}, train=SMALL)
+        return [str(one) for one in check(job, machine) if one.path == "data.path"]
+
+    for other in (first, first / ".", tmp_path / "symbolic", linked, copied):
+        (refusal,) = refusals(first, other)
+        assert "so that held-out rows would be trained on; give each once" in refusal
+    (copied / "meta.json").unlink()
+    assert refusals(first, copied) == []
+
+
+def test_texts_are_only_held_out_of_shards_that_know_them(checked: Callable[..., list[Problem]]) -> None:
+    (problem,) = checked(data={"hold_out": "texts"}, train=SMALL)
+    assert str(problem).startswith("data.hold_out: not all shards know which text a row is of (a tensor `document`)")
 
 
 def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:

@@ -61,9 +61,8 @@ def test_what_is_held_out_stays_so_when_rows_are_added(parts: list[np.ndarray], 
     assert grown.held_out[grown.held_out < n_first].tolist() == before.held_out.tolist()
     for hold_out in ("rows", "blocks"):
         of_first = Split(n_first, wanted, seed, hold_out=hold_out)
-        assert (
-            Split(n, wanted, seed, hold_out=hold_out, n_first=n_first).held_out.tolist() == of_first.held_out.tolist()
-        )
+        longer = Split(n, wanted, seed, hold_out=hold_out, n_first=n_first)
+        assert longer.held_out.tolist() == of_first.held_out.tolist()
 
 
 @given(st.integers(2, 5000), st.data(), st.integers(0, 2**40))
@@ -121,6 +120,8 @@ def test_numbers_that_begin_again_are_other_texts_and_in_doubt_the_same() -> Non
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
+    # Rows that were shuffled over all shards.
+    assert labels_of([[1, 0, 2], [2, 0, 1]], numbered_through=False) == [1, 0, 2, 2, 0, 1]
 
 
 def test_a_mixture_holds_out_whole_texts_of_each_folder() -> None:

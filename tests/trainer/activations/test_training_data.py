@@ -3,12 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from support.toy_stream import ToyKnobs, ToyStream
 
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import IndexedData, Read, StreamData
+from trainer.activations.training_data import HowHeldOut, IndexedData, Read, StreamData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace
 from trainer.parallel.base import Parallel
@@ -38,10 +39,15 @@ def toy(**settings: int) -> ToyStream:
 
 
 def stream_data(
-    index: int = 0, size: int = 1, *, places: list[BufferPlace] | None = None, **settings: int
+    index: int = 0,
+    size: int = 1,
+    *,
+    places: list[BufferPlace] | None = None,
+    how: HowHeldOut | None = None,
+    **settings: int,
 ) -> StreamData:
     parallel = Parallel(torch.device("cpu"), data=OneOf(index, size))
-    return StreamData(toy(**settings), 45, 0, parallel, places)
+    return StreamData(toy(**settings), 45, 0, parallel, places, how)
 
 
 def go(data: StreamData, n: int, position: int = 0) -> list[tuple[float, ...]]:
@@ -75,6 +81,57 @@ def test_rows_held_out_and_the_sample_are_the_same_at_a_later_place() -> None:
     assert torch.equal(first.of_hook(0).sample(0)[0], later.of_hook(0).sample(1)[0])
     assert len(first.of_hook(0).sample(0)[0]) == SAMPLE
     assert go(first, 70) == go(later, 70)
+
+
+BY_TEXTS = HowHeldOut("texts", 0)
+
+
+def numbers_of(rows: list[tuple[float, ...]]) -> list[int]:
+    """Return the numbers of rows of the toy stream."""
+    every = {row: number for number, row in enumerate(rows_of(toy()._made.rows(np.arange(4000))))}
+    return [every[row] for row in rows]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_stream_that_knows_its_texts_holds_out_whole_ones_in_all_parts(size: int) -> None:
+    parts = [stream_data(index, size, how=BY_TEXTS, text_rows=6) for index in range(size)]
+    kept_back = [numbers_of(held_out(part)) for part in parts]
+    assert sum(map(len, kept_back)) == 45
+    trained = [numbers_of(go(part, 500)) for part in parts]
+    of_texts, trained_on = ({number // 6 for of_part in one for number in of_part} for one in (kept_back, trained))
+    assert of_texts.isdisjoint(trained_on)
+    # Not the first texts of the stream, and not many more are left out than are measured on.
+    assert max(of_texts) > 25
+    assert len({*range(max(trained_on))} - trained_on) < 4 * len(of_texts)
+    assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
+    assert [part.hold_out for part in parts] == ["texts"] * size
+    assert parts[0].of_hook(0).clusters().labels.tolist() == [number // 6 for number in kept_back[0]]
+
+
+def test_one_part_of_a_stream_measures_no_text_that_two_parts_have_trained_on() -> None:
+    alone = {number // 6 for number in numbers_of(held_out(stream_data(how=BY_TEXTS, text_rows=6)))}
+    parts = [stream_data(index, 2, how=BY_TEXTS, text_rows=6) for index in range(2)]
+    assert alone.isdisjoint(number // 6 for part in parts for number in numbers_of(go(part, 900)))
+
+
+def test_a_stream_by_texts_goes_on_exactly_at_a_later_place() -> None:
+    first = stream_data(how=BY_TEXTS, text_rows=6)
+    go(first, 333)
+    later = stream_data(places=first.stream_places(), how=BY_TEXTS, text_rows=6)
+    assert held_out(first) == held_out(later)
+    assert torch.equal(first.of_hook(0).sample(0)[0], later.of_hook(0).sample(1)[0])
+    assert go(first, 170) == go(later, 170)
+    assert held_out(first) != held_out(stream_data(how=HowHeldOut("texts", 1), text_rows=6))
+
+
+def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_refuses() -> None:
+    data = stream_data(how=BY_TEXTS, text_rows=3000)
+    assert numbers_of(held_out(data)) == list(range(45))
+    assert data.hold_out == "rows"
+    assert min(numbers_of(go(data, 100))) >= 45
+    for text_rows, reason in ((3000, "are too few or too long"), (0, "are not known")):
+        with pytest.raises(UserError, match=rf'^data\.hold_out: the texts of a toy stream {reason}; use "rows"$'):
+            stream_data(how=HowHeldOut("texts", 0, is_asked=True), text_rows=text_rows)
 
 
 def test_what_was_read_ahead_is_read_again_after_a_rewind() -> None:

@@ -7,13 +7,16 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.activations.split import Split
 from trainer.cli import main
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.runs.row_sums import SUMS, read_sums
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.training.loop import Trainer
@@ -44,6 +47,77 @@ def test_a_card_tells_the_held_out_fvu_of_the_training_and_is_written_beside_the
     assert card.pop("written_to") == str(run / "sae")
     assert json.loads((run / "sae" / "card.json").read_text()) == card
     assert f"{figures['fvu']:.4f}" in (run / "sae" / "README.md").read_text()
+
+
+def tell_texts(activations: Path, n_rows: int = 25) -> None:
+    """Have the rows of both shards be of texts of `n_rows` rows each, counted through."""
+    first = 0
+    for file in sorted(activations.glob("*.safetensors")):
+        rows = load_file(file)["activations"]
+        save_file({"activations": rows, "document": (first + torch.arange(len(rows))) // n_rows}, file)
+        first += len(rows)
+
+
+def card_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["eval", str(run), "--device", "cpu", "--contexts", "0", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"][0]
+
+
+def test_a_card_is_of_whole_texts_and_keeps_their_sums_to_be_compared_by(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    tell_texts(activations)
+    run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
+    message = '150 rows are held out: all rows of 6 texts (data.hold_out = "auto")'
+    assert ("held_out", "info", message) in kept.events
+    card = card_of(run, capsys)
+    assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
+    assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
+    assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 0)
+    assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
+    sums = read_sums(run / "sae", card["figures"]["fvu"])
+    assert sums
+    assert len(sums.errors) == 6
+    assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
+    assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
+    # Another SAE on the same rows is told to be on them, one on other rows not.
+    for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
+        job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
+        other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
+        of_other = read_sums(other / "sae", card_of(other, capsys)["figures"]["fvu"])
+        assert of_other
+        assert (of_other.rows == sums.rows) == (split_seed == 0)
+
+
+def test_a_run_that_an_earlier_version_wrote_is_measured_on_the_rows_that_it_held_out(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    tell_texts(activations)
+    as_before = make_job(train={"seed": 3}, data={"hold_out": "rows", "split_seed": 3})
+    trainer = make_trainer(as_before)
+    assert trainer.data.split.held_out.tolist() == Split(3000, 150, 3).held_out.tolist()
+    run = finished_run(as_before, make_trainer, tmp_path / "run", kept)
+    (file := run / "job.toml").write_text(
+        "".join(line for line in file.read_text().splitlines(True) if not line.startswith(("hold_out", "split_seed")))
+    )
+    card = card_of(run, capsys)
+    assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
+    assert card["data"]["hold_out"] == "rows"
+
+
+def test_held_out_rows_that_are_trained_on_as_well_are_told_at_the_start_and_on_the_card(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    x = load_file(activations / "a.safetensors")["activations"][:50]
+    save_file({"activations": x.repeat(64, 1)}, activations / "a.safetensors")
+    (activations / "b.safetensors").unlink()
+    run = finished_run(make_job(train={"n_steps": 5}), make_trainer, tmp_path / "run", kept)
+    sentence = "100.0% of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
+    assert any(one[:2] == ("copies", "warning") and one[2].startswith(sentence) for one in kept.events)
+    assert card_of(run, capsys)["data"]["copies"] == 1
+    assert sentence in (run / "sae" / "README.md").read_text()
+    assert main(["inspect", str(activations)]) == 0
+    assert sentence in capsys.readouterr().out
 
 
 def test_a_model_card_tells_no_path_of_this_machine_and_where_nothing_is_left_out(

@@ -17,6 +17,7 @@ from trainer.contract.runs.report_card import BINS_PER_DECADE, LEAST_ROWS_FOR_RA
 from trainer.evaluation.exported import read_exported
 from trainer.evaluation.figures import (
     QUANTILES,
+    by_label,
     histogram,
     largest_cosines,
     measure,
@@ -128,6 +129,20 @@ def test_every_figure_that_saelens_has_too_is_the_same_there(tmp_path: Path) -> 
     assert told.dense_1 == (density > 0.01).double().mean().item()
     assert told.dense_10 == (density > 0.1).double().mean().item() < told.dense_1
     assert told.density_histogram == histogram(density)
+
+
+def test_the_error_of_the_fvu_by_texts_is_that_of_a_jackknife_over_texts() -> None:
+    generator = np.random.default_rng(5)
+    text = generator.integers(0, 60, 3000)
+    hardness = generator.uniform(0.5, 2, 60)[text]
+    spread = generator.gamma(2.0, size=3000)
+    error = 0.3 * spread * hardness * generator.uniform(0.5, 1.5, 3000)
+    left_out = np.array([error[text != one].sum() / spread[text != one].sum() for one in range(60)])
+    jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
+    by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
+    assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
+    # As if rows were independent it would be half of that.
+    assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 
 def test_the_error_of_the_fvu_is_what_resampling_the_rows_gives() -> None:

@@ -62,6 +62,10 @@ _INSPECTION = fields(
         "heavy_dimensions": (list_of(int), "Dimensions that hold an undue share of the variance."),
         "heavy_share": (float, "That share (0 to 1)."),
         "subnormal": (float, "Share of values that are subnormal in fp16 (0 to 1)."),
+        "hold_out": (str, 'How a training holds rows out by default: "texts", "blocks" or "rows".'),
+        "n_held_out": (int, "Rows that it holds out; 0: too few."),
+        "n_texts": (int, "Texts that these are; 0: not known."),
+        "copies": (float | None, "Share of them that are training rows too (0 to 1); null: not looked for."),
         "findings": (
             list_of(
                 fields(

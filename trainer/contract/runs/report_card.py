@@ -329,6 +329,12 @@ def copies_sentence(share: float | None) -> str:
     return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
 
 
+def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
+    """Say how many rows are held out, and how they were chosen."""
+    ways = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
+    return f"{n_rows:,} rows are held out: {ways.get(hold_out, hold_out)}"
+
+
 def clustered(n_clusters: int, clustered_by: str) -> str:
     """Say over what a standard error is taken, like ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
