@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.activations.heavy_dimensions import changed_scales
 from trainer.contract.errors import UsageError
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
 from trainer.saes.base import Sae
 
@@ -163,7 +164,7 @@ def forget_card(folder: Path) -> None:
     """Remove the card of the weights that were here before."""
     readme = folder / MODEL_CARD
     with contextlib.suppress(OSError):
-        for name in (CARD, FEATURES):
+        for name in (CARD, SUMS, FEATURES):
             (folder / name).unlink(missing_ok=True)
         if readme.read_text(errors="replace").startswith(CARD_TITLE):
             readme.unlink()

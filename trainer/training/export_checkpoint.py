@@ -29,6 +29,7 @@ from trainer.contract.runs.checkpoint_manifest import (
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.resume import last_spec, stored_job
+from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -207,7 +208,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 def _strangers(folder: Path) -> list[str]:
     """Return the names in a folder that no export writes."""
-    ours = [CARD, FEATURES, MODEL_CARD]
+    ours = [CARD, SUMS, FEATURES, MODEL_CARD]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
     return [item.name for item in folder.iterdir() if not any(fnmatchcase(item.name, one) for one in ours)]

@@ -24,8 +24,6 @@ LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # Latents that are shown of all that fire, and texts of each.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# How rows were held out, after their number.
-_WAYS = {"texts": " of texts not trained on", "blocks": " in blocks"}
 # A share of held-out rows that are training rows too, above which it is no accident of a few short texts.
 MANY_COPIES = 0.01
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
@@ -186,7 +184,7 @@ class Data(msgspec.Struct, frozen=True, kw_only=True):
         """Write `n` measured rows as `1,024 of 4,096 held-out rows`."""
         if self.is_held_out:
             of_all = f" of {self.n_held_out:,}" if n < self.n_held_out else ""
-            return f"{n:,}{of_all} held-out rows{_WAYS.get(self.hold_out, '')}"
+            return f"{n:,}{of_all} held-out rows{' of texts not trained on' * (self.hold_out == 'texts')}"
         return f"{n:,} {'training ' * self.is_trained_on}rows"
 
 
