@@ -114,30 +114,32 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
     assert told.ce_score == pytest.approx((told.ce_with_zeros - told.ce_with_sae) / (told.ce_with_zeros - told.ce))
 
 
-def test_the_errors_of_the_scores_are_what_resampling_the_contexts_gives(gpt2: Path, job: ExtractJob) -> None:
+def test_the_errors_of_the_scores_are_what_resampling_the_texts_gives(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     changes = {"clean": None, "sae": keep_first(half), "zeros": keep_first(torch.zeros_like)}
-    sums: dict[str, list[tuple[float, float]]] = {name: [] for name in changes}
-    for pieces in contexts_of(spied, length=64):
-        of_each = {name: [0.0, 0.0] for name in changes}
-        for ids in (torch.tensor([piece]) for piece in pieces):
-            logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
-            for name, own in logits.items():
-                of_each[name][0] -= own[:-1].gather(1, ids[0, 2:, None]).sum().item()
-                of_each[name][1] += (logits["clean"].exp() * (logits["clean"] - own)).sum().item()
-        for name, (ce, kl) in of_each.items():
-            sums[name].append((ce, kl))
-    by_context = {name: np.array(values) for name, values in sums.items()}
+    lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
+    by_text = {name: np.zeros((len(lengths), 2)) for name in changes}
+    text = n_read = 0
+    # A text that does not fit into a context goes on in the next one.
+    for ids in (torch.tensor([piece]) for pieces in contexts_of(spied, length=64) for piece in pieces):
+        logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
+        for name, own in logits.items():
+            by_text[name][text, 0] -= own[:-1].gather(1, ids[0, 2:, None]).sum().item()
+            by_text[name][text, 1] += (logits["clean"].exp() * (logits["clean"] - own)).sum().item()
+        n_read += ids.shape[1]
+        text, n_read = (text + 1, 0) if n_read == lengths[text] else (text, n_read)
+    assert text == len(lengths)
     generator, scores = np.random.default_rng(0), []
     for _ in range(2000):
-        drawn = generator.integers(0, len(by_context["sae"]), len(by_context["sae"]))
-        clean, sae, zeros = (by_context[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
+        drawn = generator.integers(0, len(lengths), len(lengths))
+        clean, sae, zeros = (by_text[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
         scores.append((zeros - sae)[1] / (zeros - clean)[1])
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
     told = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
+    assert told.n_texts == len(lengths)
     assert told.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
     # An untrained model loses next to nothing, and resampled CE scores are anywhere: the error by its definition.
-    clean, sae, zeros = (by_context[name][:, 0] for name in ("clean", "sae", "zeros"))
+    clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
     left = (zeros - sae) - told.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
     assert told.ce_score_error == pytest.approx(error, rel=1e-3)

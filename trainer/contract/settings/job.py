@@ -46,8 +46,7 @@ class Data(msgspec.Struct, frozen=True):
     hold_out: Annotated[
         HoldOut | Literal["auto"],
         about(
-            "What is kept back: whole texts, blocks of 128 rows, or single rows, which flatter an FVU by 4 to 20 %, as "
-            "they share texts with training; auto: texts where all shards know their `document`, else blocks.",
+            "Keeps back whole texts, blocks of 128 rows or single rows; auto: texts if shards have `document`, else blocks.",
             advanced=True,
         ),
     ] = "auto"
