@@ -46,7 +46,7 @@ class Data(msgspec.Struct, frozen=True):
     hold_out: Annotated[
         HoldOut | Literal["auto"],
         about(
-            "Keeps back whole texts, blocks of 128 rows or single rows; auto: texts if shards have `document`, else blocks.",
+            "Keeps back whole texts, blocks of 128 rows, or rows; auto: texts if shards have `document`, else blocks.",
             advanced=True,
         ),
     ] = "auto"
