@@ -16,6 +16,7 @@ from trainer.parallel.group import Group
 
 if TYPE_CHECKING:
     from trainer.activations.texts import Texts
+    from trainer.contract.settings.sources import HoldOut
 
 Indices = NDArray[np.int64]
 # Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
@@ -109,6 +110,8 @@ class IndexedSource(Source):
     weights: Sequence[float] | None = None
     # The texts of each of these sets; none where some shard does not know them.
     texts: Sequence[Texts] = ()
+    # How rows are held out where the job leaves it open.
+    usual_hold_out: HoldOut = "rows"
     # The rows of each set that a run began with, where it has grown since: held-out rows are drawn from these.
     split_sizes: Sequence[int] = ()
     # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.

@@ -35,6 +35,7 @@ _DTYPES = {
     "F64": (np.float64, torch.float64),
 }
 
+_NO_TEXT = -(2**63)
 # Only an extraction of ours notes this next to its shards.
 _OF_EXTRACTION = "documents_share_contexts"
 # Rows that are read at one place of shuffled shards: a disk serves them as fast as the whole file, and a batch of 4096
@@ -80,7 +81,8 @@ class Shards(IndexedSource):
         self._map(self._sets, self._target_sets)
 
     def _map(self, sets: list[ShardSet], targets: list[ShardSet] | None) -> None:
-        self.texts, alone = _texts_of(sets), self.run == 1
+        self.texts, alone = _texts_of(sets, self.split_sizes), self.run == 1
+        self.usual_hold_out = "texts" if self.texts else "rows" if self.run > 1 else "blocks"
         self._inputs = _Mapped(sets, "data.path", alone=alone)
         self._targets = None if targets is None else _Mapped(targets, self._target_field, alone=alone)
 
@@ -209,18 +211,24 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
     return content[shard.offset : shard.offset + n_bytes].view(dtype).reshape(shard.n_tokens, shard.d_in)
 
 
-def _texts_of(sets: Sequence[ShardSet]) -> list[Texts]:
-    """Return the texts of each set; none where a shard does not know them."""
-    columns = {shard: documents_in(shard) for one in sets for shard in one.shards}
-    if not all(columns.values()):
-        return []
+def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
+    """Return the texts of each set; none where one of the shards that held-out rows are chosen from knows none.
+
+    Rows of a later shard that knows none are of no text that is held out.
+    """
     texts = []
-    for one in sets:
-        parts = [
-            np.memmap(shard.file, at.dtype, "r", at.offset, (shard.n_tokens,))
-            for shard in one.shards
-            if (at := columns[shard])
-        ]
+    for one, n_split in zip(sets, split_sizes or [one.n_tokens for one in sets], strict=True):
+        parts, first = list[NDArray[Any]](), 0
+        for shard in one.shards:
+            at = documents_in(shard)
+            if at is None and first < n_split:
+                return []
+            parts.append(
+                np.memmap(shard.file, at.dtype, "r", at.offset, (shard.n_tokens,))
+                if at
+                else np.broadcast_to(np.array(_NO_TEXT), shard.n_tokens)
+            )
+            first += shard.n_tokens
         meta = _read_meta(one.shards[0].file.parent / "meta.json")
         # An extraction counts through its text, also where several processes write.
         texts.append(Texts(parts, numbered_through=_OF_EXTRACTION in meta))

@@ -29,8 +29,7 @@ class SideBySide(IndexedSource):
         self.sizes, self.weights, self.meta = first.sizes, first.weights, first.meta
         self.notes = [note for one in sources for note in one.notes]
         self.place = join_words([one.place for one in sources])
-        if all(are_alike(first.texts, one.texts) for one in sources):
-            self.texts = first.texts
+        self._agree_on_texts()
 
     def of_hook(self, hook: int) -> IndexedSource:
         return self._sources[hook]
@@ -40,6 +39,13 @@ class SideBySide(IndexedSource):
         for number, one in enumerate(self._sources):
             one.continue_from(before[number * n_each : (number + 1) * n_each])
         self.split_sizes = self._sources[0].split_sizes
+        self._agree_on_texts()
+
+    def _agree_on_texts(self) -> None:
+        first = self._sources[0]
+        self.texts, self.usual_hold_out = first.texts, first.usual_hold_out
+        if not all(are_alike(first.texts, one.texts) for one in self._sources):
+            self.texts, self.usual_hold_out = (), "blocks"
 
     def read_by_all_threads(self) -> None:
         for one in self._sources:

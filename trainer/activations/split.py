@@ -24,8 +24,8 @@ class Split:
     """Rows that are held out, and the others, which are numbered from 0 without a gap.
 
     It depends on its arguments alone: on `hold_out`, the seed, how many rows are wanted, and of the first `n_first`
-    rows (by default all) on their number, or on the texts that they are of. So what is held out stays the same where
-    rows are added at the end; then of these all are trained on, but for the rows of a text that is held out.
+    rows (by default all) on their number, or on the texts that they are of. So `held_out` stays the same where rows are
+    added at the end. These are trained on, but for those of a text that is held out, which are `left_out` alone.
 
     Whole texts have about as many rows as are wanted, "rows" and "blocks" exactly. Raise `TooFewTexts`.
     """
@@ -46,13 +46,14 @@ class Split:
         if hold_out == "texts" and n_held_out:
             assert texts is not None
             chosen = _texts(texts.counts(n_first), n_first, n_held_out, seed_key(*seed))
-            self.held_out: Indices = texts.rows_of(chosen)
+            self.left_out: Indices = texts.rows_of(chosen, n_first)
             self.n_texts = len(chosen.number)
         else:
-            self.held_out = np.sort((_blocks if hold_out == "blocks" else _rows)(n_first, n_held_out, seed))
-        self.n_train = n_tokens - len(self.held_out)
-        # Held-out row j lies after held_out[j] - j training rows.
-        self._before = self.held_out - np.arange(len(self.held_out))
+            self.left_out = np.sort((_blocks if hold_out == "blocks" else _rows)(n_first, n_held_out, seed))
+        self.held_out: Indices = self.left_out[self.left_out < n_first]
+        self.n_train = n_tokens - len(self.left_out)
+        # Row j of those left out lies after left_out[j] - j training rows.
+        self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
         """Return the rows of some training numbers 0 .. n_train - 1."""

@@ -36,12 +36,12 @@ class Texts:
         self._parts = [part for part in parts if len(part)]
         self._starts = np.cumsum([0, *map(len, self._parts)])
         self.n_rows = int(self._starts[-1])
-        self._numberings = np.zeros(len(self._parts), np.int64) if numbered_through else _numberings(self._parts)
+        self._numbered_through = numbered_through
 
     def counts(self, n_rows: int) -> Counts:
-        """Return the texts of the first `n_rows` rows."""
+        """Return the texts of the first `n_rows` rows; what comes later changes nothing."""
         found: dict[int, list[tuple[Indices, Indices]]] = {}
-        for part, start, numbering in zip(self._parts, self._starts, self._numberings, strict=False):
+        for part, start, numbering in zip(self._parts, self._starts, self._numberings(n_rows), strict=False):
             if start < n_rows:
                 found.setdefault(int(numbering), []).append(_counted(part[: n_rows - start]))
         merged = {numbering: _merged(parts) for numbering, parts in found.items()}
@@ -49,11 +49,15 @@ class Texts:
         numbers, counts = zip(*merged.values(), strict=True)
         return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
 
-    def rows_of(self, texts: Counts) -> Indices:
-        """Return all rows of some texts, ascending, whichever rows these were counted in."""
-        rows = []
-        for part, start, numbering in zip(self._parts, self._starts, self._numberings, strict=False):
-            wanted = texts.number[texts.numbering == numbering]
+    def rows_of(self, texts: Counts, n_rows: int) -> Indices:
+        """Return all rows, ascending, of some texts that were counted in the first `n_rows`.
+
+        In later shards all rows under one of their numbers count, whichever numbering that is of.
+        """
+        rows, numberings = [], self._numberings(n_rows)
+        for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
+            is_later = place >= len(numberings)
+            wanted = texts.number if is_later else texts.number[texts.numbering == numberings[place]]
             rows.append(np.flatnonzero(np.isin(part, wanted)) + start)
         return np.concatenate(rows)
 
@@ -64,8 +68,13 @@ class Texts:
         for place in np.unique(places):
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
-        pairs = np.stack([self._numberings[places], numbers], axis=1)
+        pairs = np.stack([self._numberings(self.n_rows)[places], numbers], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+
+    def _numberings(self, n_rows: int) -> Indices:
+        """Return for each shard with one of the first `n_rows` rows which numbering it is of."""
+        parts = [part for part, start in zip(self._parts, self._starts, strict=False) if start < n_rows]
+        return np.zeros(len(parts), np.int64) if self._numbered_through else _numberings(parts)
 
 
 def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:

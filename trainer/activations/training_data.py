@@ -163,7 +163,10 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
     Raise `UserError` where a stream cannot go on from there, or rows cannot be held out as asked.
     """
     n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
-    how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked=job.data.hold_out != "auto")
+    is_asked = job.data.hold_out != "auto"
+    # Of stored rows as they were when the run began; a shard that was added may not know its texts.
+    is_open = isinstance(source, IndexedSource) and not is_asked
+    how = HowHeldOut(source.usual_hold_out if is_open else job.hold_out, job.data.split_seed, is_asked)
     if isinstance(source, StreamSource):
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)

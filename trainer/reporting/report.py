@@ -13,7 +13,7 @@ from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
 from trainer.contract.store.metrics_store import Row
-from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, plural, zero_rows
+from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 

@@ -44,10 +44,11 @@ def test_no_text_is_both_trained_on_and_held_out(parts: list[np.ndarray], wanted
     n_first = max(1, n - n_later)
     split = split_of(n, min(wanted, n_first - 1), seed, hold_out="texts", texts=Texts(parts), n_first=n_first)
     trained = split.rows(np.arange(split.n_train))
-    assert sorted([*trained, *split.held_out]) == list(range(n))
+    assert sorted([*trained, *split.left_out]) == list(range(n))
     assert {*Order(split, seed).stretch(7 * n, 2 * n)} | {*split.sample(n, 1)} == {*trained}
     if split.hold_out == "texts" and len(split.held_out):
         assert {*of_rows[trained]}.isdisjoint(of_rows[split.held_out])
+        assert (split.held_out < n_first).all()
         assert split.n_texts == len({*of_rows[split.held_out]})
 
 
@@ -58,7 +59,11 @@ def test_what_is_held_out_stays_so_when_rows_are_added(parts: list[np.ndarray], 
     before = split_of(n_first, wanted, seed, hold_out="texts", texts=Texts(parts[:1]))
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
-    assert grown.held_out[grown.held_out < n_first].tolist() == before.held_out.tolist()
+    assert grown.held_out.tolist() == before.held_out.tolist()
+    # Of later shards that do not say of which texts they are all rows are trained on.
+    unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
+    without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
+    assert without.left_out.tolist() == before.held_out.tolist()
     for hold_out in ("rows", "blocks"):
         of_first = Split(n_first, wanted, seed, hold_out=hold_out)
         longer = Split(n, wanted, seed, hold_out=hold_out, n_first=n_first)
