@@ -61,9 +61,8 @@ def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measu
 
 def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
     """Return the lead that the errors of both make up, and why."""
-    sums = best.sae.sums, other.sae.sums
-    if name in (held_out(CRITERION), _CARD_FVU) and sums[0] and sums[1]:
-        paired = paired_error(*sums)
+    if name in (held_out(CRITERION), _CARD_FVU) and best.sae.sums and other.sae.sums:
+        paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             return LEAD * paired, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
     if best.error is None or other.error is None:

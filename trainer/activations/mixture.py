@@ -39,7 +39,8 @@ class MixedSplit:
     ) -> None:
         first = first_sizes or sizes
         parts = apportion(n_held_out, weights or first, [size - 1 for size in first])
-        every = zip(sizes, parts, texts or [None] * len(sizes), first, strict=True)
+        known: Sequence[Texts | None] = texts or [None] * len(sizes)
+        every = zip(sizes, parts, known, first, strict=True)
         how: Any = {"hold_out": hold_out, "is_asked": is_asked}
         self.splits = [
             split_of(size, part, seed, number, _OF_SPLIT, texts=of_source, n_first=n, **how)

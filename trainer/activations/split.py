@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trainer.activations.base import Indices
+from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
@@ -113,7 +114,7 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
     return (begins[:, None] + places)[places < sizes[:, None]][:n_held_out]
 
 
-def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: np.ndarray) -> Counts:
+def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
     """Choose texts at random until they have `n_wanted` rows, of those that have no more than that each.
 
     Where these are too few, the shortest of the others follow.

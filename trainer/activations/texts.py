@@ -85,7 +85,7 @@ def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words
 
 def seed_key(*seed: int) -> Words:
     """Return what `keys_of` takes as its seed."""
-    return np.random.SeedSequence(seed).generate_state(1, np.uint64)
+    return np.random.SeedSequence(seed).generate_state(1, np.uint64).astype(np.uint64)
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from trainer.activations.base import Source
-from trainer.activations.open_source import open_source
+from trainer.activations.open_source import continue_from, open_source
 from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.output import complain
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import printable_lines
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
 from trainer.contract.runs.recipe import read_recipe
 from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.hook_names import other_place
@@ -36,10 +37,17 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
     beside. Raise `UserError` where there is no such run, or something cannot be read.
     """
     folders = saes_in(path)
-    job = _job_on(data) if data else _job_beside(path)
-    if job is None:
+    run = None if data else _run_beside(path)
+    if data:
+        job = _job_on(data)
+    elif run:
+        job = evaluated_job(run.job_file)
+    else:
         raise UsageError(f"--data: no run beside {path} tells the rows to measure on; give a folder of activations")
     source = open_source(job)
+    if run and (saved := newest_first(run.checkpoints)):
+        # Of data that has grown the rows are held out that were when the run began.
+        continue_from(source, job, read_state(saved[0]).data_before)
     rows = Rows.of_hooks(source, job, device)
     hooks = {label: job.hook_number(member) for label, member in members(job).items()}
     for folder in folders:
@@ -65,13 +73,13 @@ def _job_on(data: str) -> JobConfig:
     return job
 
 
-def _job_beside(path: Path) -> JobConfig | None:
-    """Return the job of the run that a folder is the output of: `RUN/sae`, or `saes/ID` beside `runs/ID`."""
+def _run_beside(path: Path) -> RunPaths | None:
+    """Return the run that a folder is the output of: `RUN/sae`, or `saes/ID` next to `runs/ID`."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)
         if (is_launched or folder.name == "sae") and run.job_file.is_file():
-            return evaluated_job(run.job_file)
+            return run
     return None
 
 

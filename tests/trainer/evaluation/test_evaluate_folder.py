@@ -29,7 +29,13 @@ def cards(capsys: Shown, *arguments: str) -> list[dict]:
 
 @pytest.mark.parametrize("is_launched", [True, False])
 def test_an_sae_beside_its_run_is_measured_on_the_rows_that_the_run_held_back(
-    is_launched: bool, make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: Shown
+    is_launched: bool,
+    make_job: MakeJob,
+    make_trainer: MakeTrainer,
+    kept,
+    activations: Path,
+    tmp_path: Path,
+    capsys: Shown,
 ) -> None:
     run = tmp_path / "runs" / "7" if is_launched else tmp_path / "run"
     output = tmp_path / "saes" / "7" if is_launched else run / "sae"
@@ -42,6 +48,10 @@ def test_an_sae_beside_its_run_is_measured_on_the_rows_that_the_run_held_back(
     assert one["figures"] == both[0]["figures"]
     assert one["data"]["is_held_out"]
     assert one["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu@k=2")[-1], rel=1e-3)
+    # On the same ones when there are more rows.
+    save_file({"activations": torch.randn(1000, 16)}, activations / "c.safetensors")
+    (later,) = cards(capsys, str(output / "k=2"))
+    assert later["figures"] == one["figures"]
 
 
 @pytest.fixture
