@@ -164,12 +164,12 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
     """
     n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     is_asked = job.data.hold_out != "auto"
-    # Of stored rows as they were when the run began; a shard that was added may not know its texts.
-    is_open = isinstance(source, IndexedSource) and not is_asked
-    how = HowHeldOut(source.usual_hold_out if is_open else job.hold_out, job.data.split_seed, is_asked)
     if isinstance(source, StreamSource):
+        how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
+    # By the shards that the run began with: one that was added may not know its texts.
+    how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
     return IndexedData(source, n_held_out, seed, parallel.data, how)

@@ -116,11 +116,12 @@ class Rows:
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
         # Another numbering of the same texts is the same.
         self._digest.update(labels.astype(np.int64).tobytes())
-        of_text = [by_label(labels, one) for one in (error, spread)]
-        places = np.arange(len(of_text[0]))
-        few = [by_label(places * MOST_CLUSTERS // max(MOST_CLUSTERS, len(places)), one).tolist() for one in of_text]
+        of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
+        places = np.arange(len(of_texts.error))
+        fewer = places * MOST_CLUSTERS // max(MOST_CLUSTERS, len(places))
+        few = [by_label(fewer, one).tolist() for one in (of_texts.error, of_texts.spread)]
         self.sums = RowSums(self._digest.hexdigest(), *few)
-        return Grouped(*of_text, self._of)
+        return of_texts
 
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True

@@ -25,7 +25,7 @@ LEAST_ROWS_FOR_RARE = round(10 / RARE)
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
 # A share of held-out rows that are training rows too, above which it is no accident of a few short texts.
-MANY_COPIES = 0.01
+MANY_COPIES = 0.02
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
