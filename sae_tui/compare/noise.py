@@ -64,7 +64,10 @@ def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] 
     if name in (held_out(CRITERION), _CARD_FVU) and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
-            return LEAD * paired, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
+            degrees = len(best.sae.sums.errors) - 1
+            # Of few texts the error itself is uncertain: the spread of Student's t.
+            of_few = math.sqrt(degrees / (degrees - 2)) if degrees > 2 else math.inf
+            return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
     if best.error is None or other.error is None:
         return None
     return LEAD * math.hypot(best.error, other.error), f"{LEAD:g} standard errors of both together"

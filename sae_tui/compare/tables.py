@@ -167,6 +167,9 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
+    # What lies between the best and one that is not told apart from it is not told apart either.
+    farthest = max(lead.lead for lead in alike.values())
+    alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 

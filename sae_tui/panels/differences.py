@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from rich.cells import cell_len
+from rich.text import Text
 from textual.binding import Binding
 
 from sae_tui.compare.run import Sae
@@ -104,6 +105,11 @@ class ResultsPanel(SaeTable):
     def __init__(self, settings: Settings, *, empty: str, id: str | None = None) -> None:  # noqa: A002
         super().__init__(empty=empty, id=id)
         self._settings = settings
+
+    def show_comparison(self, comparison: Comparison) -> None:
+        super().show_comparison(comparison)
+        reasons = [line.why for line in self._lines_shown if line.why]
+        self.tooltip = Text("\n".join(reasons)) if reasons else None
 
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
         return results(saes, self._settings)

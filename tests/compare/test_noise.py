@@ -53,6 +53,19 @@ def test_on_the_same_rows_a_lead_is_real_that_separate_errors_hide() -> None:
     assert apart.why.endswith("2 standard errors of both together")
 
 
+def test_few_texts_tell_less_and_what_lies_between_two_that_are_alike_is_alike() -> None:
+    def few(n: int, factor: float) -> RowSums:
+        many = sums_of(factor, jitter=0.02)
+        return RowSums("few", many.errors[:n], many.spreads[:n])
+
+    for n, is_real in ((3, False), (40, True)):
+        pair = few(n, 1.0), few(n, 1.05)
+        line = line_of(*(run(number, one.fvu, 0.001, one) for number, one in enumerate(pair)))
+        assert (line.best == {0}) == is_real
+    values = [(1, 0.100, 1e-6), (2, 0.103, 1e-6), (3, 0.104, 0.01)]
+    assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
+
+
 def test_a_lead_within_twice_the_combined_error_is_none() -> None:
     def three(error: float) -> Line:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
