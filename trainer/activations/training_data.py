@@ -43,7 +43,7 @@ SAMPLE_TOKENS = 32_768
 # 32,768, are as many as are held to mix them, so that a model reads none of them for it alone.
 SHARE_OF_TEXTS = 1 / 8
 # Rows that are read to find those to hold out, for each of them; and the least share of those that are wanted.
-MOST_READ, LEAST_OF_TEXTS = 24, 0.25
+MOST_READ, LEAST_OF_TEXTS = 16, 0.25
 # The halves of the held-out rows, and into how many stretches both together are cut.
 HALVES = (0, 1)
 N_STRETCHES = 16
