@@ -92,7 +92,8 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     ]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
     updates = [_update_bytes(one.train, own, is_compiled=is_compiled) for one, own in zip(saes, stepped, strict=True)]
-    peak = max(*highest, sum(weights) + max(updates)) + sum(copies)
+    starts = [activation_memory.of_start(work, one.sae) for one in saes]
+    peak = max(*highest, sum(weights) + max(updates), *starts) + sum(copies)
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
