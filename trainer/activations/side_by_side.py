@@ -40,6 +40,7 @@ class SideBySide(IndexedSource):
         for number, one in enumerate(self._sources):
             one.continue_from(before[number * n_each : (number + 1) * n_each])
         self.split_sizes = self._sources[0].split_sizes
+        self.texts = self._sources[0].texts if self.texts else ()
 
     def read_by_all_threads(self) -> None:
         for one in self._sources:
