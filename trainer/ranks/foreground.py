@@ -107,6 +107,7 @@ class Foreground:
             self._signal_ranks()
         with self._bar() as bar:
             self._watch(bar)
+        self._paths.free_reserve()
         if not any(rank.failed for rank in self._ranks):
             return max(rank.process.returncode for rank in self._ranks)
         heartbeat, _ = read_progress(self._paths.metrics_db)

@@ -20,14 +20,18 @@ from trainer.activations.outliers import LeftOut
 from trainer.activations.shards import ShardCutError
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
+from trainer.checkpoints.reserve import Reserve, reserved_bytes
 from trainer.contract.errors import UserError
+from trainer.contract.paths import RESERVE
+from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_state
 from trainer.contract.runs.data_record import DataRecord, news_of_data
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
 from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -45,6 +49,7 @@ from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.data_watch import DataWatch
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
+from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import recorded
@@ -135,6 +140,9 @@ class Trainer:
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origins, self.recipe_of, self.report)
+        work = Workload(job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
+        n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
+        self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
         self._skips = Skips(self.report)
         self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._tell_of_data(resumed, before)
@@ -152,6 +160,13 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, or to a stop that all ranks agree on; return True where the run is finished."""
+        self._reserve.hold()
+        try:
+            return self._run()
+        finally:
+            self._reserve.release()
+
+    def _run(self) -> bool:
         self._batches = self._open_batches()
         try:
             while not self._is_over():
@@ -182,12 +197,10 @@ class Trainer:
                     self._record_intervals()
             raise
         self._batches.close()
-        try:
-            self._beat("saving")
-            self._saving.save(self.learners, self.position)
-        finally:
-            # What was trained is not lost because its checkpoint could not be written.
-            self._export()
+        self._beat("saving")
+        self._reserve.release()
+        last = self._saving.last(self.learners, self.position)
+        FinalWrites(self._parallel, self.report, self._stop, self._beat).write([*last, *self._exports()])
         self._share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
@@ -477,12 +490,12 @@ class Trainer:
 
     # after
 
-    def _export(self) -> None:
+    def _exports(self) -> list[Write]:
         # Ranks that only add tokens hold the same SAEs once again.
-        if self._parallel.data.index == 0:
-            self._beat("saving")
-            learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
-            self._exporter.export(learning, self.position)
+        if self._parallel.data.index:
+            return []
+        learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+        return self._exporter.writes(learning, self.position)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)
