@@ -30,8 +30,10 @@ from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_s
 from trainer.contract.runs.data_record import DataRecord, news_of_data
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
+from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import join_words
 from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -60,6 +62,18 @@ from trainer.training.skipped_steps import Skips
 from trainer.training.step import cut_of, take_step
 
 _OUTLIERS = "outliers"
+
+
+def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
+    """Say that micro-batches were made smaller for want of memory, and whether that changes what is learnt."""
+    kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
+    by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
+    changes = (
+        f"{join_words(by_batch)} choose latents among these tokens alone, and learn another SAE than by {whole:,}"
+        if by_batch
+        else "what is learnt is the same"
+    )
+    return f"{whole:,} tokens at a time do not fit into the memory: a step goes on in pieces of {size:,}; {changes}"
 
 
 class EndedInterval(NamedTuple):
@@ -234,14 +248,17 @@ class Trainer:
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
         for learner in learners:
             learner.begin_step(self.position.step)
+        whole = self._layout.micro_batch
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
-                return
+                break
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
             self._cut = cut_of(self._layout, self._parallel)
             rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
+        if most < whole and self._parallel.is_main:
+            self._progress.event("halved", halved_sentence(self._job, whole, most), "warning")
 
     @property
     def _layout(self) -> Layout:
