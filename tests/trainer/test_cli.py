@@ -249,7 +249,42 @@ def test_a_run_folder_is_never_written_over(job_file: Path, capsys: pytest.Captu
     assert (tmp_path / "out" / "job.toml").read_text() == "mine"
 
 
-def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that sets the load of this machine, which is none for now."""
+
+    def set_to(load: float) -> None:
+        monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+
+    set_to(0.0)
+    return set_to
+
+
+def test_an_estimate_on_busy_cores_says_so(
+    job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for busy, times in ((20.0, "2 cores, load 20: expect about 10 times as long"), (2.0, None)):
+        load(busy)
+        assert main(["estimate", str(job_file)]) == EXIT_FINISHED
+        told = [line for line in capsys.readouterr().out.splitlines() if "times as long" in line]
+        assert told == ([times] if times else [])
+
+
+def test_a_checkout_without_an_install_says_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout = Path(__file__).parents[2]
+    monkeypatch.setattr(
+        sys, "path", [str(checkout), *(one for one in sys.path if not (Path(one) / "trainer").is_dir())]
+    )
+    assert main(["run", str(job_file), "--out", str(tmp_path / "run")]) == EXIT_USAGE
+    assert f"install it first: pip install -e {checkout}" in capsys.readouterr().err
+
+
+def test_an_estimate_adds_up_and_names_every_part(
+    job_file: Path, load: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["estimate", str(job_file), "--json"]) == EXIT_FINISHED
     estimate = json.loads(capsys.readouterr().out)
     per_gpu = estimate["per_gpu"]

@@ -39,6 +39,10 @@ from trainer.parallel.group import Group, gather_bytes
 
 # Rows of a sample: OpenAI's number for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
+_HELD_OUT_OTHERS = (
+    "data.hold_out: other rows would be held out than before, since shards were added that do not know their texts, or "
+    "there are more ranks than rows held out; undo that, or start a new run"
+)
 # Of the texts of a stream, one in so many is held out among those that come first: the rows that are read for that, 8 x
 # 32,768, are as many as are held to mix them, so that a model reads none of them for it alone.
 SHARE_OF_TEXTS = 1 / 8
@@ -172,7 +176,15 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
-    return IndexedData(source, n_held_out, seed, parallel.data, how)
+    data = IndexedData(source, n_held_out, seed, parallel.data, how)
+    if resumed and resumed.held_out and _choice(resumed.held_out) != _choice(data.held_out_key()):
+        raise UserError(_HELD_OUT_OTHERS)
+    return data
+
+
+def _choice(key: str) -> str:
+    """Return what a `held_out_key` says of the rows that a run began with."""
+    return key.partition("-")[0]
 
 
 class HowHeldOut(NamedTuple):
@@ -206,7 +218,13 @@ class IndexedData(TrainingData):
         return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
 
     def held_out_key(self) -> str:
-        return hashlib.sha256(self.split.held_out.tobytes()).hexdigest()[:16]
+        """Return a hash of the held-out rows among those that the run began with, and the number of all of them."""
+        splits = self.split.splits if isinstance(self.split, MixedSplit) else [self.split]
+        digest = hashlib.sha256()
+        sizes = self._source.split_sizes or self._source.sizes or [self._source.n_tokens]
+        for split, n_first in zip(splits, sizes, strict=True):
+            digest.update(split.held_out[split.held_out < n_first].tobytes())
+        return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
 
     def rewind(self) -> None:
         """Do nothing: any position can be read."""

@@ -22,6 +22,12 @@ from trainer.contract.files import write_whole
 from trainer.contract.paths import file_mode, free_disk, is_shared, private_folder, refuse_link
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_IN_WORDS = re.compile(r"\(os error (\d+)\)")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class NoRoomError(UserError):
+    """The disk is full, or a quota is used up: the same may succeed later."""
 
 
 @contextlib.contextmanager
@@ -84,17 +90,23 @@ def _place(temporary: Path, folder: Path, last: str) -> None:
 
 
 def _write_error(folder: Path, error: Exception) -> UserError:
-    return not_written(folder, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None))
+    if isinstance(error, OSError):
+        return not_written(folder, error.strerror or str(error), error.errno)
+    # safetensors has the number in its words alone.
+    number = _IN_WORDS.search(str(error))
+    return not_written(folder, str(error), int(number[1]) if number else None)
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
     """Return an error that says what to do; `number` is the errno."""
-    cure = "free some space on its disk"
+    cure, kind = "free some space on its disk", UserError
+    if number in _NO_ROOM:
+        kind = NoRoomError
     if number in _FORBIDDEN:
         cure = "make its folder writable"
     elif "quota" in reason:
         cure = "free some of your quota there"
-    return UserError(f"{folder} could not be written: {reason}; {cure} and try again")
+    return kind(f"{folder} could not be written: {reason}; {cure} and try again")
 
 
 def free_bytes(folder: Path) -> int:

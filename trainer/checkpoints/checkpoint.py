@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -121,7 +122,8 @@ class Checkpoints:
             return
         spare = self._spare(target)
         if free + sum(_size(folder) for folder in spare) < needed:
-            raise not_written(target, "it takes {}, and {} are free".format(*distinct_sizes(needed, free)))
+            reason = "it takes {}, and {} are free".format(*distinct_sizes(needed, free))
+            raise not_written(target, reason, errno.ENOSPC)
         for folder in spare:
             _remove(folder)
             if free_bytes(self._folder) >= needed:

@@ -14,6 +14,8 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
+# Takes space next to the checkpoints until the last one is written.
+RESERVE = ".reserved-for-the-last"
 
 
 class RunPaths:
@@ -32,6 +34,11 @@ class RunPaths:
         self.evaluation_lock = root / "evaluation.lock"
         # The job's row in the store as it was last started, from which a lost store is rebuilt.
         self.record_file = root / "record.json"
+
+    def free_reserve(self) -> None:
+        """Give back the space that a process of the run kept for the last checkpoint and did not live to use."""
+        with contextlib.suppress(OSError):
+            (self.checkpoints / RESERVE).unlink(missing_ok=True)
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,12 @@ from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.model_placement import ModelPlacement, place_model
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import plural
 from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.devices import Device, gpus_here
+
+# Processes that want to run, for each core, from which on a job takes clearly longer.
+_BUSY = 1.5
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -76,6 +81,8 @@ class Estimate(msgspec.Struct, frozen=True):
         if self.placed.model_gpus or self.placed.why:
             yield self.placed.sentence
         yield self._held_out
+        if self.device_name == CPU and (busy := busy_sentence(os.getloadavg()[0], len(os.sched_getaffinity(0)))):
+            yield busy
         by = "speeds measured here" if self.placed.is_measured else f"assumed speeds of a usual {self.device_name}"
         clock = datetime.timedelta(seconds=round(self.seconds))
         yield f"about {clock} ({self.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"
@@ -92,6 +99,14 @@ class Estimate(msgspec.Struct, frozen=True):
         of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
         what = of_stream if self.job.hold_out == "rows" else how[self.job.hold_out]
         return f"held out: about {n:,} rows, {what} (data.hold_out)" if n else "nothing is held out"
+
+
+def busy_sentence(load: float, n_cores: int) -> str | None:
+    """Say by the load of the last minute how much longer a job will take on busy cores; None where they are idle."""
+    times = load / n_cores
+    if times < _BUSY:
+        return None
+    return f"{plural(n_cores, 'core')}, load {load:.0f}: expect about {times:.0f} times as long"
 
 
 def _room(job: JobConfig, gpus: list[Device]) -> Room:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -95,6 +96,7 @@ class Foreground:
 
         Ctrl-C stops with a checkpoint, a second Ctrl-C at once.
         """
+        refuse_uninstalled()
         self._paths.create()
         refuse_link(self._spec.output_dir)
         self._lock.share()
@@ -107,6 +109,7 @@ class Foreground:
             self._signal_ranks()
         with self._bar() as bar:
             self._watch(bar)
+        self._paths.free_reserve()
         if not any(rank.failed for rank in self._ranks):
             return max(rank.process.returncode for rank in self._ranks)
         heartbeat, _ = read_progress(self._paths.metrics_db)
@@ -214,6 +217,14 @@ class Foreground:
         if self._is_stopping and not (first and (first.word or first.was_killed)):
             return "interrupted before a checkpoint was saved"
         return first.error(len(self._ranks)) if first else f"training failed; the logs are in {self._paths.logs}"
+
+
+def refuse_uninstalled() -> None:
+    """Raise `UsageError` where this package is found in the working folder alone: ranks do not look there."""
+    elsewhere = [folder for folder in sys.path[1:] if folder]
+    if not sys.flags.safe_path and PathFinder.find_spec("trainer", elsewhere) is None:
+        checkout = Path(__file__).parents[2]
+        raise UsageError(f"the trainer is not installed in {sys.prefix}; install it first: pip install -e {checkout}")
 
 
 def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:

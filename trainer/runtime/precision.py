@@ -54,7 +54,8 @@ def set_deterministic(deterministic: bool) -> None:
     # Read by the compiler once it is loaded.
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
     compiler: Any = sys.modules.get("torch._inductor.config")
-    if compiler:
+    # Older ones have no such option, and refuse names that they do not know.
+    if hasattr(compiler, "deterministic"):
         compiler.deterministic = deterministic
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False
     if deterministic:

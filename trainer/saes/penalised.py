@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.contract.planning.activation_memory import START_ROWS, START_VALUES
 from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
 from trainer.saes.kernels.encode import Choose, centre, encode
@@ -159,8 +160,9 @@ class Penalised(Sae):
         """Start with k active latents per token: the way there from half of all would cost most of a short run."""
         self.penalty.start(self.y_variance)
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
-        rows = x[:2048] - self.input_bias
-        pre_acts = torch.addmm(self.b_enc, rows, self.W_enc).flatten()
+        rows = x[:START_ROWS] - self.input_bias
+        at_once = rows.split(max(1, START_VALUES // self.W_enc.shape[1]))
+        pre_acts = (torch.addmm(self.b_enc, some, self.W_enc) for some in at_once)
         self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def raise_bar(self, bound: Tensor) -> None:

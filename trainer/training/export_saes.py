@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
 from trainer.sharing.saelens import export_sae
+from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 from trainer.training.thresholds import threshold_facts
 
@@ -35,21 +37,26 @@ class Exporter:
     ) -> None:
         self._output, self._origins, self._recipe_of, self._report = output, origins, recipe_of, report
 
-    def export(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """Write every SAE to a folder of its label; all ranks that share its latents have to call this."""
+    def writes(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
+        """Return what writes each SAE to a folder of its label; all ranks that share its latents have to call this."""
+        writes = []
         for label, learner in learners.items():
             with learner.evaluating():
-                if (sae := learner.whole_sae()) is not None:
-                    self._export_one(label, learner, sae, position)
+                sae = learner.whole_sae()
+            if sae is not None:
+                self._tell_missed_l0(label, learner, self._recipe_of(label).target_l0)
+                to = partial(self._export_one, label, learner, sae, position)
+                folder = self._output / label if label else self._output
+                writes.append(Write(folder, partial(to, folder), to))
+        return writes
 
-    def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position) -> None:
+    def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position, folder: Path) -> None:
         recipe = self._recipe_of(label)
-        self._tell_missed_l0(label, learner, recipe.target_l0)
-        folder = self._output / label if label else self._output
         values = self._report.values[label]
         measured = {name: values[name] for name in measured_names() if name in values}
-        facts = {**self._origins[label], **training_facts(learner, position, recipe), **measured}
-        export_sae(sae, folder, facts)
+        with learner.evaluating():
+            facts = {**self._origins[label], **training_facts(learner, position, recipe), **measured}
+            export_sae(sae, folder, facts)
         rank_log.say(f"SAE exported: {folder}")
 
     def _tell_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:

@@ -20,14 +20,20 @@ from trainer.activations.outliers import LeftOut
 from trainer.activations.shards import ShardCutError
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
+from trainer.checkpoints.reserve import Reserve, reserved_bytes
 from trainer.contract.errors import UserError
+from trainer.contract.paths import RESERVE
+from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
-from trainer.contract.planning.workload import Layout
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_state
 from trainer.contract.runs.data_record import DataRecord, news_of_data
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
+from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import join_words
 from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -45,6 +51,7 @@ from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.data_watch import DataWatch
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
+from trainer.training.final_writes import FinalWrites, Write
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
 from trainer.training.recorded_step import recorded
@@ -55,6 +62,18 @@ from trainer.training.skipped_steps import Skips
 from trainer.training.step import cut_of, take_step
 
 _OUTLIERS = "outliers"
+
+
+def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
+    """Say that micro-batches were made smaller for want of memory, and whether that changes what is learnt."""
+    kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
+    by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
+    changes = (
+        f"{join_words(by_batch)} choose latents among these tokens alone, and learn another SAE than by {whole:,}"
+        if by_batch
+        else "what is learnt is the same"
+    )
+    return f"{whole:,} tokens at a time do not fit into the memory: a step goes on in pieces of {size:,}; {changes}"
 
 
 class EndedInterval(NamedTuple):
@@ -135,6 +154,9 @@ class Trainer:
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origins, self.recipe_of, self.report)
+        work = Workload(job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
+        n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
+        self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
         self._skips = Skips(self.report)
         self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
         self._tell_of_data(resumed, before)
@@ -152,6 +174,13 @@ class Trainer:
 
     def run(self) -> bool:
         """Train to the last step, or to a stop that all ranks agree on; return True where the run is finished."""
+        self._reserve.hold()
+        try:
+            return self._run()
+        finally:
+            self._reserve.release()
+
+    def _run(self) -> bool:
         self._batches = self._open_batches()
         try:
             while not self._is_over():
@@ -182,12 +211,10 @@ class Trainer:
                     self._record_intervals()
             raise
         self._batches.close()
-        try:
-            self._beat("saving")
-            self._saving.save(self.learners, self.position)
-        finally:
-            # What was trained is not lost because its checkpoint could not be written.
-            self._export()
+        self._beat("saving")
+        self._reserve.release()
+        last = self._saving.last(self.learners, self.position)
+        FinalWrites(self._parallel, self.report, self._stop, self._beat).write([*last, *self._exports()])
         self._share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
@@ -221,14 +248,17 @@ class Trainer:
         kept = most_kept(self.data.n_held_out, self._parallel.data.size, width) if self._held_out.keeps else 0
         for learner in learners:
             learner.begin_step(self.position.step)
+        whole = self._layout.micro_batch
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
         while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest, self.data.n_hooks, kept):
-                return
+                break
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
             self._cut = cut_of(self._layout, self._parallel)
             rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
+        if most < whole and self._parallel.is_main:
+            self._progress.event("halved", halved_sentence(self._job, whole, most), "warning")
 
     @property
     def _layout(self) -> Layout:
@@ -477,12 +507,12 @@ class Trainer:
 
     # after
 
-    def _export(self) -> None:
+    def _exports(self) -> list[Write]:
         # Ranks that only add tokens hold the same SAEs once again.
-        if self._parallel.data.index == 0:
-            self._beat("saving")
-            learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
-            self._exporter.export(learning, self.position)
+        if self._parallel.data.index:
+            return []
+        learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+        return self._exporter.writes(learning, self.position)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)

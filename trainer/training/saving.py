@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from trainer.contract.settings.series import CRITERION, held_out
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
+from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
 
@@ -67,6 +69,12 @@ class Saving:
         """Save the last checkpoint; raise `UserError` on rank 0 where it cannot be written."""
         if (whole := self._gather(learners, position)) is not None:
             self._write(whole, position)
+
+    def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
+        """Return on rank 0 what writes the last checkpoint; nothing elsewhere, and where it is saved already."""
+        whole = self._gather(learners, position)
+        folder = self._checkpoints.folder(position)
+        return [] if whole is None else [Write(folder, partial(self._write, whole, position))]
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Save one checkpoint of many; where it cannot be written report that and let training go on to the next."""

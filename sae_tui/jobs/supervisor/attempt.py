@@ -76,6 +76,7 @@ class OneAttempt:
         stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
         meter = EnergyMeter(self._data, self._control, self._job)
         requests = self._watch(attempt, meter)
+        self._paths.free_reserve()
         if stop_recording:
             stop_recording()
         meter.end()

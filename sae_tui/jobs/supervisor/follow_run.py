@@ -16,7 +16,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import Control, RequestKind
-from trainer.contract.store.metrics_store import JUDGING, Heartbeat
+from trainer.contract.store.metrics_store import JUDGING, WAITING, Heartbeat
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -104,7 +104,7 @@ class Watch:
     @property
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
-        may_take_long = self._beat is not None and self._beat.phase in ("saving", JUDGING)
+        may_take_long = self._beat is not None and self._beat.phase in ("saving", JUDGING, WAITING)
         return self.is_overdue and not may_take_long
 
     @property
@@ -215,7 +215,7 @@ class Watch:
 
     def _judge(self, place: tuple[str, int]) -> None:
         """Set the job's state: the first heartbeat means running, nothing new for unusually long means stalled."""
-        stalled = self._stall.is_stalled(place, time.monotonic()) and not self._is_starting
+        stalled = self._stall.is_stalled(place, time.monotonic()) and not (self._is_starting or place[0] == WAITING)
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:

@@ -20,6 +20,7 @@ from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.user import user_name
 from trainer.contract.files import clear_cut_off
 from trainer.contract.paths import DataDir, RunPaths, numbered
+from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.settings.toml import parse_toml, read_plain_text
 from trainer.contract.store.database import StoreCorrupt, StoreError, check_whole, set_aside
@@ -59,6 +60,8 @@ def repair(data: DataDir) -> Iterator[str]:
                 yield f"job {job_id} ({job.name}) is in the list again, {describe_state(job).word}"
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
+        if not is_held(RunPaths(folder).lock_file):
+            RunPaths(folder).free_reserve()
         metrics = RunPaths(folder).metrics_db
         if int(folder.name) not in active and (backup := _put_aside_if_corrupt(metrics, "metrics")):
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {backup}"

@@ -77,6 +77,27 @@ def test_an_encoder_gets_one_document_in_a_row_and_fillings_change_nothing(tiny,
     require_like_alone(tiny(family), model, made)
 
 
+@pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
+def test_an_encoder_whose_attention_weighs_little_is_not_packed(copy, weight: float) -> None:
+    file = (folder := copy("bert")) / "model.safetensors"
+    weights = load_file(file)
+    scaled = {name: one * weight if "attention.output.dense.weight" in name else one for name, one in weights.items()}
+    save_file(scaled, file, {"format": "pt"})
+    assert not load(folder).packs
+
+
+def test_a_model_that_keeps_documents_apart_in_a_batch_of_one_alone_is_not_packed(
+    tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LanguageModel._forward
+
+    def forgetful(self: LanguageModel, batch: Batch, *, packed: bool) -> Tensor:
+        return forward(self, batch, packed=packed and len(batch.ids) == 1)
+
+    monkeypatch.setattr(LanguageModel, "_forward", forgetful)
+    assert not load(tiny("llama")).packs
+
+
 @pytest.fixture
 def copy(tiny, tmp_path: Path) -> Callable[[str], Path]:
     """Return a function that copies a model, to be damaged."""

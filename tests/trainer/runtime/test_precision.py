@@ -174,6 +174,19 @@ def test_a_compiler_that_is_loaded_later_is_deterministic_too_and_none_is_loaded
     assert done.stdout.splitlines() == ["False", "[True, False]"]
 
 
+class Older:
+    """A compiler's configuration that refuses names that it does not know, as torch's does."""
+
+    __slots__ = ()
+
+
+def test_a_compiler_without_the_option_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.config", Older())
+    for deterministic in (True, False):
+        set_deterministic(deterministic)
+        assert torch.are_deterministic_algorithms_enabled() == deterministic
+
+
 def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     set_deterministic(True)

@@ -10,6 +10,7 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from support.steps import ALONE, skips, take_alone
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.activations.batches import Batch
 from trainer.contract.planning import latent_room
@@ -456,3 +457,31 @@ def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:
         sae.end_step(sae.n_tokens_in_step())
     torch.testing.assert_close(first.penalty.deviation, whole.penalty.deviation)
     assert first.penalty.deviation != 0
+
+
+class Largest(TorchDispatchMode):
+    """Remembers how many values the largest tensor has that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, tuple | list) else (made,):
+            self.most = max(self.most, one.numel()) if isinstance(one, Tensor) else self.most
+        return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_threshold_is_found_without_all_pre_activations_in_memory_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(penalised, "START_VALUES", 2**12)
+    sae, x = made(kind, 8, 96), batch(2500, 8)
+    expected = (x[:2048] - sae.input_bias) @ sae.W_enc + sae.b_enc
+    bound = expected.flatten().sort(descending=True).values[5 * 2048 - 1]
+    found: list[Tensor] = []
+    monkeypatch.setattr(sae, "raise_bar", found.append)
+    with Largest() as largest:
+        sae.calibrate(x)
+    torch.testing.assert_close(found[0], bound)
+    assert largest.most <= 2 * 8 * 2048

@@ -15,6 +15,7 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.store.metrics_store import SeriesReader
+from trainer.training.loop import halved_sentence
 
 STEP = 8192
 # All tokens have 256 MiB of pre-activations. Before a pass, twice these and 128 MiB for threads are asked for.
@@ -66,6 +67,10 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(
         fvu[name] = curve(folder / "run", "heldout_fvu")[-1]
     assert trials(tmp_path / "roomy" / "0.log") == []
     assert trials(tmp_path / "tight" / "0.log")[0] == ("8,192", "4,096")
+    with contextlib.closing(SeriesReader(tmp_path / "tight" / "run" / "metrics.db")) as reader:
+        (told,) = [event.message for event in reader.events() if event.kind == "halved"]
+    assert told.startswith("8,192 tokens at a time do not fit into the memory: a step goes on in pieces of ")
+    assert told.endswith("; what is learnt is the same")
     assert abs(fvu["tight"] - fvu["roomy"]) < 1e-4
 
 
@@ -84,3 +89,8 @@ def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_w
     assert start_ranks(settled, 2, run_dir=tmp_path / "settled").wait() == [EXIT_FINISHED] * 2
     assert curve(tmp_path / "tight", "loss") == curve(tmp_path / "settled", "loss")
     assert len(curve(tmp_path / "tight", "loss")) == 2
+
+
+def test_architectures_that_choose_within_a_micro_batch_are_said_to_learn_another_sae() -> None:
+    told = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
+    assert told.endswith("; batch_topk choose latents among these tokens alone, and learn another SAE than by 8,192")

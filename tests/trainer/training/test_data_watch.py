@@ -99,6 +99,32 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
     assert as_set(third._source.rows(np.unique(in_an_epoch(third)))).isdisjoint(before)
 
 
+def write_texts(file: Path, texts: range, seed: int) -> None:
+    """Write 25 rows of each text, which know their text."""
+    write(file, 25 * len(texts), seed)
+    document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
+    save_file(load_file(file) | {"document": document}, file)
+
+
+def test_texts_stay_held_out_and_shards_that_do_not_know_their_texts_are_not_taken_in(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    folder = tmp_path / "x"
+    write_texts(folder / "b.safetensors", range(40), 1)
+    job = make_job(data={"path": str(folder)}, train={"n_steps": 2})
+    first = make_trainer(job)
+    first.run()
+    assert first.data.hold_out == "texts"
+    before = held_out(first)
+    write_texts(folder / "a.safetensors", range(40, 60), 2)
+    second = make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
+    assert held_out(second) == before
+    assert as_set(second._source.rows(np.unique(in_an_epoch(second)))).isdisjoint(before)
+    write(folder / "c.safetensors", 100, 3)
+    with pytest.raises(UserError, match=r"data\.hold_out: other rows would be held out than before, since shards were"):
+        make_trainer(job.replace("train", n_steps=4), resume_from=tmp_path / "checkpoints")
+
+
 def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,21 @@ COUNTED_BYTES = 2
 # Two ranks on one CPU that looks at a rounded product first send a quarter more, which is not counted.
 MARGIN_PER_TOKEN = 4
 
+# The start of an architecture with a penalty: rows that its threshold is found on, and the most values of them at once.
+START_ROWS, START_VALUES = 2048, 2**21
+# A CPU's topk keeps 16 bytes for each value next to its 4.
+_BYTES_OF_TOPK = 20
+
+
+def of_start(work: Workload, sae: Sae) -> int:
+    """Return the bytes that an SAE takes next to its weights before its first step, to find a first threshold."""
+    if not hasattr(sae.knobs, "sparsity_coefficient"):
+        return 0
+    n_own = sae.width(work.d_in) / work.latent_ranks
+    at_once = max(n_own, min(START_VALUES, START_ROWS * n_own))
+    largest = min(START_ROWS * n_own, START_ROWS * sae.knobs.most_active(work.d_in))
+    return round(_BYTES_OF_TOPK * (at_once + largest) + 4 * START_ROWS * work.d_in)
+
 
 def of_pass(work: Workload, sae: Sae, *, keeps_copies: bool = False) -> int:
     """Return the peak bytes of one micro-batch's forward and backward pass, the gradients it makes included.

@@ -92,7 +92,8 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
     ]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
     updates = [_update_bytes(one.train, own, is_compiled=is_compiled) for one, own in zip(saes, stepped, strict=True)]
-    peak = max(*highest, sum(weights) + max(updates)) + sum(copies)
+    starts = [activation_memory.of_start(work, one.sae) for one in saes]
+    peak = max(*highest, sum(weights) + max(updates), *starts) + sum(copies)
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     n_hooks = len(work.job.hooks)
@@ -182,9 +183,12 @@ def _can_share(work: Workload) -> bool:
 
 def on_disk(work: Workload) -> int:
     """Return the most bytes on disk: the newest checkpoints, the best, one being written, and the finished SAEs."""
-    n_checkpoints = work.job.train.keep_checkpoints + 2
-    finished = round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
-    return n_checkpoints * checkpoint_bytes(work) + finished
+    return (work.job.train.keep_checkpoints + 1) * checkpoint_bytes(work) + last_bytes(work)
+
+
+def last_bytes(work: Workload) -> int:
+    """Return the bytes on disk that the end of a run takes: its last checkpoint and the finished SAEs."""
+    return checkpoint_bytes(work) + round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
 
 
 def checkpoint_bytes(work: Workload) -> int:

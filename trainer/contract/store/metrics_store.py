@@ -21,7 +21,7 @@ ROLLUP_SHIFTS = {1: 6, 2: 12}
 # No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
 LARGEST = 1e100
 # The phase after a run's last checkpoint and export, in which what it has made is measured, and that after it.
-JUDGING, FINISHED = "judging", "finished"
+JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ are exchanged as well, and the products read only the entries that count.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -182,9 +183,16 @@ def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) 
     return flat, values, is_chosen[0]
 
 
-def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:
-    """Return the n-th largest of all ranks' values, 0-dim."""
-    own = values.flatten().topk(min(n, values.numel()), sorted=False).values
+def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
+    """Return the n-th largest of all values of all ranks, 0-dim; only one part of them is in memory at a time."""
+    own: Tensor | None = None
+    for part in parts:
+        values = part.flatten()
+        if own is not None:
+            # A CPU's topk takes 16 bytes for each value, so that it gets only those that can be among the largest.
+            values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
+        own = values.topk(min(n, len(values)), sorted=False).values
+    assert own is not None
     everybodys = group.gather(F.pad(own, (0, n - len(own)), value=-torch.inf))
     return everybodys.flatten().topk(n, sorted=False).values.amin()
 

@@ -1,0 +1,216 @@
+"""The end of a run on a full disk: it waits for space, puts the SAE elsewhere meanwhile, and loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.checkpoints.checkpoint import load
+from trainer.checkpoints.reserve import Reserve
+from trainer.contract.errors import UserError
+from trainer.contract.paths import RESERVE, RunPaths
+from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.settings.job import JobConfig
+from trainer.sharing.saelens import exported_tokens
+from trainer.training import final_writes
+from trainer.training.loop import Trainer
+
+# Bytes of a file: enough for settings, and less than any weights have.
+SMALL = 4000
+MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
+
+
+@pytest.fixture
+def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folder for what waits; it counts as one of another disk."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
+    return folder
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Return a function that limits the size of files, by which the system refuses a write as it does on a full disk.
+
+    SIGXFSZ is ignored by Python. Any user may lower the limit, and raise it again.
+    """
+    monkeypatch.setattr(final_writes, "RETRY_S", 0.02)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(n_bytes: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Wait:
+    """Calls something once the run waits, in place of a user."""
+
+    def __init__(self, progress, act: Callable[[], object]) -> None:
+        self.progress, self.seen, was = progress, 0, progress.beat
+
+        def beat(phase: str, step: int, tokens: int) -> None:
+            was(phase, step, tokens)
+            if phase == "waiting for space":
+                self.seen += 1
+                if self.seen == 3:
+                    act()
+
+        progress.beat = beat
+
+
+def told(kept) -> list[str]:
+    return [message for kind, _, message in kept.events if kind == "space"]
+
+
+def test_the_last_save_waits_for_space_and_the_sae_is_elsewhere_meanwhile(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
+) -> None:
+    found: list[list[Path]] = []
+
+    def free() -> None:
+        found.append(list(other_disk.glob("*/sae/cfg.json")))
+        full(resource.RLIM_INFINITY)
+
+    wait = Wait(kept, free)
+    job = make_job(train={"n_steps": 3, "report_card": False})
+    trainer = make_trainer(job, wait.progress)
+    # Not enough for the optimizer's state, nor for the weights in the folder of the run.
+    export, only_here = trainer._exporter._export_one, tmp_path / "sae"
+
+    def where_there_is_room(*arguments, **others) -> None:
+        if arguments[-1] != only_here:
+            full(resource.RLIM_INFINITY)
+        export(*arguments, **others)
+        full(SMALL) if not found else None
+
+    trainer._exporter._export_one = where_there_is_room
+    full(SMALL)
+    assert trainer.run()
+    assert [len(saes) for saes in found] == [1]
+    assert wait.seen == 3
+    (first, meanwhile, again) = told(kept)
+    assert first.startswith(f"waiting for space: {tmp_path / 'checkpoints' / 'step-00000003'} could not be written: ")
+    assert f"{tmp_path / 'sae'} waits for space; until then its SAE is in {other_disk}" in meanwhile
+    assert "there is space again" in again
+    assert list(other_disk.iterdir()) == []
+    assert load(tmp_path / "checkpoints")[1] == trainer.position
+    assert exported_tokens(tmp_path / "sae") == trainer.position.tokens
+
+
+def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    trainer = make_trainer(make_job(train={"n_steps": 3}), Wait(kept, stop.set).progress, stop=stop)
+    export = trainer._exporter._export_one
+
+    def where_there_is_room(*arguments, **others) -> None:
+        full(resource.RLIM_INFINITY if arguments[-1].is_relative_to(other_disk) else SMALL)
+        export(*arguments, **others)
+
+    trainer._exporter._export_one = where_there_is_room
+    full(SMALL)
+    with pytest.raises(UserError, match=r"^a stop was asked for before there was space: .* could not be") as error:
+        trainer.run()
+    (sae,) = other_disk.glob("*/sae")
+    assert str(error.value).endswith(f"; what was trained is in {sae}")
+    assert exported_tokens(sae) == trainer.position.tokens
+    assert not (tmp_path / "checkpoints" / RESERVE).exists()
+
+
+def test_a_run_that_is_being_stopped_does_not_wait(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(final_writes, "_other_places", lambda _: [])
+    stop = threading.Event()
+    stop.set()
+    full(SMALL)
+    with pytest.raises(UserError, match="free some space on its disk and try again"):
+        make_trainer(make_job(train={"n_steps": 3}), kept, stop=stop).run()
+
+
+def test_what_can_never_be_written_is_not_waited_for_and_the_sae_is_still_there(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(UserError, match="checkpoints"):
+        make_trainer(make_job(train={"n_steps": 3}), kept).run()
+    assert exported_tokens(tmp_path / "sae") is not None
+    assert told(kept) == []
+
+
+# the reserve
+
+
+def test_space_for_the_last_checkpoint_is_taken_while_a_run_trains_and_given_back_on_every_way_out(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    file, sizes = tmp_path / "checkpoints" / RESERVE, []
+    was = kept.beat
+
+    def look(phase: str, step: int, tokens: int) -> None:
+        was(phase, step, tokens)
+        sizes.append((phase, file.stat().st_blocks * 512 if file.exists() else 0))
+        if step == 4:
+            raise RuntimeError("a fault")
+
+    kept.beat = look
+    assert make_trainer(make_job(train={"n_steps": 3}), kept).run()
+    (checkpoint,) = newest_first(tmp_path / "checkpoints")
+    files = checkpoint / "tensors.safetensors", *(tmp_path / "sae").glob("*.safetensors")
+    needed = sum(one.stat().st_size for one in files)
+    held = {size for phase, size in sizes if phase == "training"}
+    if held == {0}:
+        pytest.skip("this file system keeps no space for a file")
+    assert needed <= min(held) <= 2 * needed + 2**18
+    assert not file.exists()
+    with pytest.raises(RuntimeError, match="a fault"):
+        make_trainer(make_job(train={"n_steps": 9}), kept).run()
+    assert not file.exists()
+
+
+def test_a_reserve_that_does_not_fit_leaves_nothing_and_that_of_a_killed_process_is_freed(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.create()
+    Reserve(paths.checkpoints / RESERVE, 2**60).hold()
+    assert list(paths.checkpoints.iterdir()) == []
+    Reserve(paths.checkpoints / RESERVE, 4096).hold()
+    paths.free_reserve()
+    assert list(paths.checkpoints.iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_the_end_has_room_for_the_last_checkpoint_and_the_sae(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    try:
+        was = kept.beat
+
+        def fill(phase: str, step: int, tokens: int) -> None:
+            was(phase, step, tokens)
+            if (phase, step) == ("training", 2):
+                with open(disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
+                    while filler.write(bytes(4096)):
+                        pass
+
+        kept.beat = fill
+        job = make_job(train={"n_steps": 5, "report_card": False})
+        trainer = make_trainer(job, kept, checkpoints=disk / "checkpoints", output=disk / "sae")
+        assert trainer.run()
+        assert load(disk / "checkpoints")[1].step == 5
+        assert exported_tokens(disk / "sae") == trainer.position.tokens
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)
