@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -109,9 +108,9 @@ def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # What is compared is the FVU over all of them.
+    # Of all of them it is hardly smaller: they are of the same texts.
     (stored,) = kept.curve("heldout_fvu_error")
-    assert stored == pytest.approx(card["figures"]["fvu_error"] * math.sqrt(38 / 150))
+    assert stored == pytest.approx(card["figures"]["fvu_error"])
 
 
 def tell_tokens(activations: Path) -> None:
