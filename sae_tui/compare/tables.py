@@ -15,6 +15,7 @@ from sae_tui.compare.run import Sae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
 from sae_tui.jobs.states import was_resumed
 from sae_tui.settings import Settings
+from trainer.contract.runs.recipe import MOST_L0_MISS
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import (
@@ -35,6 +36,8 @@ BEST = "★"
 SAME = "same"
 # What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
+# FVUs, and the L0 at which each stands.
+_L0_OF = {"fvu": "l0", "heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
 _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
@@ -42,7 +45,7 @@ _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 class Line(msgspec.Struct, frozen=True):
     """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart.
 
-    `why` says why these are not.
+    `why` says why these are not, and what else keeps the values from being compared.
     """
 
     title: str
@@ -143,7 +146,7 @@ def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            lines.append(_judged(Line(result.title, values, word=result.word), result, saes))
+            lines.append(_at_l0(_judged(Line(result.title, values, word=result.word), result, saes), result, saes))
     return lines + (_priced(saes, settings) if settings else [])
 
 
@@ -171,6 +174,18 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
+
+
+def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+    """Return a line of FVUs with a word on the L0 of each, where these differ by more than `MOST_L0_MISS`."""
+    if result.name not in _L0_OF or any(_has_held_out(sae, result.name) for sae in saes):
+        return line
+    l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
+    if not l0s or max(l0s.values()) <= (1 + MOST_L0_MISS) * min(l0s.values()):
+        return line
+    each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
+    told = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
+    return msgspec.structs.replace(line, why="; ".join(word for word in (line.why, told) if word))
 
 
 def _has_held_out(sae: Sae, name: str) -> bool:

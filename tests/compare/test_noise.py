@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 
+import msgspec
 import pytest
 
 from sae_tui.compare.run import Sae
@@ -94,3 +95,14 @@ def test_three_seeds_of_the_same_settings_measure_their_own_spread() -> None:
     assert line_of(*close[:2], run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     unlike = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32 + seed}) for seed in range(3)]
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}
+
+
+def test_fvus_at_unlike_l0_say_at_which_each_stands() -> None:
+    def at(number: int, fvu: float, l0: float) -> Sae:
+        sae = run(number, fvu, 1e-6)
+        return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})
+
+    assert line_of(at(1, 0.10, 32.0), at(2, 0.12, 33.5)).why == ""
+    line = line_of(at(1, 0.10, 36.4), at(2, 0.12, 32.0))
+    assert line.best == {0}
+    assert line.why.endswith("is not at equal L0, and a higher L0 alone lowers it: 1 at 36.4 and 2 at 32.0")

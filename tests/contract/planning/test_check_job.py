@@ -282,6 +282,22 @@ def test_texts_are_only_held_out_of_shards_that_know_them(checked: Callable[...,
     assert str(problem).startswith("data.hold_out: not all shards know which text a row is of (a tensor `document`)")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "steps", "warned"),
+    [("jumprelu", 49, True), ("gated", 299, True), ("standard", 300, False), ("topk", 49, False)],
+)
+def test_a_run_too_short_to_steer_its_l0_is_warned_of(
+    checked: Callable[..., list[Problem]], architecture: str, steps: int, warned: bool
+) -> None:
+    train, launch = {"n_steps": steps, "batch_size": 128}, {"gpus": "cpu"}
+    problems = checked(sae={"architecture": architecture}, train=train, launch=launch)
+    assert [(one.path, one.severity) for one in problems] == [("train.n_steps", "warning")] * warned
+    if warned:
+        assert f"in {steps} steps it may stay far from k = " in problems[0].message
+        fixed = {"architecture": architecture, "sparsity_coefficient": 0.1}
+        assert checked(sae=fixed, train=train, launch=launch) == []
+
+
 def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
     assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")

@@ -13,7 +13,19 @@ from support.features import features_file
 from support.report_cards import FIGURES, card_table
 
 from trainer.contract.runs.features import CARD, FEATURES, Features
-from trainer.contract.runs.report_card import Card, SampledText, as_table, facts, marked, read_card, sample_latents
+from trainer.contract.runs.recipe import Recipe
+from trainer.contract.runs.report_card import (
+    AllTokens,
+    Card,
+    SampledText,
+    TextRows,
+    as_table,
+    facts,
+    marked,
+    read_card,
+    sample_latents,
+    summary,
+)
 
 
 def card(**figures: Any) -> Card:
@@ -59,6 +71,53 @@ def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() ->
     assert one["KL score"].startswith("0.9600 ± 0.0030: ")
     assert "12.5% rare" in told(card(rare=0.125))["latents"]
     assert told(card(fvu_error=math.nan))["FVU"].startswith("0.2500, ")
+
+
+def test_scores_say_of_which_tokens_they_are() -> None:
+    rows = TextRows(n_rows=100, explained_variance=0.8, l0=35.0)
+    every = AllTokens(
+        n_tokens=104,
+        ce=3.9,
+        ce_with_sae=6.4,
+        ce_with_zeros=10.8,
+        ce_score=0.634,
+        kl_score=0.639,
+        rows=TextRows(n_rows=104),
+    )
+    spliced = msgspec.structs.replace(
+        card().spliced, left_out="first tokens and special tokens", rows=rows, all_tokens=every
+    )
+    both = told(msgspec.structs.replace(card(), spliced=spliced))
+    assert both["CE score"] == (
+        "0.9500 ± 0.0040 without first tokens and special tokens; 0.6340 of all tokens, as SAELens"
+    )
+    assert both["KL score"].endswith("; 0.6390 of all tokens, as SAELens")
+    assert both["of its text"].startswith("80.00% of the variance explained at L0 35.0 without first tokens")
+    assert both["of all tokens"].startswith("6.400 with the SAE, 3.900 without, 10.800 with zeros")
+    every_row = msgspec.structs.replace(spliced, left_out="")
+    one = told(msgspec.structs.replace(card(), spliced=every_row))
+    assert one["CE score"].startswith("0.9500 ± 0.0040 of all tokens, as SAELens: ")
+
+
+def test_an_l0_that_was_missed_stands_next_to_the_figures() -> None:
+    recipe = Recipe(
+        optimizer="adam", optimizer_settings={"beta1": 0.9}, lr=0.01, encoder_follows=False, warmup_fraction=0.05,
+        decay_fraction=0.2, batch_tokens=512, steps=391, planned_steps=500, tokens=200_192, passes=12.86, target_l0=32,
+        seed=1,
+    )  # fmt: skip
+    missed = msgspec.structs.replace(card(l0=36.4), recipe=recipe, threshold_set_on="training rows")
+    assert told(missed)["L0"].startswith("36.4, 32 asked, +14% (5 % ")
+    assert "L0 36.4 (32 asked, +14%), " in summary(missed)
+    assert told(missed)["recipe"].startswith("adam (beta1 0.9), learning rate 0.01; encoders do not follow")
+    assert told(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
+    assert told(missed)["training"] == "391 steps of 500 of 512 tokens, 13 passes over the data, seed 1"
+    near = msgspec.structs.replace(missed, figures=card(l0=32.5).figures, threshold_set_on="held-out rows")
+    assert told(near)["L0"].startswith("32.5, 32 asked (5 % ")
+    assert "asked" not in summary(near)
+    assert (
+        told(near)["threshold"]
+        == "set on held-out rows so that L0 is 32; each half measured with what the other half set"
+    )
 
 
 def test_latents_are_drawn_by_chance_from_those_that_fire_the_same_ones_each_time(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ _SPLICED = typed(
         "text": "Which text the tokens are from.",
         "is_unseen": "Whether none of it was trained on.",
         "n_texts": "Texts that errors are taken over; 0: not known.",
-        "left_out": "Tokens that keep their rows and do not count, such as first tokens; empty: none.",
+        "left_out": "Tokens that keep their rows and do not count, such as first tokens; empty: none; null: not known.",
         "ce_with_mean": "With the mean row in their place, in nats; null: not measured.",
         "rows": "What the SAE makes of the rows that count; null: not measured.",
         "all_tokens": "The same of all tokens, to compare with SAELens; null: not measured.",

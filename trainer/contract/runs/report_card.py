@@ -26,6 +26,8 @@ N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
 # A share of held-out rows that are training rows too, above which it is no accident of a few short texts.
 MANY_COPIES = 0.02
+# Which rows figures are of that are measured as SAELens has it.
+AS_SAELENS = "of all tokens, as SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
@@ -108,15 +110,15 @@ class Spliced(msgspec.Struct, frozen=True, kw_only=True):
     or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
     divergence from the model as it is, each with its standard error over `n_texts` texts. `is_unseen` where that text
     is known to come after what was extracted. Rows that were not extracted stay as they are and do not count:
-    `left_out` says which ("first tokens"). `rows` is what the SAE makes of the others, `all_tokens` has the same
-    figures of all rows.
+    `left_out` says which ("first tokens"), None where that is not known. `rows` is what the SAE makes of the others,
+    `all_tokens` has the same figures of all rows.
     """
 
     n_tokens: int
     text: str
     is_unseen: bool
     n_texts: int = 0
-    left_out: str = ""
+    left_out: str | None = None
     rows: TextRows | None = None
     all_tokens: AllTokens | None = None
     ce: float = math.nan
@@ -396,34 +398,51 @@ def _threshold(card: Card) -> str:
 
 
 def _losses(spliced: Spliced) -> list[tuple[str, str]]:
-    both = [(f"without {spliced.left_out}" if spliced.left_out else "of all tokens, as SAELens", spliced)]
-    if spliced.left_out and spliced.all_tokens:
-        both.append(("of all tokens, as SAELens", spliced.all_tokens))
-    told = [
-        ("CE score", "; ".join(f"{_with_error(one.ce_score, one.ce_score_error)} {which}" for which, one in both)),
-        ("KL score", "; ".join(f"{_with_error(one.kl_score, one.kl_score_error)} {which}" for which, one in both)),
-    ]
-    if spliced.rows:
-        variances = [(which, one.rows) for which, one in both if one.rows]
-        told.append(("of its text", "; ".join(f"{_of_rows(rows)} {which}" for which, rows in variances)))
-    mean = "" if spliced.ce_with_mean is None else f", {spliced.ce_with_mean:.3f} with the mean row"
-    for which, one in both:
-        told.append((f"loss {which.partition(',')[0]}", _loss(one) + (mean if one is spliced else "")))
     of_texts = f"{plural(spliced.n_texts, 'text')} in " if spliced.n_texts else ""
-    return [
-        *told,
-        ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"),
+    read = f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {of_texts}{spliced.text}"
+    return [*(_two_ways(spliced) if spliced.left_out else _one_way(spliced)), ("measured on", read)]
+
+
+def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
+    """Write what was measured where every row counts, or where it is not known which ones do."""
+    which = "" if spliced.left_out is None else f" {AS_SAELENS}"
+    ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
+    kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
+    text = [("of its text", _of_rows(spliced.rows))] if spliced.rows else []
+    return [("CE score", f"{ce}: {_ce(spliced)}{_mean(spliced)}"), ("KL score", f"{kl}: {_kl(spliced)}"), *text]
+
+
+def _two_ways(spliced: Spliced) -> list[tuple[str, str]]:
+    """Write what was measured without the rows that were not extracted, and of all rows."""
+    views: dict[str, Spliced | AllTokens] = {f"without {spliced.left_out}": spliced}
+    if spliced.all_tokens:
+        views[AS_SAELENS] = spliced.all_tokens
+    ce = [f"{_with_error(one.ce_score, one.ce_score_error)} {which}" for which, one in views.items()]
+    kl = [f"{_with_error(one.kl_score, one.kl_score_error)} {which}" for which, one in views.items()]
+    text = [f"{_of_rows(one.rows)} {which}" for which, one in views.items() if one.rows]
+    losses = [
+        ("loss" if one is spliced else "of all tokens", f"{_ce(one)}{_mean(one)}; KL {_kl(one)}")
+        for one in views.values()
     ]
+    of_text = [("of its text", "; ".join(text))] if text else []
+    return [("CE score", "; ".join(ce)), ("KL score", "; ".join(kl)), *of_text, *losses]
 
 
 def _of_rows(rows: TextRows) -> str:
-    return f"{rows.explained_variance:.2%} of the variance explained, L0 {rows.l0:.1f},"
+    return f"{rows.explained_variance:.2%} of the variance explained at L0 {rows.l0:.1f}"
 
 
-def _loss(one: Spliced | AllTokens) -> str:
-    """Write cross-entropies and KL divergences, in nats for each token."""
-    ce = f"{one.ce_with_sae:.3f} with the SAE, {one.ce:.3f} without, {one.ce_with_zeros:.3f} with zeros"
-    return f"{ce} (KL {one.kl_with_sae:.4f} with the SAE, {one.kl_with_zeros:.3f} with zeros)"
+def _ce(one: Spliced | AllTokens) -> str:
+    return f"{one.ce_with_sae:.3f} with the SAE, {one.ce:.3f} without, {one.ce_with_zeros:.3f} with zeros"
+
+
+def _kl(one: Spliced | AllTokens) -> str:
+    return f"{one.kl_with_sae:.4f} with the SAE, {one.kl_with_zeros:.3f} with zeros"
+
+
+def _mean(one: Spliced | AllTokens) -> str:
+    mean = one.ce_with_mean if isinstance(one, Spliced) else None
+    return "" if mean is None else f", {mean:.3f} with the mean row"
 
 
 def _probes(probing: Probing) -> list[tuple[str, str]]:
