@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trainer.contract.exits import Exit, in_short
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import FORMATS, WRITTEN_FORMATS
 
-_WIDTH = max(map(len, FORMATS))
-_FORMATS = "\n".join(f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items())
+_WIDTH = max(map(len, WRITTEN_FORMATS))
+_FORMATS = "\n".join(f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items() if one.is_written)
 _EXITS_OF_EVAL = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)
 _EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
