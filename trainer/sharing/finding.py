@@ -73,7 +73,7 @@ def _nothing(place: Path, form: str | None) -> str:
         many = f"{len(below)} SAEs, e.g. {join_words(names)}" if len(below) > 1 else f"an SAE in {names[0]}"
         return f"{place} holds {many}; give the path of one"
     wanted = [f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)]
-    return f"{place} holds no SAE; it was looked for {join_words(wanted, 'or')}, and there is {_listed(place)}"
+    return f"{place} holds no SAE; looked for {join_words(wanted)}; there is {_listed(place)}"
 
 
 def _sets(form: str) -> tuple[tuple[str, ...], ...]:

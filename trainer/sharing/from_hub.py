@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePath, PurePosixPath
@@ -17,6 +16,8 @@ from trainer.contract.wording import join_words
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
+# Seconds until the hub counts as out of reach.
+_PATIENCE_S = 15
 _LAYER = re.compile(r"layer_[0-9]+\.safetensors")
 
 
@@ -42,38 +43,42 @@ def brought(text: str) -> Path | None:
     name = parse(text)
     if name is None:
         return None
-    hub = _client(name)
-    if (kept := _kept(hub, name)) is not None:
+    hub = _client(text)
+    kept = _kept(hub, name)
+    # What lies above a folder of SAEs is there as soon as one of them is.
+    if kept is not None and (kept.is_file() or any(map(_is_weights, _files(kept)))):
         return kept
     try:
         return _download(hub, name)
     except UserError:
         raise
     except Exception as error:
+        if kept is not None:
+            return kept
         # Its own errors, those of HTTP and those of the disk.
-        raise UserError(f"FOLDER: {_reason(name, error)}") from None
+        raise UserError(f"FOLDER: there is nothing at {text}, and {_reason(name, error)}") from None
 
 
-def _client(name: Name) -> Any:
+def _client(text: str) -> Any:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
+        importlib.import_module("huggingface_hub.utils")
     except ImportError:
-        reason = f"there is nothing at {name.repository}, and to bring it from the hub needs its client"
+        reason = f"there is nothing at {text}, and to bring an SAE from the hub needs its client"
         raise UsageError(f"FOLDER: {reason}; {install('hf')}") from None
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # Its warnings are of single attempts.
+    hub.utils.logging.set_verbosity_error()
     return hub
 
 
 def _kept(hub: Any, name: Name) -> Path | None:
-    """Return where the cache has an SAE; None where it has none of its files."""
+    """Return the folder or file of a name in the cache; None where it is not there."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
         # Its errors for this differ by its version.
         return None
-    place = folder / name.path
-    # What lies above a folder of SAEs is there as soon as one of them is.
-    return place if place.is_file() or any(map(_is_weights, _files(place))) else None
+    return place if (place := folder / name.path).exists() else None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -81,7 +86,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _download(hub: Any, name: Name) -> Path:
-    there = [PurePosixPath(one) for one in hub.HfApi().list_repo_files(name.repository, revision=name.revision)]
+    # A list of files alone would be asked for again and again where there is no network.
+    info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_PATIENCE_S)
+    there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
     path = PurePosixPath(name.path)
     if path in there:
         wanted = [path, *(one for one in there if one.name.startswith("config.") and one.parent in path.parents)]
@@ -119,16 +126,14 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
 
 
 def _reason(name: Name, error: Exception) -> str:
-    """Say in a sentence why the hub does not give an SAE."""
+    """Say why the hub does not give an SAE, and what to do."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         where = f"https://huggingface.co/{name.repository}"
-        return f"{name.repository} is gated; accept its licence at {where} and log in with `hf auth login`"
+        return f"{name.repository} is gated on the hub; accept its licence at {where} and log in with `hf auth login`"
     if "RepositoryNotFoundError" in kinds:
-        return f"there is nothing at {name.repository}, and the hub has no such model that you may see; check the name"
+        return f"the hub has no model {name.repository} that you may see; check the name, or log in with `hf auth login`"
     if "RevisionNotFoundError" in kinds:
-        return f"{name.repository} has no revision {name.revision}; leave it out"
-    return (
-        f"there is nothing at {name.repository}, and the hub cannot be reached for it: {first_line(error)}; bring it "
-        f"with `hf download {name.repository}` where there is a network"
-    )
+        return f"{name.repository} has no revision {name.revision} on the hub; leave it out"
+    why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in kinds else first_line(error)
+    return f"the hub cannot be reached ({why}); bring it with `hf download {name.repository}` where it can"
