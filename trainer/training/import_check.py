@@ -18,8 +18,8 @@ from trainer.training.learner import Learner
 N_ROWS, _AT_ONCE = 1000, 100
 # An L0 that is off by more than this factor is not that of the SAE's own rows.
 _FAR = 2.0
-# Without an L0 to compare with: a larger share of active latents is no sparse code.
-_DENSE = 0.25
+# Without an L0 to compare with: a larger share of active latents is no sparse code, unless it explains the rows.
+_DENSE, _POOR = 0.25, 0.5
 # A way to read an SAE explains the rows so much better that it is worth a word.
 _BETTER = 0.5
 
@@ -60,7 +60,7 @@ def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
         yield "no latent fires on these rows"
     elif expected and not expected / _FAR <= found.l0 <= expected * _FAR:
         yield f"L0 is {found.l0:.1f} on these rows, and {number(expected)} by its files"
-    elif not expected and found.l0 > _DENSE * shared.d_sae:
+    elif not expected and found.l0 > _DENSE * shared.d_sae and _error(found) > _POOR:
         yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire on a row, which is no sparse code"
     if found.fvu is None or found.fvu > 1:
         fvu = "not finite" if found.fvu is None else number(found.fvu)
