@@ -15,6 +15,8 @@ from support.saes import peer
 from torch import Tensor
 
 from trainer.contract.errors import UserError
+from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import READ_FORMATS
 from trainer.evaluation.exported import ExportedSae
 from trainer.sharing.base import Given, Shared
 from trainer.sharing.finding import find
@@ -111,6 +113,27 @@ def test_another_tool_computes_the_same_from_the_same_files(
     torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
     if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":
         torch.testing.assert_close(x_hat[clear], their_x_hat[clear], rtol=1e-3, atol=1e-3)
+
+
+# What circuit-tracer's settings of a set have a place for.
+OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_origin_is_in_every_format_that_the_sae_is_written_in(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    _, sae = written(layout, tmp_path / "theirs")
+    forms = [form for form in READ_FORMATS if catalog.FORMATS[form].is_written]
+    for form in forms:
+        writer = catalog.FORMATS[form].load()()
+        if writer.refusal(sae):
+            continue
+        folder = tmp_path / form
+        writer.write(sae, folder)
+        again = find(folder, form)
+        origin = origin_of(again.reader.read(again.place).metadata)
+        kept = {fact: value for fact, value in layout.origin.items() if form != "circuit-tracer" or fact in OF_A_SET}
+        assert origin == kept, form
 
 
 FOREIGN = saelens("standard", FLAT)

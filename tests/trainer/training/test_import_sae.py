@@ -374,11 +374,19 @@ def test_an_import_is_checked_by_what_it_makes_of_rows(
     low_rank: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, weights = low_rank
-    assert command(foreign(tmp_path / "right", weights), tmp_path / "1", data, "--json") == EXIT_FINISHED
+    facts = {"model_name": "gpt2-small", "hook_name": "blocks.3.hook_resid_pre", "context_size": 128}
+    assert command(foreign(tmp_path / "right", weights, **facts), tmp_path / "1", data, "--json") == EXIT_FINISHED
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
     check = answer["check"]
     assert check["fvu"] < 1e-6
     assert (check["l0"], answer["warnings"]) == (pytest.approx(4, abs=0.01), [])
+    again = ["export", str(tmp_path / "1"), "--out", str(tmp_path / "again"), "--format", "dictionary_learning"]
+    assert main(again) == EXIT_FINISHED
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    told = {name: config["trainer"][name] for name in ("lm_name", "submodule_name", "layer")}
+    assert told == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
+    assert config["buffer"]["ctx_len"] == 128
+    capsys.readouterr()
     # That of rows with a mean norm of √32: in its space, the mean of the rows is as much nearer to the origin.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
