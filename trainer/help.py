@@ -123,7 +123,7 @@ examples:
   python -m trainer import EleutherAI/sae-llama-3-8b-32x/layers.10 --out runs/l10 --data activations/resid_post.10
   python -m trainer import trainer_0/checkpoints/ae_1000.pt --out runs/early --data activations/resid_post.12
   python -m trainer import ae --out runs/ae --data acts --config trainer.dict_class=AutoEncoderTopK
-  python -m trainer import layers.3.mlp --out runs/t --data acts/mlp_in.3 --transcoder --set data.target_path=acts/mlp_out.3
+  python -m trainer import layers.3.mlp --out runs/t --data mlp_in.3 --transcoder --set data.target_path=mlp_out.3
   python -m trainer eval runs/theirs                                  its report card on that data
   python -m trainer resume runs/theirs                                train it further: --set train.n_tokens=20M
   python -m trainer export runs/theirs --out copy --format sparsify   in another format

@@ -253,7 +253,10 @@ SAELENS = {
         {"hook_name": "blocks.3.attn.hook_z"},
     ),
     "6: transcoder": Layout(
-        "saelens", saelens("standard", TRANSCODER | {"architecture": "transcoder"}, subtracts=False), ALL_FLAT, "sae_lens"
+        "saelens",
+        saelens("standard", TRANSCODER | {"architecture": "transcoder"}, subtracts=False),
+        ALL_FLAT,
+        "sae_lens",
     ),
     "6: skip transcoder": Layout(
         "saelens",
@@ -291,7 +294,9 @@ SAELENS = {
 }
 
 
-def sparsify(config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False) -> Any:
+def sparsify(
+    config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False
+) -> Any:
     """Return a builder of a coder of sparsify in the folder of its place, with the run's settings above it."""
 
     def write(folder: Path) -> Reference:
@@ -312,7 +317,7 @@ def sparsify(config: dict[str, Any], folder_name: str = "layers.3", *, subtracts
 def cached(folder: Path) -> Reference:
     """Write a coder of sparsify as the hub's cache has it: links to blobs."""
     snapshot = folder / "models--a--b" / "snapshots" / "0123abcd"
-    reference = sparsify({"num_latents": D_SAE})(snapshot)
+    reference: Reference = sparsify({"num_latents": D_SAE})(snapshot)
     blobs = folder / "models--a--b" / "blobs"
     blobs.mkdir()
     for number, file in enumerate(sorted(file for file in snapshot.rglob("*") if file.is_file())):
@@ -327,9 +332,7 @@ MLP_3 = RUN | {"hook_name": "blocks.3.mlp.hook_in", "hook_name_out": "blocks.3.h
 MULTI = {"num_latents": D_SAE, "multi_topk": True, "activation": "topk", "skip_connection": False, "transcode": False}
 SPARSIFY = {
     "1.3: multi_topk": Layout("sparsify", sparsify(MULTI), AFTER_3, "sparsify", "layers.3"),
-    "2024: signed, no num_latents": Layout(
-        "sparsify", sparsify({"signed": False}, "h.3"), AFTER_3, place="h.3"
-    ),
+    "2024: signed, no num_latents": Layout("sparsify", sparsify({"signed": False}, "h.3"), AFTER_3, place="h.3"),
     "a byte order mark": Layout(
         "sparsify", sparsify({"num_latents": 0}, "gpt_neox.layers.3", bom=True), AFTER_3, place="gpt_neox.layers.3"
     ),
@@ -398,9 +401,7 @@ DICTIONARIES = {
     # Scaled to unit decoder rows as it is loaded.
     "2024: StandardTrainer": Layout(
         "dictionary_learning",
-        dictionary(
-            "standard", LINEAR | {"bias": "b_dec"}, {"trainer_class": "StandardTrainer"} | POST, by_norm=True
-        ),
+        dictionary("standard", LINEAR | {"bias": "b_dec"}, {"trainer_class": "StandardTrainer"} | POST, by_norm=True),
         AT_3,
         "AutoEncoder",
     ),
@@ -451,7 +452,9 @@ DICTIONARIES = {
     ),
     "2025: class as Python writes it": Layout(
         "dictionary_learning",
-        dictionary("topk", TOPK, {"dict_class": "<class 'dictionary_learning.trainers.top_k.AutoEncoderTopK'>", "k": K}),
+        dictionary(
+            "topk", TOPK, {"dict_class": "<class 'dictionary_learning.trainers.top_k.AutoEncoderTopK'>", "k": K}
+        ),
         LM,
     ),
     "2025: a checkpoint": Layout(
@@ -477,7 +480,8 @@ def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
         site = "transcoders" if transcoder else "res"
         place = folder / f"gemma-scope-2b-pt-{site}" / "layer_12" / "width_16k" / "average_l0_6"
         place.mkdir(parents=True)
-        numpy.savez(place / "params.npz", **{names.get(name, name): one.numpy() for name, one in drawn.items()})
+        arrays: dict[str, Any] = {names.get(name, name): one.numpy() for name, one in drawn.items()}
+        numpy.savez(place / "params.npz", **arrays)
         return Reference("jumprelu", drawn, subtracts=False)
 
     return write
@@ -557,7 +561,9 @@ def traced(kind: str, *, skip: bool = False) -> Any:
         for layer in (2, 3):
             drawn = tensors(kind, skip=skip)
             drawn |= {"threshold": drawn["threshold"].abs()} if kind == "jumprelu" else {}
-            stored = {("activation_function." if name == "threshold" else "") + name: one for name, one in drawn.items()}
+            stored = {
+                ("activation_function." if name == "threshold" else "") + name: one for name, one in drawn.items()
+            }
             save(folder / f"layer_{layer}.safetensors", stored | {"W_enc": drawn["W_enc"].T})
         (folder / "config.yaml").write_text(
             'model_name: "Qwen/Qwen3-0.6B"\nmodel_kind: transcoder_set # of all layers\n'

@@ -18,6 +18,7 @@ from trainer.sharing.origins import of_submodule, origin_of
 from trainer.sharing.reading import (
     checked,
     converted,
+    positive,
     positive_thresholds,
     read_config,
     read_state_dict,
@@ -257,11 +258,11 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
 
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
     """Return what activations must exceed; below 0 where it was never set, so that all that is positive is active."""
-    stored, said = extra.get("threshold"), trainer.get("threshold")
+    stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
     if stored is not None and stored.numel() == 1:
         return float(stored)
-    if type(said) in (int, float):
-        return float(said)
+    if said is not None:
+        return said
     raise UsageError(
         f"{file} has no threshold: a {name} of before December 2024 chooses among all rows of a batch, which no "
         f"architecture here does after its training; give a threshold as --config trainer.threshold=NUMBER"

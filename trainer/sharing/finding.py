@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -49,7 +50,9 @@ def find(name: Path, form: str | None = None) -> Found:
         catalog.entry(catalog.FORMATS, form, "--format")
         if Found(form, place).reader.recognises(place):
             return Found(form, place)
-    raise UsageError(f"--format: {_other(place, form, found)}" if form and found else f"FOLDER: {_nothing(place, form)}")
+    raise UsageError(
+        f"--format: {_other(place, form, found)}" if form and found else f"FOLDER: {_nothing(place, form)}"
+    )
 
 
 def saes_below(folder: Path) -> list[Path]:
@@ -72,7 +75,9 @@ def _nothing(place: Path, form: str | None) -> str:
         names = [printable(str(one.relative_to(place))) for one in below[:_MOST_NAMES]]
         many = f"{len(below)} SAEs, e.g. {join_words(names)}" if len(below) > 1 else f"an SAE in {names[0]}"
         return f"{place} holds {many}; give the path of one"
-    wanted = [f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)]
+    wanted = [
+        f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)
+    ]
     return f"{place} holds no SAE; looked for {join_words(wanted)}; there is {_listed(place)}"
 
 
@@ -108,12 +113,8 @@ def _listed(folder: Path) -> str:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    n_folders = 0
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in itertools.islice(os.walk(folder), _MOST_FOLDERS):
         here = Path(parent)
-        n_folders += 1
-        if n_folders > _MOST_FOLDERS:
-            return
         if len(here.relative_to(folder).parts) >= _DEEPEST:
             folders.clear()
         if format_in(here):

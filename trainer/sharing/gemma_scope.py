@@ -14,6 +14,7 @@ from trainer.sharing.origins import of_hook, of_module, origin_of
 from trainer.sharing.reading import (
     checked,
     converted,
+    positive,
     positive_thresholds,
     read_config,
     read_npz,
@@ -76,13 +77,12 @@ def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, fi
         # [d_in, d_out] there.
         weights["W_skip"] = weights["W_skip"].mT if weights["W_skip"].dim() == 2 else weights["W_skip"]
     kind = ("_skip" if is_affine else "") + "_transcoder" if is_transcoder else ""
-    l0 = config.get("l0")
     return Shared(
         {"architecture": f"jumprelu{kind}"},
         weights,
         {"training_architecture": "jumprelu", **_origin(config, is_transcoder=is_transcoder)},
         is_transcoder=is_transcoder,
-        l0=float(l0) if type(l0) in (int, float) and 0 < l0 < 1e9 else None,
+        l0=positive(config.get("l0")),
     )
 
 
@@ -112,9 +112,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 def _by_path(folder: Path) -> dict[str, Any]:
     """Return as settings what the path of an SAE of the first tells, which has no file of settings."""
     path = folder.absolute().as_posix()
-    repository, layer, l0 = (
-        ([*pattern.finditer(path)] or [None])[-1] for pattern in (_REPOSITORY, _LAYER, _L0)
-    )
+    repository, layer, l0 = (_last(pattern, path) for pattern in (_REPOSITORY, _LAYER, _L0))
     config: dict[str, Any] = {"architecture": "jump_relu", "l0": float(l0[1]) if l0 else None}
     if repository:
         size, tuning, site = repository.groups()
@@ -123,6 +121,10 @@ def _by_path(folder: Path) -> dict[str, Any]:
         if layer:
             config |= _hooks(site, int(layer[1]))
     return config
+
+
+def _last(pattern: re.Pattern[str], path: str) -> re.Match[str] | None:
+    return max(pattern.finditer(path), key=lambda match: match.start(), default=None)
 
 
 def _hooks(site: str, layer: int) -> dict[str, Any]:

@@ -252,9 +252,12 @@ def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
 
 
-def is_factor(value: object) -> bool:
-    """Tell whether a value is what rows may be multiplied with."""
-    return type(value) in (int, float) and 0 < float(str(value)) < 1e9
+def positive(value: object) -> float | None:
+    """Return a number above 0 of the settings of others; None for anything else."""
+    # True is an int of Python's.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        return None
+    return float(value)
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from trainer.contract.errors import UsageError, UserError
 from trainer.sharing.base import Given, Shared
-from trainer.sharing.origins import cleaned, origin_of
+from trainer.sharing.origins import ORIGIN, cleaned, origin_of
 from trainer.sharing.reading import (
     PER_LATENT,
     checked,
     converted,
-    is_factor,
+    positive,
     positive_thresholds,
     read_config,
     read_safetensors,
@@ -84,7 +84,7 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
     names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
     weights = taken(tensors, names, weights_file)
     k = k if own == "topk" or (type(k) is int and 0 < k <= sae._replace(weights=weights).d_sae) else None
-    sae = sae._replace(weights=weights, k=k, l0=_number(sae.metadata.get("l0")))
+    sae = sae._replace(weights=weights, k=k, l0=positive(sae.metadata.get("l0")))
     checked(positive_thresholds(sae), weights_file)
     return converted(_computed_as_here(positive_thresholds(sae), config, folds, config_file), weights_file)
 
@@ -188,8 +188,8 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
 
 def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
     """Return what rows are multiplied with before the encoder; None for nothing. Raise `UsageError` if not known."""
-    value, factor = config.get("normalize_activations"), config.get("norm_scaling_factor")
-    if factor is None and value in (None, False, "none"):
+    value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
+    if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
     if isinstance(value, str) and value in _NORMALISED:
         raise UsageError(
@@ -197,26 +197,21 @@ def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
             f"rows that are normalised already give --config normalize_activations=none"
         )
     wanted(config, file, normalize_activations=("none", None, *_SCALED))
-    if sae.is_transcoder or not is_factor(factor):
+    if sae.is_transcoder or factor is None:
         raise UsageError(
             f"{file}: normalize_activations is {str(value)!r}: rows are multiplied with √d_in / their mean norm in the "
             f"training, which is not in the files; give it as --config norm_scaling_factor=NUMBER"
         )
-    return float(factor)
+    return factor
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     """Return what is told of the SAE: in version 6 in a table of its own, before among the settings."""
     own = config.get("metadata")
     facts = as_extracted(own) if isinstance(own, dict) else {}
-    flat = {name: config[name] for name in ("model_name", "dataset_path", "context_size", "prepend_bos") if name in config}
-    flat |= {name: config[name] for name in ("hook_name", "hook_layer", "hook_name_out") if name in config}
-    if isinstance(flat.get("hook_name"), str):
+    flat = {name: config[name] for name in ORIGIN if name in config}
+    if isinstance(hook := flat.get("hook_name"), str):
         # Version 1 has the layer apart: "blocks.{layer}.hook_resid_pre".
-        flat["hook_name"] = flat["hook_name"].replace("{layer}", str(config.get("hook_layer")))
+        flat["hook_name"] = hook.replace("{layer}", str(config.get("hook_layer")))
     facts = cleaned({**flat, **{name: value for name, value in facts.items() if value is not None}})
     return facts | origin_of(facts)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and 0 < value < 1e9 else None

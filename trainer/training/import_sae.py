@@ -28,7 +28,7 @@ from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
 from trainer.sharing.finding import Found, find
 from trainer.sharing.origins import origin_of
-from trainer.sharing.reading import is_factor, with_row_scale
+from trainer.sharing.reading import positive, with_row_scale
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -85,12 +85,13 @@ def import_sae(
 
 def _read(found: Found, given: Given) -> Shared:
     """Read an SAE, with the factor of its rows that the user gives; SAELens has a setting of that name."""
-    shared, factor = found.reader.read(found.place, given), given.config.get("norm_scaling_factor")
-    if found.form == "saelens" or factor is None:
+    shared, said = found.reader.read(found.place, given), given.config.get("norm_scaling_factor")
+    if found.form == "saelens" or said is None:
         return shared
-    if shared.is_transcoder or not is_factor(factor):
-        raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {factor!r}")
-    return shared._replace(weights=with_row_scale(shared.weights, float(factor)))
+    factor = positive(said)
+    if shared.is_transcoder or factor is None:
+        raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {said!r}")
+    return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
 def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:

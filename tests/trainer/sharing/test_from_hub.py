@@ -58,7 +58,7 @@ def test_an_sae_of_the_hub_is_brought_once_with_what_tells_its_origin_and_nothin
 def test_a_repository_of_many_saes_names_the_first_ones(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"ada/saes holds 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"):
         find(Path("ada/saes"))
-    with pytest.raises(UserError, match="ada/saes/layers.4 on the hub holds no SAE that can be read here"):
+    with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub holds no SAE that can be read here"):
         find(Path("ada/saes/layers.4"))
     with pytest.raises(UserError, match="nothing at ada/other, and the hub has no model ada/other that you may see"):
         find(Path("ada/other"))
@@ -70,7 +70,7 @@ def test_without_the_hub_what_the_cache_has_is_read_and_all_else_is_told_in_a_se
     find(Path("ada/saes/layers.3"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert find(Path("ada/saes/layers.3")).form == "sparsify"
-    with pytest.raises(UserError, match="holds an SAE in layers.3; give the path of one"):
+    with pytest.raises(UserError, match=r"holds an SAE in layers\.3; give the path of one"):
         find(Path("ada/saes"))
     with pytest.raises(UserError) as refused:
         find(Path("ada/other/layers.3"))

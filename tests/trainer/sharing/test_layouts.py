@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.layouts import D_IN, D_SAE, FLAT, K, LAYOUTS, NEWEST, Layout, Reference, dictionary, put, saelens, sparsify
+from support.layouts import D_IN, D_SAE, FLAT, LAYOUTS, NEWEST, K, Layout, Reference, dictionary, put, saelens, sparsify
 from support.layouts import TOPK as TOPK_NAMES
 from support.saes import peer
 from torch import Tensor
@@ -71,7 +71,9 @@ def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str
 
 
 @torch.no_grad()
-def _of_dictionary_learning(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def _of_dictionary_learning(
+    monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, name: str
+) -> tuple[Tensor, Tensor]:
     utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
     file, k = str(place / "ae.pt"), {"k": K} if "TopK" in name else {}
     loaded = getattr(utils, name).from_pretrained(file, **k)
@@ -187,7 +189,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "sparsify groupmax": (sparsify({"activation": "groupmax"}, "."), "activation is 'groupmax'; only 'topk'"),
     "sparsify signed": (sparsify({"signed": True}, "."), "signed is 'True'; only False"),
-    "sparsify skip without a mark": (sparsify({"skip_connection": True}, "."), "if it is a transcoder give --transcoder"),
+    "sparsify skip without a mark": (
+        sparsify({"skip_connection": True}, "."),
+        "if it is a transcoder give --transcoder",
+    ),
     "a dictionary of no class": (
         dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
         "give --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
@@ -207,8 +212,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_what_is_not_computed_here_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     write, reason = REFUSED[name]
     write(tmp_path)
+    found = find(tmp_path)
     with pytest.raises(UserError) as refused:
-        found = find(tmp_path)
         found.reader.read(found.place)
     (line,) = str(refused.value).splitlines()
     assert reason in line
@@ -231,7 +236,12 @@ def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
 
 
 def test_texts_of_others_are_short_and_on_one_line(tmp_path: Path) -> None:
-    hostile = {"model_name": "\x1b]52;c;eA==\x07" + "m" * 900, "hook_name": ["a"], "context_size": 10**40, "prepend_bos": 1}
+    hostile = {
+        "model_name": "\x1b]52;c;eA==\x07" + "m" * 900,
+        "hook_name": ["a"],
+        "context_size": 10**40,
+        "prepend_bos": 1,
+    }
     saelens("standard", NEWEST | {"architecture": "standard", "metadata": hostile})(tmp_path)
     origin = origin_of(find(tmp_path).reader.read(tmp_path).metadata)
     assert origin.keys() == {"model_name"}
@@ -277,7 +287,9 @@ def _promise(file: Path, arrays: dict[str, Any]) -> None:
 def test_every_folder_below_that_holds_an_sae_is_counted_and_the_first_are_named(tmp_path: Path) -> None:
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
-    with pytest.raises(UserError, match="holds 12 SAEs, e.g. layers.0, layers.1 and layers.2; give the path of one"):
+    with pytest.raises(
+        UserError, match=r"holds 12 SAEs, e\.g\. layers\.0, layers\.1 and layers\.2; give the path of one"
+    ):
         find(tmp_path)
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from support.extractions import CPU
 from support.forked import in_loaded_process
-from support.layouts import LAYOUTS
 from support.layouts import D_IN as LAYOUTS_WIDTH
+from support.layouts import LAYOUTS
 from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
 from support.saves import kill_exports
 from support.tiny_models import D_IN, make_model
