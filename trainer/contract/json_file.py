@@ -49,7 +49,7 @@ def load_json(
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    return decode_as(content.removeprefix(codecs.BOM_UTF8), kind, dec_hook)
+    return decode_as(content, kind, dec_hook)
 
 
 def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:

@@ -33,8 +33,6 @@ PER_LATENT = {
 }
 # Bytes.
 _LARGEST_TEXT = 2**20
-# What a file of git-lfs begins with where the content was not fetched.
-_LFS = b"version https://git-lfs.github.com/spec/"
 # Advice of torch that is not to be passed on: to load a file of others in a way that runs its code.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -169,17 +167,12 @@ def _plain(file: Path) -> Path:
     """Return the regular file behind a name; raise `UserError` for a foreign link, a pipe or a git-lfs pointer."""
     try:
         whole = plain_file(file)
-        with open_plain(whole) as stream:
-            is_pointer = stream.read(len(_LFS)) == _LFS
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} {sentence(error) if isinstance(error, ValueError) else _unread(error)}") from None
-    if is_pointer:
-        raise UserError(f"{file} is a git-lfs pointer; run `git lfs pull` in its repository")
+        open_plain(whole).close()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {sentence(error)}") from None
+    except ValueError as error:
+        raise UserError(f"{file} {error}") from None
     return whole
-
-
-def _unread(error: OSError) -> str:
-    return f"cannot be read: {sentence(error)}"
 
 
 def _refuse_huge(file: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
         folder = tmp_path / file
         FOREIGN(folder)
         (folder / file).write_text(pointer)
-        with pytest.raises(UserError, match=rf"{file} is a git-lfs pointer; run `git lfs pull`"):
+        with pytest.raises(UserError, match=rf"{file} cannot be read: it is a git-lfs pointer .*; run `git lfs pull`"):
             find(folder).reader.read(folder)
 
 
