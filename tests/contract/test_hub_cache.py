@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.hub_cache import is_plain_file, plain_file
+from trainer.contract.settings.language import lack_of_model
 
 
 @pytest.fixture
@@ -126,3 +127,15 @@ def test_a_link_in_any_other_folder_is_refused(place: str, tmp_path: Path) -> No
     link.symlink_to(blobs / "abc")
     with pytest.raises(ValueError, match="is a link, which is not followed"):
         plain_file(link)
+
+
+def test_the_folder_of_a_model_may_be_a_snapshot_of_the_cache_and_have_no_other_links(model: Path) -> None:
+    folder = model / "snapshots" / "0123"
+    (folder / "config.json").symlink_to("../../blobs/abc")
+    assert lack_of_model(str(folder)) == ""
+    (folder / "README.md").symlink_to("/nothing")
+    assert lack_of_model(str(folder)) == ""
+    (folder / "tokenizer.json").symlink_to("../../blobs/gone")
+    assert "tokenizer.json is a link to a file that is not there" in lack_of_model(str(folder))
+    (folder / "model.safetensors").symlink_to("/etc/hostname")
+    assert "model.safetensors is a link to a place outside the blobs of models--a--b" in lack_of_model(str(folder))

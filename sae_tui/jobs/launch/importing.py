@@ -7,9 +7,11 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 
@@ -69,7 +71,8 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # It needs torch, and so a process.
         words = [str(folder), *paths, *_settings(python), *arguments, "--json"]
-        imported = _run(named_python.command(python, "import", *words), named_python.variables(python))
+        told = None if os.path.lexists(folder) else sys.stderr
+        imported = _run(named_python.command(python, "import", *words), named_python.variables(python), told)
         with open_control(data) as control:
             job = _row(
                 RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
@@ -99,10 +102,17 @@ def _settings(python: str) -> list[str]:
     return ["--set", f"launch.python={named_python.whole(python)}"] if python else []
 
 
-def _run(argv: Sequence[str], variables: Mapping[str, str]) -> Imported:
+def _run(argv: Sequence[str], variables: Mapping[str, str], told: TextIO | None) -> Imported:
+    """Run the trainer's import; what it says about files that come from the hub goes to `told` as it comes."""
     # On the CPU: it computes next to nothing.
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**variables, **hide_all()})
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    done = subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=told or subprocess.PIPE,
+        env={**variables, **hide_all()},
+    )
+    lines = (done.stderr or b"").decode(errors="replace").strip().splitlines()
     if done.returncode:
         reason = told_failure(done.stdout) or (lines[-1] if lines else "")
         raise UserError(reason or f"`trainer import` ended with {done.returncode} and told nothing")
