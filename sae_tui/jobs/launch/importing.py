@@ -7,11 +7,9 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 
@@ -71,8 +69,8 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # It needs torch, and so a process.
         words = [str(folder), *paths, *_settings(python), *arguments, "--json"]
-        told = None if os.path.lexists(folder) else sys.stderr
-        imported = _run(named_python.command(python, "import", *words), named_python.variables(python), told)
+        command, variables = named_python.command(python, "import", *words), named_python.variables(python)
+        imported = _run(command, variables, shows_progress=not os.path.lexists(folder))
         with open_control(data) as control:
             job = _row(
                 RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
@@ -102,14 +100,14 @@ def _settings(python: str) -> list[str]:
     return ["--set", f"launch.python={named_python.whole(python)}"] if python else []
 
 
-def _run(argv: Sequence[str], variables: Mapping[str, str], told: TextIO | None) -> Imported:
-    """Run the trainer's import; what it says about files that come from the hub goes to `told` as it comes."""
+def _run(argv: Sequence[str], variables: Mapping[str, str], *, shows_progress: bool) -> Imported:
+    """Run the trainer's import; with `shows_progress` it says itself which files it brings from the hub."""
     # On the CPU: it computes next to nothing.
     done = subprocess.run(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=told or subprocess.PIPE,
+        stderr=None if shows_progress else subprocess.PIPE,
         env={**variables, **hide_all()},
     )
     lines = (done.stderr or b"").decode(errors="replace").strip().splitlines()
