@@ -279,13 +279,19 @@ def _push_of(flags: argparse.Namespace) -> Push | None:
 
 
 def _import(flags: argparse.Namespace) -> int:
+    from trainer.sharing.base import Given
+    from trainer.sharing.reading import parsed_config
     from trainer.training.import_sae import import_sae
 
-    done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format)
+    given = Given(parsed_config(flags.config), flags.transcoder)
+    done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format, given)
     if flags.json:
         _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
         return EXIT_FINISHED
     _say(f"{done.architecture} SAE, read as {done.form} -> {done.run_dir}")
+    _say(f"{done.check}")
+    for doubt in done.warnings:
+        _say(f"warning: {doubt}")
     for note in done.notes:
         _say(f"note: {note}")
     _say(f"judge it: python -m trainer eval {done.run_dir}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from trainer.contract.exits import Exit, in_short
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import FORMATS, READ_FORMATS, WRITTEN_FORMATS
+from trainer.contract.wording import join_words
 
-_WIDTH = max(map(len, FORMATS))
-_FORMATS = "\n".join(f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items())
+_WIDTH = max(map(len, WRITTEN_FORMATS))
+_FORMATS = "\n".join(
+    f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items() if one.is_written
+)
+_READ = join_words([*READ_FORMATS])
 _EXITS_OF_EVAL = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)
 _EXITS = in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.STOPPED)
 
@@ -116,13 +120,20 @@ which and where, and asks. Their metadata names model, hook and text as your job
 IMPORT = f"""\
 examples:
   python -m trainer import their-sae --out runs/theirs --data activations/resid_post.12
+  python -m trainer import EleutherAI/sae-llama-3-8b-32x/layers.10 --out runs/l10 --data activations/resid_post.10
+  python -m trainer import trainer_0/checkpoints/ae_1000.pt --out runs/early --data activations/resid_post.12
+  python -m trainer import ae --out runs/ae --data acts --config trainer.dict_class=AutoEncoderTopK
+  python -m trainer import layers.3.mlp --out runs/t --data mlp_in.3 --transcoder --set data.target_path=mlp_out.3
   python -m trainer eval runs/theirs                                  its report card on that data
   python -m trainer resume runs/theirs                                train it further: --set train.n_tokens=20M
   python -m trainer export runs/theirs --out copy --format sparsify   in another format
 
-it reads SAEs of SAELens, sparsify and dictionary_learning, by their files: an SAE that computes what none of our
-architectures does is refused. A .pt file is read as tensors alone; one that holds anything else, and links, are not.
-Weights are kept as they are, at the scale of DATA. Its optimizer starts anew.
+it reads SAEs by their files: {_READ}.
+an SAE that computes what none of our architectures does is refused with the reason. FOLDER may be a folder, a file, or
+OWNER/NAME/FOLDER on the Hugging Face hub, whose cache it looks into first. A .pt file is read as tensors alone and an
+.npz file as arrays alone; one that holds anything else is not read. Links are followed inside the hub's cache only.
+model, hook, text and context of the SAE are kept and are in later exports. It is checked on 1,000 rows of DATA: L0, FVU
+and a warning where they cannot be right. Weights are kept as they are, at the scale of DATA. Its optimizer starts anew.
 {_EXITS}
 """
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from trainer.contract.output import Parser
-from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
+from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
 from trainer.help import (
     BENCH,
     ESTIMATE,
@@ -124,7 +124,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("paths", type=Path, metavar="RUN_DIR_OR_CHECKPOINT", nargs="+")
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
-    command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
+    command.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
     command.add_argument(
@@ -139,12 +139,14 @@ def _add_export(command: argparse.ArgumentParser) -> None:
 
 
 def _add_import(command: argparse.ArgumentParser) -> None:
-    command.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
+    command.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to make")
     command.add_argument(
         "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
     )
     command.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
+    command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
+    command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
     _add_common(command)
 
 

@@ -15,15 +15,20 @@ def take_in(context: Context, flags: argparse.Namespace) -> int:
     """Make a job of the SAE in a folder, and tell what can be done with it."""
     settings = [word for override in flags.overrides for word in ("--set", override)]
     arguments = [*settings, *(["--format", flags.format] if flags.format else [])]
+    arguments += [word for one in flags.config for word in ("--config", one)]
+    arguments += ["--transcoder"] if flags.transcoder else []
     source = name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
     python = context.settings.python
     job_id, imported = import_sae(
         context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python
     )
     if context.as_json:
-        show_json({"id": job_id, "format": imported.form, "architecture": imported.architecture})
+        facts = {name: getattr(imported, name) for name in ("architecture", "notes", "check", "warnings")}
+        show_json({"id": job_id, "format": imported.form, **facts})
         return Exit.DONE
-    say(f"job {job_id}: {imported.architecture} SAE, read as {imported.form}")
+    say(f"job {job_id}: {imported.architecture} SAE, read as {imported.form}; {imported.check}")
+    for doubt in imported.warnings:
+        say(f"warning: {doubt}")
     for note in imported.notes:
         say(f"note: {note}")
     say(f"`sae-tui eval {job_id}` writes its report card, `sae-tui compare {job_id} ID` sets it beside another job")

@@ -17,7 +17,7 @@ from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
-from trainer.contract.settings.catalog import FORMATS, READ_FORMATS
+from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
 
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
@@ -272,10 +272,12 @@ def _add_job_file_commands(add: Add) -> None:
 
 def _add_importing(add: Add) -> None:
     take = add("import", "importing.take_in", "Make a job of an SAE that another tool has trained")
-    take.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
+    take.add_argument("folder", type=Path, metavar="FOLDER", help=WHERE_SAE)
     data = "stored activations to evaluate it on and train it further"
     take.add_argument("--data", type=Path, metavar="DATA", required=True, help=data)
     take.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
+    take.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
+    take.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
     take.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
     _add_overrides(take)
 
@@ -284,7 +286,7 @@ def _add_export(add: Add) -> None:
     share = add("export", "sharing.export", "Write the SAE of a job for other tools")
     _job_id(share)
     share.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
-    share.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default: %(default)s")
+    share.add_argument("--format", choices=WRITTEN_FORMATS, default="saelens", help="default: %(default)s")
     share.add_argument("--best", action="store_true", help="of the checkpoint with the lowest held-out FVU")
     share.add_argument("--force", action="store_true", help="replace an SAE that is there already")
     share.add_argument(

@@ -32,7 +32,11 @@ def foreign(shell: Shell) -> Path:
 
 def test_an_sae_of_another_tool_is_evaluated_compared_and_trained_on_as_a_job(shell: Shell, foreign: Path) -> None:
     told = shell.json("import", foreign, "--data", SAMPLE, "--tag", "theirs", "--set", "train.batch_size=256")
-    assert told == {"id": 2, "format": "saelens", "architecture": "topk"}
+    check = told.pop("check")
+    assert told == {"id": 2, "format": "saelens", "architecture": "topk", "notes": [], "warnings": []}
+    assert check["rows"] == 1000
+    assert 7 < check["l0"] <= 8
+    assert 0 < check["fvu"] < 1
     (job,) = shell.json("jobs", "#theirs")
     assert (job["name"], job["state"], job["step"], job["output_path"]) == (
         "theirs", "finished", 0, str(shell.data.sae(2)),
@@ -54,7 +58,8 @@ def test_an_sae_of_another_tool_is_evaluated_compared_and_trained_on_as_a_job(sh
 
 def test_what_cannot_be_imported_leaves_no_job_and_no_file(shell: Shell, foreign: Path) -> None:
     for folder, data, sentence in (
-        (shell.folder, SAMPLE, f"FOLDER: {shell.folder} holds no SAE"),
+        (shell.folder, SAMPLE, f"FOLDER: {shell.folder} holds 2 SAEs, e.g. "),
+        (SAMPLE, SAMPLE, f"FOLDER: {SAMPLE} holds no SAE; looked for cfg.json + sae_weights.safetensors (saelens), "),
         (foreign, shell.folder / "nothing", "data.path: there is nothing at"),
     ):
         (line,) = shell.errors("import", folder, "--data", data, code=1)

@@ -1,4 +1,4 @@
-"""The Hugging Face hub's API on a port of this machine: what its client asks for when it sends files to a model."""
+"""The Hugging Face hub's API on a port of this machine: what its client asks for when it sends files or gets them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 TOKEN = "hf_0123456789secret"
+COMMIT = "5" * 40
 
 
 class Hub:
@@ -62,15 +63,22 @@ class Hub:
 class _Handler(BaseHTTPRequestHandler):
     of: Hub
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
-        repo = self.path.removeprefix("/api/models/")
+        repo = self.path.partition("?")[0].removeprefix("/api/models/").removesuffix("/revision/main")
         if self._is_refused():
+            return
+        if "/resolve/" in self.path:
+            self._give(*self.path.strip("/").split("/resolve/main/"))
             return
         if self.path == "/api/whoami-v2":
             self._answer({"name": "ada", "type": "user", "orgs": []})
         elif repo in self.of.private:
             siblings = [{"rfilename": name} for name in self.of.files[repo]]
-            self._answer({"id": repo, "private": self.of.private[repo], "siblings": siblings})
+            facts = {"private": self.of.private[repo], "sha": COMMIT}
+            self._answer({"id": repo, **facts, "siblings": siblings})
         else:
             self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
 
@@ -119,15 +127,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer({"error": f"no room for {self.headers['Authorization']}"}, 507)
         return fails
 
-    def _answer(self, content: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> None:
-        body = json.dumps(content).encode()
+    def _give(self, repo: str, name: str) -> None:
+        """Answer with a file, as it is or only its head."""
+        if (content := self.of.files.get(repo, {}).get(name)) is None:
+            self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            return
+        etag = hashlib.sha256(content).hexdigest()
+        self._answer(content, headers={"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
+
+    def _answer(
+        self, content: dict[str, Any] | bytes, status: int = 200, headers: dict[str, str] | None = None
+    ) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in (
             {"Content-Type": "application/json", "Content-Length": str(len(body))} | (headers or {})
         ).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         """Write nothing to standard error."""

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from trainer.activations.heavy_dimensions import changed_scales
 from trainer.contract.errors import UsageError
+from trainer.contract.hub_cache import is_plain_file
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
@@ -43,7 +45,8 @@ class Shared(NamedTuple):
     `config` and `weights` are what SAELens keeps of its architecture. The encoder sees x − b_dec, that of a transcoder
     x itself. `k` is the latents per token that it was trained for, None where nobody knows; `levels` are the widths of
     a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights, `firings` finds out where its
-    latents fire in the run's data, for a format that needs it, None where the data does not tell its tokens.
+    latents fire in the run's data, for a format that needs it, None where the data does not tell its tokens. `l0` is
+    the L0 that its files state; `notes` are sentences about what was read.
     """
 
     config: dict[str, Any]
@@ -55,6 +58,8 @@ class Shared(NamedTuple):
     unit_decoder: bool = False
     features: Path | None = None
     firings: Callable[[], Firings] | None = None
+    l0: float | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -91,11 +96,27 @@ class Shared(NamedTuple):
         return int(self.weights["W_dec"].shape[1])
 
 
+class Given(NamedTuple):
+    """What the user adds to the files of an SAE that is read.
+
+    `config` are settings as the files would have them, by dotted names. `transcoder` says that it is one, for files
+    that do not tell.
+    """
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    transcoder: bool = False
+
+
+NOTHING_GIVEN = Given()
+
+
 class Format(ABC):
     """How a tool keeps an SAE: a folder of files."""
 
     # The files that it may write, as patterns.
-    files: ClassVar[tuple[str, ...]]
+    files: ClassVar[tuple[str, ...]] = ()
+    # The sets of files that it reads an SAE from.
+    reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Whether it shows where latents fire in the run's data.
     needs_firings: ClassVar[bool] = False
 
@@ -107,18 +128,30 @@ class Format(ABC):
     def write(self, sae: Shared, folder: Path) -> list[str]:
         """Write an SAE that is not refused, whole or not at all; return a sentence for everything left out."""
 
-    def recognises(self, folder: Path) -> bool:
-        """Tell whether a folder holds an SAE in this format that `read` takes."""
-        return False
+    def recognises(self, place: Path) -> bool:
+        """Tell whether a folder, or the folder of a file, holds an SAE in this format."""
+        sets = [names for names in self.reads if place.is_dir() or place.name in names]
+        return any(holds(folder_of(place), *names) for names in sets)
 
-    def read(self, folder: Path) -> Shared:
-        """Read an SAE; raise `UserError` where it computes what none of our architectures does."""
-        raise UsageError(f"{folder} is in a format that can only be written")
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        """Read the SAE in a folder or of a file; raise `UserError` for one that none of our architectures computes."""
+        raise UsageError(f"{place} is in a format that can only be written")
 
 
-def format_in(folder: Path) -> str | None:
-    """Return the name of the format in which a folder holds an SAE that can be read; None where it holds none."""
-    return next((name for name, entry in catalog.FORMATS.items() if entry.load()().recognises(folder)), None)
+def folder_of(place: Path) -> Path:
+    """Return the folder that a path is, or the one of a file."""
+    return place if place.is_dir() else place.parent
+
+
+def holds(folder: Path, *names: str) -> bool:
+    """Tell whether these files are in a folder; of links, only those of the hub's cache count."""
+    return all(is_plain_file(folder / name) for name in names)
+
+
+def format_in(place: Path) -> str | None:
+    """Return the name of the format in which a path holds an SAE that can be read; None where it holds none."""
+    readers = ((name, catalog.FORMATS[name].load()()) for name in catalog.READ_FORMATS)
+    return next((name for name, reader in readers if reader.recognises(place)), None)
 
 
 @torch.no_grad()

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
-from trainer.sharing.base import Format, Shared, forget_card
+from trainer.contract.hub_cache import is_plain_file
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card, holds
+from trainer.sharing.origins import origin_of
+from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
 
 CONFIG = "config.yaml"
+_THRESHOLD = "activation_function.threshold"
+_LAYER = re.compile(r"layer_[0-9]{1,4}\.safetensors")
+_SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
     """Holds transcoders of one width with a ReLU or a threshold; the files of all layers together make a set."""
 
     files = (CONFIG, "layer_*.safetensors")
+    reads = ((CONFIG, "layer_N.safetensors"),)
 
     def refusal(self, sae: Shared) -> str | None:
         if not sae.is_transcoder:
@@ -43,6 +51,45 @@ class CircuitTracer(Format):
                 write_whole(temporary / CONFIG, _config(sae))
             sync(temporary / CONFIG)
         forget_card(folder)
+
+    def recognises(self, place: Path) -> bool:
+        return holds(folder_of(place), CONFIG) and layer_file(place) is not None
+
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        file = layer_file(place) or place
+        config = with_given(_read_yaml(folder_of(place) / CONFIG), given)
+        wanted(config, folder_of(place) / CONFIG, model_kind=("transcoder_set",))
+        tensors = read_safetensors(file)
+        names = {"W_enc": "W_enc", "W_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
+        names |= {"threshold": _THRESHOLD} if _THRESHOLD in tensors else {}
+        names |= {"W_skip": "W_skip"} if "W_skip" in tensors else {}
+        weights = taken(tensors, names, file)
+        weights["W_enc"] = weights["W_enc"].mT if weights["W_enc"].dim() == 2 else weights["W_enc"]
+        kind = ("jumprelu_" if "threshold" in weights else "") + ("skip_" if "W_skip" in weights else "")
+        facts = _origin(config, int(file.stem.removeprefix("layer_")))
+        # Its JumpReLU lets a negative activation pass where a threshold is below 0: `checked` refuses these.
+        sae = checked(Shared({"architecture": f"{kind}transcoder"}, weights, facts, is_transcoder=True), file)
+        return converted(sae, file)
+
+
+def layer_file(place: Path) -> Path | None:
+    """Return the file of a layer: the one that is named, or the only one of a folder."""
+    if not place.is_dir():
+        return place if _LAYER.fullmatch(place.name) and is_plain_file(place) else None
+    files = [one for one in place.glob("layer_*.safetensors") if _LAYER.fullmatch(one.name) and is_plain_file(one)]
+    return files[0] if len(files) == 1 else None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    """Return the texts at the top of a YAML file, which is all that a set's settings have."""
+    lines = (_SETTING.fullmatch(line) for line in read_text(file).splitlines())
+    return {match[1]: match[2].strip().strip("\"'") for match in lines if match}
+
+
+def _origin(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    places = {"hook_name": config.get("feature_input_hook"), "hook_name_out": config.get("feature_output_hook")}
+    named = {name: f"blocks.{layer}.{site}" for name, site in places.items() if isinstance(site, str) and site}
+    return origin_of({"model_name": config.get("model_name"), "hook_layer": layer, **named})
 
 
 class Member(NamedTuple):
@@ -89,7 +136,7 @@ def _tensors(sae: Shared) -> dict[str, Tensor]:
     if sae.has_skip:
         tensors["W_skip"] = sae.weights["W_skip"]
     if "threshold" in sae.weights:
-        tensors["activation_function.threshold"] = sae.weights["threshold"]
+        tensors[_THRESHOLD] = sae.weights["threshold"]
     return tensors
 
 

@@ -12,15 +12,19 @@ from torch import Tensor
 from trainer.checkpoints.atomic_folder import fill_folder, write_json
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_whole
-from trainer.sharing.base import Format, Shared, forget_card
+from trainer.contract.hub_cache import is_plain_file
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, forget_card, holds
+from trainer.sharing.origins import of_submodule, origin_of
 from trainer.sharing.reading import (
     checked,
     converted,
-    holds,
+    positive,
+    positive_thresholds,
     read_config,
     read_state_dict,
     taken,
     with_input_bias,
+    with_unit_rows,
     without_input_bias,
 )
 
@@ -63,6 +67,16 @@ _KINDS = {
         transposed=True,
     ),
 }
+# A part of the name of each one's trainer, in small letters.
+_TRAINERS = {
+    "AutoEncoder": "standard",
+    "AutoEncoderNew": "standard",
+    "AutoEncoderTopK": "topk",
+    "BatchTopKSAE": "batchtopk",
+    "MatryoshkaBatchTopKSAE": "batchtopk",
+    "JumpReluAutoEncoder": "jump",
+    "GatedAutoEncoder": "gated",
+}
 # By what an SAE was trained as, and by what it computes.
 _TRAINED = {"batch_topk": "BatchTopKSAE", "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE"}
 _COMPUTED = {
@@ -78,6 +92,7 @@ class DictionaryLearning(Format):
     """Holds every SAE that we train, and no transcoder."""
 
     files = (CONFIG, WEIGHTS)
+    reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: Shared) -> str | None:
         if sae.is_transcoder:
@@ -94,16 +109,76 @@ class DictionaryLearning(Format):
         forget_card(folder)
         return []
 
-    def recognises(self, folder: Path) -> bool:
-        return holds(folder, CONFIG, WEIGHTS)
+    def recognises(self, place: Path) -> bool:
+        return _files(place) is not None
 
-    def read(self, folder: Path) -> Shared:
-        trainer = read_config(folder / CONFIG).get("trainer")
-        name = trainer.get("dict_class") if isinstance(trainer, dict) else None
-        if not isinstance(trainer, dict) or not isinstance(name, str) or name not in _KINDS:
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        config_file, weights_file = _files(place) or (place / CONFIG, place / WEIGHTS)
+        config = read_config(config_file, given)
+        trainer = config.get("trainer")
+        trainer = trainer if isinstance(trainer, dict) else {}
+        tensors = read_state_dict(weights_file)
+        name = _class_in(trainer, tensors, config_file)
+        sae = _shared(_kind(name, tensors), name, trainer, tensors, weights_file)
+        return sae._replace(metadata={**sae.metadata, **_origin(config, trainer)})
+
+
+def _files(place: Path) -> tuple[Path, Path] | None:
+    """Return the settings and the weights: of a folder, or of a checkpoint, whose settings are in a folder above."""
+    if place.is_dir():
+        return (place / CONFIG, place / WEIGHTS) if holds(place, CONFIG, WEIGHTS) else None
+    if place.suffix != ".pt" or not is_plain_file(place):
+        return None
+    return next(((one / CONFIG, place) for one in (place.parent, place.parent.parent) if holds(one, CONFIG)), None)
+
+
+def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
+    """Return the class of a dictionary: as its settings say, or by its trainer and the names of its tensors.
+
+    Until the middle of 2024 settings did not say it.
+    """
+    said = trainer.get("dict_class")
+    if said is not None:
+        name = str(said).rstrip("'>").rpartition(".")[2].replace("Matroyshka", "Matryoshka")
+        if not isinstance(said, str) or name not in _KINDS:
             listed = ", ".join(_KINDS)
-            raise UsageError(f"{folder / CONFIG}: trainer.dict_class is {str(name)[:60]!r}; only {listed} can be taken")
-        return _shared(_KINDS[name], name, trainer, read_state_dict(folder / WEIGHTS), folder / WEIGHTS)
+            raise UsageError(f"{file}: trainer.dict_class is {str(said)[:60]!r}; only {listed} can be taken")
+        return name
+    fitting = [name for name, kind in _KINDS.items() if _fits(kind, tensors)]
+    trained = [name for name in fitting if _TRAINERS[name] in str(trainer.get("trainer_class")).lower()]
+    if len(fitting) == 1 or trained:
+        # "TrainerBatchTopK" has "topk" in it, too.
+        return max(trained or fitting, key=lambda one: len(_TRAINERS[one]))
+    raise UsageError(
+        f"{file}: trainer.dict_class is missing, and the tensors do not tell the class; give --config "
+        f"trainer.dict_class=NAME with NAME one of {', '.join(fitting or _KINDS)}"
+    )
+
+
+def _fits(kind: _Kind, tensors: dict[str, Tensor]) -> bool:
+    """Tell whether tensors are those of a class, which may lack what says how it is used."""
+    names = {*kind.names.values()}
+    return names <= tensors.keys() <= {*names, *kind.extra}
+
+
+def _kind(name: str, tensors: dict[str, Tensor]) -> _Kind:
+    """Return the kind of a class; the first Matryoshka SAEs have their tensors as an nn.Linear."""
+    if name == "MatryoshkaBatchTopKSAE" and "encoder.weight" in tensors:
+        return _KINDS["BatchTopKSAE"]._replace(extra=_KINDS[name].extra)
+    return _KINDS[name]
+
+
+def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
+    """Return where an SAE is from: as our exports tell it, else as the trainer and its buffer do."""
+    own, buffer = config.get("metadata"), config.get("buffer")
+    place = trainer.get("submodule_name")
+    facts = {
+        "model_name": trainer.get("lm_name"),
+        "hook_layer": trainer.get("layer"),
+        "context_size": buffer.get("ctx_len") if isinstance(buffer, dict) else None,
+        **(of_submodule(place) if isinstance(place, str) else {}),
+    }
+    return origin_of({**facts, **(own if isinstance(own, dict) else {})})
 
 
 def _class_of(sae: Shared) -> str:
@@ -167,28 +242,35 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
     if kind.transposed:
         weights |= {matrix: weights[matrix].T for matrix in ("W_enc", "W_dec")}
     if kind.architecture == "jumprelu" and "threshold" not in weights:
-        # Below 0 where it was never set: then all that is positive is active.
-        threshold = float(extra["threshold"]) if extra.get("threshold", torch.ones(2)).numel() == 1 else 0.0
-        weights["threshold"] = torch.full((weights["W_enc"].shape[1],), max(0.0, threshold))
-    k = trainer.get("k") if isinstance(trainer.get("k"), int) else None
+        weights["threshold"] = torch.full((weights["W_enc"].shape[1],), _threshold(extra, trainer, name, file))
+    k, stored_k = trainer.get("k"), _k_of(extra)
+    if type(k) is int and stored_k not in (None, k) and kind.architecture == "topk":
+        raise UserError(f"{file}: k is {stored_k}, and {k} in its settings; give the right one as --config trainer.k=K")
+    k = k if type(k) is int else stored_k
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
     trained = {theirs: ours for ours, theirs in _TRAINED.items()}.get(name, kind.architecture)
-    facts = {
-        "training_architecture": trained,
-        "model_name": trainer.get("lm_name"),
-        "hook_name": trainer.get("submodule_name"),
-        "hook_layer": trainer.get("layer"),
-    }
-    sae = Shared(own, weights, {one: value for one, value in facts.items() if value is not None}, k=k)
+    sae = positive_thresholds(Shared(own, weights, {"training_architecture": trained}, k=k))
     checked(sae, file)
     if name == "AutoEncoder":
-        sae = sae._replace(weights=_with_unit_rows(weights))
+        sae = sae._replace(weights=with_unit_rows(weights))
     return converted(sae if kind.subtracts else sae._replace(weights=with_input_bias(sae.weights)), file)
 
 
-@torch.no_grad()
-def _with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a ReLU SAE as `AutoEncoder` scales them when it is loaded."""
-    norms = weights["W_dec"].norm(dim=1)
-    unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
-    return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
+def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
+    """Return what activations must exceed; below 0 where it was never set, so that all that is positive is active."""
+    stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
+    if stored is not None and stored.numel() == 1:
+        return float(stored)
+    if said is not None:
+        return said
+    raise UsageError(
+        f"{file} has no threshold: a {name} of before December 2024 chooses among all rows of a batch, which no "
+        f"architecture here does after its training; give a threshold as --config trainer.threshold=NUMBER"
+    )
+
+
+def _k_of(extra: dict[str, Tensor]) -> int | None:
+    stored = extra.get("k")
+    if stored is None or stored.numel() != 1 or stored.is_floating_point() or stored.is_complex():
+        return None
+    return int(stored)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -14,10 +17,12 @@ from torch import Tensor
 
 from trainer.contract.errors import UsageError, UserError, first_line, sentence
 from trainer.contract.files import open_plain
-from trainer.contract.json_file import load_json
+from trainer.contract.hub_cache import plain_file
+from trainer.contract.json_file import decode_as, load_json
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.torch_file import refuse_old_kind
-from trainer.sharing.base import Shared
+from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
 
 # By what activations are (`Shared.form`): the tensors [d_sae] beside W_enc, W_dec and b_dec.
 PER_LATENT = {
@@ -26,29 +31,64 @@ PER_LATENT = {
     "jumprelu": ("b_enc", "threshold"),
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
+# Bytes.
+_LARGEST_TEXT = 2**20
+# Advice of torch that is not to be passed on: to load a file of others in a way that runs its code.
+_REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
-def holds(folder: Path, *names: str) -> bool:
-    """Tell whether these plain files, and no links, lie in a folder."""
-    return all((folder / name).is_file() and not (folder / name).is_symlink() for name in names)
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """Read a JSON object; raise `UserError` where there is none."""
-    _refuse_link(file)
+def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
+    """Read a JSON object, with what the user adds to it; raise `UserError` where there is none."""
     try:
-        return load_json(file, dict[str, Any])
+        config = load_json(_plain(file), dict[str, Any])
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {sentence(error)}") from None
+    return with_given(config, given)
+
+
+def read_text(file: Path) -> str:
+    """Read a small text of another tool; raise `UserError` where there is none."""
+    try:
+        with open_plain(_plain(file)) as stream:
+            return stream.read(_LARGEST_TEXT).decode("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {sentence(error)}") from None
+
+
+def parsed_config(words: Iterable[str]) -> dict[str, Any]:
+    """Return what --config has, KEY=VALUE: numbers, true, false and null as in JSON, anything else as a text."""
+    given: dict[str, Any] = {}
+    for word in words:
+        key, is_given, value = word.partition("=")
+        if not is_given or not all(key.split(".")):
+            raise UsageError(f"--config: takes KEY=VALUE, like trainer.dict_class=AutoEncoder, not {word[:60]!r}")
+        try:
+            given[key] = decode_as(value, Any)
+        except ValueError:
+            given[key] = value
+    return given
+
+
+def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
+    """Return settings with those that the user gives in their places, which tables are made for."""
+    for path, value in given.config.items():
+        *tables, name = path.split(".")
+        place = config
+        for table in tables:
+            if not isinstance(place.get(table), dict):
+                place[table] = {}
+            place = place[table]
+        place[name] = value
+    return config
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
     """Read all tensors of a safetensors file; raise `UserError` where it is none."""
-    _refuse_link(file)
+    whole = _plain(file)
     try:
-        open_plain(file).close()
-        return load_file(file)
+        _refuse_huge(whole)
+        return load_file(whole)
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
         raise UserError(f"{file} is not a whole safetensors file: {reason}") from None
@@ -60,18 +100,18 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     Nothing in it is run. A small file that would fill the memory, by compression or by tensors larger than what is
     stored of them, is refused.
     """
-    _refuse_link(file)
+    whole = _plain(file)
     try:
-        open_plain(file).close()
-        refuse_old_kind(file)
-        _refuse_compression(file)
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        _refuse_huge(whole)
+        refuse_old_kind(whole)
+        _refuse_compression(whole)
+        content = torch.load(whole, map_location="cpu", weights_only=True, mmap=True)
     except UserError:
         raise
     except (OSError, NotRowsError) as error:
         raise UserError(f"{file} is not read: {sentence(error)}") from None
     except Exception as error:
-        reason = first_line(error)
+        reason = _REASONS.sub("", first_line(error)).strip()
         raise UserError(f"{file} holds more than tensors, or is damaged, and is not read: {reason}") from None
     is_plain = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(value, Tensor) and _is_stored(value) for name, value in content.items()
@@ -81,10 +121,40 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
+def read_npz(file: Path) -> dict[str, Tensor]:
+    """Read the arrays of a file of `numpy.savez`; raise `UserError` for any other.
+
+    Arrays of Python objects are not read, since that would run code. Neither is a compressed file, nor one whose
+    arrays are larger than what is stored of them.
+    """
+    whole = _plain(file)
+    try:
+        _refuse_huge(whole)
+        _refuse_compression(whole)
+        _refuse_empty_promises(whole)
+        with numpy.load(whole, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{file} holds more than arrays, or is damaged, and is not read: {first_line(error)}") from None
+
+
 def _refuse_compression(file: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise UserError(f"{file} is compressed, as torch.save never does; it is not read")
+            raise UserError(f"{file} is compressed, as torch.save and numpy.savez never do; it is not read")
+
+
+def _refuse_empty_promises(file: Path) -> None:
+    """Raise `ValueError` where the head of an array tells more numbers than are stored, before memory is taken."""
+    headers = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            with archive.open(entry) as stream:
+                shape, _, dtype = headers[numpy.lib.format.read_magic(stream)](stream)
+            if math.prod(shape) * dtype.itemsize > entry.file_size:
+                raise ValueError(f"{entry.filename[:60]} is shorter than its head says")
 
 
 def _is_stored(value: Tensor) -> bool:
@@ -93,9 +163,22 @@ def _is_stored(value: Tensor) -> bool:
     return is_dense and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def _refuse_link(file: Path) -> None:
-    if file.is_symlink():
-        raise UserError(f"{file} is a link, which is not followed; copy the file itself there")
+def _plain(file: Path) -> Path:
+    """Return the regular file behind a name; raise `UserError` for a foreign link, a pipe or a git-lfs pointer."""
+    try:
+        whole = plain_file(file)
+        open_plain(whole).close()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {sentence(error)}") from None
+    except ValueError as error:
+        raise UserError(f"{file} {error}") from None
+    return whole
+
+
+def _refuse_huge(file: Path) -> None:
+    """Raise `ValueError` for a file that the memory cannot hold, such as one of holes."""
+    if (size := file.stat().st_size) > (free := machine_memory().available_bytes):
+        raise ValueError(f"it has {size / 2**30:,.0f} GiB, and {free / 2**30:,.0f} GiB of memory are free")
 
 
 def taken(tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path) -> dict[str, Tensor]:
@@ -152,6 +235,36 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         # The magnitudes have an encoder of their own scale.
         moved["b_mag"] = weights["b_mag"] + shift * weights["r_mag"].exp()
     return weights | moved
+
+
+@torch.no_grad()
+def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of the SAE whose activations are those times the norms of decoder rows."""
+    norms = weights["W_dec"].norm(dim=1)
+    unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
+    return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
+
+
+def positive(value: object) -> float | None:
+    """Return a number above 0 of the settings of others; None for anything else."""
+    # True is an int of Python's.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        return None
+    return float(value)
+
+
+@torch.no_grad()
+def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
+    """Return the weights of an SAE of rows times a factor as those of one of the rows, with the same activations."""
+    scaled = {"W_enc": weights["W_enc"] * factor}
+    return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
+
+
+def positive_thresholds(sae: Shared) -> Shared:
+    """Return an SAE whose thresholds below 0 are 0, which is the same after a ReLU."""
+    if "threshold" not in sae.weights:
+        return sae
+    return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})
 
 
 @torch.no_grad()

@@ -6,25 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.json_file import read_json
-from trainer.contract.settings.hooks import parse_hook
 from trainer.saes.base import Sae
-from trainer.sharing.base import Format, Shared, forget_card, shared_form
-from trainer.sharing.reading import (
-    PER_LATENT,
-    checked,
-    converted,
-    holds,
-    read_config,
-    read_safetensors,
-    taken,
-    wanted,
-    with_input_bias,
-)
+from trainer.sharing import saelens_reading
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card, shared_form
+from trainer.sharing.origins import layer_of
+from trainer.sharing.saelens_reading import ARCHITECTURES, ORIGINAL
 from trainer.sharing.sparsify import Sparsify
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
@@ -52,28 +40,16 @@ TRANSFORMER_LENS_MODELS = frozenset(
 )  # fmt: skip
 # The hooks that it has in every block of these; where circuit-tracer reads the input of an MLP, it has none.
 _ITS_HOOK = re.compile(r"blocks\.[0-9]+\.hook_(resid_pre|resid_post|mlp_out|attn_out)")
-# What the metadata said where SAELens gets something else in its place.
-_ORIGINAL = "as_extracted"
-# Its architectures that are read and written.
-_ARCHITECTURES = (
-    "standard",
-    "topk",
-    "jumprelu",
-    "gated",
-    "transcoder",
-    "skip_transcoder",
-    "jumprelu_transcoder",
-    "jumprelu_skip_transcoder",
-)
 
 
 class SaeLens(Format):
     """Holds all that we train but TopK transcoders, with its metadata."""
 
     files = (CONFIG, WEIGHTS)
+    reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: Shared) -> str | None:
-        if sae.architecture not in _ARCHITECTURES:
+        if sae.architecture not in ARCHITECTURES:
             return "SAELens knows no transcoder with k latents per token; give --format sparsify, or train a batch_topk"
         return None
 
@@ -85,58 +61,8 @@ class SaeLens(Format):
         is_gguf = str(sae.metadata.get("model_name")).endswith(".gguf")
         return ["SAELens loads a GGUF model only with the files of its tokenizer beside it"] if is_gguf else []
 
-    def recognises(self, folder: Path) -> bool:
-        return holds(folder, CONFIG, WEIGHTS)
-
-    def read(self, folder: Path) -> Shared:
-        config, place = read_config(folder / CONFIG), folder / CONFIG
-        wanted(
-            config,
-            place,
-            architecture=(None, *_ARCHITECTURES),
-            normalize_activations=("none", None),
-            reshape_activations=("none",),
-        )
-        # Before version 6 it was the only one where nothing is said.
-        architecture = config.get("architecture") or "standard"
-        metadata, k = config.get("metadata"), config.get("k")
-        sae = Shared(
-            {"architecture": architecture} | ({"k": k} if architecture == "topk" else {}),
-            {},
-            _as_extracted(metadata) if isinstance(metadata, dict) else {},
-            k=k,
-            is_transcoder=architecture.endswith("transcoder"),
-        )
-        skip = ("W_skip",) if architecture.endswith("skip_transcoder") else ()
-        names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
-        sae = sae._replace(weights=taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS))
-        checked(sae, folder / WEIGHTS)
-        return converted(_computed_as_here(sae, config), folder / WEIGHTS)
-
-
-def _computed_as_here(sae: Shared, config: dict[str, Any]) -> Shared:
-    """Return an SAE with what its settings add to the arithmetic folded into its weights."""
-    weights = sae.weights
-    # True is SAELens' default.
-    subtracts = config.get("apply_b_dec_to_input", True)
-    if sae.is_transcoder and subtracts and "apply_b_dec_to_input" in config:
-        wanted(config, Path(CONFIG), apply_b_dec_to_input=(False,))
-    if not sae.is_transcoder and not subtracts:
-        weights = with_input_bias(weights)
-    if sae.architecture == "topk" and config.get("rescale_acts_by_decoder_norm", False):
-        weights = _with_unit_rows(weights)
-    return sae._replace(weights=weights)
-
-
-@torch.no_grad()
-def _with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a TopK SAE that chooses by activations times the norms of decoder rows."""
-    norms = weights["W_dec"].norm(dim=1)
-    return weights | {
-        "W_enc": weights["W_enc"] * norms,
-        "b_enc": weights["b_enc"] * norms,
-        "W_dec": weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None],
-    }
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        return saelens_reading.read(folder_of(place), (CONFIG, WEIGHTS), given)
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
@@ -175,15 +101,6 @@ def origin(meta: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook that TransformerLens or we have a name for; None for any other."""
-    try:
-        place = parse_hook(str(hook))
-    except ValueError:
-        return None
-    return None if place.path else place.layer
-
-
 def _config(sae: Shared) -> dict[str, Any]:
     return {
         **sae.config,
@@ -194,7 +111,8 @@ def _config(sae: Shared) -> dict[str, Any]:
         **({"d_out": sae.d_out} if sae.is_transcoder else {}),
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
-        "reshape_activations": "none",
+        # It has heads apart there, which our rows have side by side.
+        "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }
 
@@ -223,12 +141,5 @@ def _by_transformers(facts: dict[str, Any]) -> dict[str, Any]:
         "model_class_name": "AutoModelForCausalLM",
         "model_from_pretrained_kwargs": {"gguf_file": model.name} if of_gguf else {},
         **its_own,
-        _ORIGINAL: {name: facts[name] for name in its_own if name in facts},
+        ORIGINAL: {name: facts[name] for name in its_own if name in facts},
     }
-
-
-def _as_extracted(metadata: dict[str, Any]) -> dict[str, Any]:
-    """Return the metadata of a file with what was put aside for SAELens."""
-    original = metadata.get(_ORIGINAL)
-    others = {name: value for name, value in metadata.items() if name != _ORIGINAL}
-    return others | original if isinstance(original, dict) else others

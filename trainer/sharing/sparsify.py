@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
-from trainer.contract.errors import UserError
-from trainer.sharing.base import Format, Shared, forget_card
-from trainer.sharing.reading import checked, holds, read_config, read_safetensors, taken, wanted
+from trainer.contract.errors import UsageError, UserError
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card
+from trainer.sharing.origins import cleaned, of_module, origin_of
+from trainer.sharing.reading import (
+    checked,
+    converted,
+    read_config,
+    read_safetensors,
+    taken,
+    wanted,
+    without_input_bias,
+)
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 
@@ -17,6 +27,7 @@ class Sparsify(Format):
     """Holds TopK SAEs, and of transcoders those whose target is as wide as their input."""
 
     files = (CONFIG, WEIGHTS)
+    reads = ((CONFIG, WEIGHTS),)
 
     def refusal(self, sae: Shared) -> str | None:
         if sae.form != "topk":
@@ -40,15 +51,11 @@ class Sparsify(Format):
         forget_card(folder)
         return []
 
-    def recognises(self, folder: Path) -> bool:
-        return holds(folder, CONFIG, WEIGHTS)
-
-    def read(self, folder: Path) -> Shared:
-        config, file = read_config(folder / CONFIG), folder / WEIGHTS
-        is_transcoder = config.get("transcode") is True
-        # The input of an SAE, from which b_dec is taken, goes around it as it is: no architecture here does that.
-        skips = (False, True) if is_transcoder else (False,)
-        wanted(config, folder / CONFIG, activation=("topk",), transcode=(False, True), skip_connection=skips)
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        folder = folder_of(place)
+        config, file = read_config(folder / CONFIG, given), folder / WEIGHTS
+        _refuse_others(config, folder / CONFIG, given)
+        is_transcoder = config.get("transcode") is True or given.transcoder
         names = {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "W_dec", "b_dec": "b_dec"}
         names |= {"W_skip": "W_skip"} if config.get("skip_connection") else {}
         weights = taken(read_safetensors(file), names, file)
@@ -58,8 +65,39 @@ class Sparsify(Format):
         k, metadata = config.get("k"), config.get("metadata")
         kind = ("_skip" if "W_skip" in weights else "") + "_transcoder" if is_transcoder else ""
         own, facts = {"architecture": f"topk{kind}", "k": k}, metadata if isinstance(metadata, dict) else {}
-        sae = Shared(own, weights, {"training_architecture": "topk", **facts}, k=k, is_transcoder=is_transcoder)
-        return checked(sae, file)
+        facts = {"training_architecture": "topk", **_origin(folder, is_transcoder=is_transcoder), **cleaned(facts)}
+        sae = checked(Shared(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
+        if is_transcoder and config.get("transcode") is not True:
+            # Until sparsify had this setting, the encoder of its transcoders saw x − b_dec, too.
+            sae = sae._replace(weights=without_input_bias(weights))
+        return converted(sae, file)
+
+
+def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
+    wanted(config, file, activation=("topk",), transcode=(False, True), signed=(False, None))
+    skips = config.get("skip_connection")
+    if skips and config.get("transcode") is not True and not given.transcoder:
+        # The input of an SAE, from which b_dec is taken, goes around it as it is: no architecture here does that.
+        raise UsageError(
+            f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: an SAE whose input goes around it "
+            f"is not computed here; if it is a transcoder give --transcoder"
+        )
+    wanted(config, file, skip_connection=(False, True, None))
+
+
+def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
+    """Return where an SAE is from: its place by the name of the folder, the rest by the run's settings above it."""
+    above = folder.absolute().parts[:-4:-1]
+    place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
+    run: dict[str, Any] = {}
+    for parent in (folder.parent, folder.parent.parent):
+        with contextlib.suppress(UserError):
+            run = run or read_config(parent / "config.json")
+    # "model" alone is in the settings of a run, not in those of a language model.
+    if not isinstance(run.get("model"), str):
+        return place
+    facts = {"model_name": run["model"], "dataset_path": run.get("dataset"), "context_size": run.get("ctx_len")}
+    return origin_of(facts | place)
 
 
 def _config(sae: Shared) -> dict[str, Any]:

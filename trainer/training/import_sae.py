@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,77 +19,79 @@ from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths, working_folder
 from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
-from trainer.contract.settings import catalog
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
 from trainer.parallel.base import Parallel
-from trainer.sharing.base import Format, Shared, format_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
+from trainer.sharing.finding import Found, find
+from trainer.sharing.origins import origin_of
+from trainer.sharing.reading import positive, with_row_scale
 from trainer.sharing.saelens import export_sae, origin
+from trainer.training.import_check import check
 from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 
 CPU = torch.device("cpu")
 # Rows of W_dec whose length differs by more are no unit rows.
 _UNIT = 1e-3
-# What describes where the activations are from; the rest of an SAE's metadata is of its training.
-_ORIGIN = (
-    "model_name",
-    "hook_name",
-    "hook_name_out",
-    "hook_layer",
-    "module",
-    "module_out",
-    "context_size",
-    "dataset_path",
-    "prepend_bos",
-    "exclude_special_tokens",
-)
 
 
 class Imported(NamedTuple):
-    """What came of an import: the run, its format, the SAE as we call it, and what is to be known of it."""
+    """What came of an import: the run, its format, the SAE as we call it, and what is to be known of it.
+
+    `check` is what it makes of rows, `warnings` what of that cannot be right.
+    """
 
     run_dir: Path
     form: str
     architecture: str
     notes: list[str]
+    check: ImportCheck
+    warnings: list[str]
 
 
-def import_sae(folder: Path, run_dir: Path, data: str, overrides: Sequence[str], form: str | None = None) -> Imported:
+def import_sae(
+    name: Path,
+    run_dir: Path,
+    data: str,
+    overrides: Sequence[str],
+    form: str | None = None,
+    given: Given = NOTHING_GIVEN,
+) -> Imported:
     """Make a run folder with the SAE as its first checkpoint, and beside it as a finished run has it.
 
-    `data` are activations like those it was trained on: their scale is what a further training works at, and it is
-    evaluated on them. `overrides` are settings of the job. Raise `UserError` where something cannot be read.
+    `name` is its folder, its file or its name on the hub. `data` are activations like those it was trained on: their
+    scale is what a further training works at, and it is evaluated on them. `overrides` are settings of the job. Raise
+    `UserError` where something cannot be read.
     """
-    name = form or _recognised(folder)
-    shared = _read(name, folder)
-    job = _job(shared, folder, data, overrides)
+    found = find(name, form)
+    shared = _read(found, given)
+    job = _job(shared, name, data, overrides)
     source = _open(job, shared)
     learner = Learner(job, source.d_in, source.d_out, Parallel(CPU))
     x, y = _sample(source, job)
     learner.initialise(x, y)
     _set_weights(learner, shared)
-    facts = origin(source.meta) | {one: shared.metadata[one] for one in _ORIGIN if shared.metadata.get(one) is not None}
-    _write(job, run_dir, learner, facts | {"imported_from": name})
+    checked, doubts = check(learner, shared, x, y, partial(_set_weights, learner))
+    facts = origin(source.meta) | origin_of(shared.metadata)
+    _write(job, run_dir, learner, facts | {"imported_from": found.form})
     strange = other_place(shared.metadata, source.meta)
-    return Imported(run_dir, name, learner.architecture, [*([strange] if strange else []), *_notes(learner)])
+    notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
+    return Imported(run_dir, found.form, learner.architecture, notes, checked, doubts)
 
 
-def _recognised(folder: Path) -> str:
-    """Return the name of the format in which a folder holds an SAE."""
-    if name := format_in(folder):
-        return name
-    wanted = "cfg.json + sae_weights.safetensors, cfg.json + sae.safetensors, or config.json + ae.pt"
-    raise UsageError(f"FOLDER: {folder} holds no SAE; it must have {wanted}, as files and not as links")
-
-
-def _read(name: str, folder: Path) -> Shared:
-    form: Format = catalog.entry(catalog.FORMATS, name, "--format").load()()
-    if not form.recognises(folder):
-        raise UsageError(f"--format: {folder} holds no SAE of {name} that can be read; leave out --format")
-    return form.read(folder)
+def _read(found: Found, given: Given) -> Shared:
+    """Read an SAE, with the factor of its rows that the user gives; SAELens has a setting of that name."""
+    shared, said = found.reader.read(found.place, given), given.config.get("norm_scaling_factor")
+    if found.form == "saelens" or said is None:
+        return shared
+    factor = positive(said)
+    if shared.is_transcoder or factor is None:
+        raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {said!r}")
+    return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
 def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
@@ -98,7 +101,7 @@ def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> J
         sae["k"] = shared.k
     if shared.has_skip:
         sae["skip"] = True
-    name = "".join(one if one.isprintable() else "?" for one in folder.resolve().name)[:60]
+    name = "".join(one if one.isprintable() else "?" for one in folder.absolute().name)[:60]
     raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
     job = with_data_path(job_of(raw, overrides), [working_folder()])
     changed = [name for name, value in sae.items() if _setting(job, name) != value]

@@ -12,7 +12,7 @@ from sae_tui.hosts.protocol import Message
 from sae_tui.jobs.energy import Energy
 from sae_tui.jobs.view.postmortem import Postmortem
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import answer, card, metric_words, metrics
+from trainer.contract.answers.shared import IMPORT_CHECK, answer, card, metric_words, metrics
 from trainer.contract.runs.features import Context, Feature, Moved, Token
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
@@ -308,7 +308,13 @@ _STOPPED = fields("Stopped", {"id": _ID, "state": (or_null(_STATE[0]), "State; n
 _EDITS = ("pause", "hold", "release", "priority", "after", "rename", "tag", "note", "eval")
 _IMPORTED = fields(
     "Job of an imported SAE",
-    {"id": _ID, "format": (str, "Format that it was read as."), "architecture": (str, "Architecture of the SAE.")},
+    {
+        "id": _ID,
+        "format": (str, "Format that it was read as."),
+        "architecture": (str, "Architecture of the SAE."),
+        "notes": (list_of(str), "What a reader should know of it."),
+        **IMPORT_CHECK,
+    },
 )
 _EXPORTED = fields(
     "Exported SAE",

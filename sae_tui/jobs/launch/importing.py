@@ -25,6 +25,7 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.printable import printable
+from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.toml import read_plain_text
@@ -33,11 +34,16 @@ from trainer.contract.store.states import JobState
 
 
 class Imported(msgspec.Struct, frozen=True):
-    """What the trainer tells of an import: the format, the SAE as it is called here, and what to know of it."""
+    """What the trainer says about an import: the format, the SAE as it is called here, and what to know about it.
+
+    `check` is what the SAE makes of rows of the data, `warnings` what of that cannot be right.
+    """
 
     form: str
     architecture: str
+    check: ImportCheck
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def import_sae(
@@ -63,10 +69,11 @@ def import_sae(
         paths = ["--out", str(staged), "--data", str(activations)]
         # It needs torch, and so a process.
         words = [str(folder), *paths, *_settings(python), *arguments, "--json"]
-        imported = _run(named_python.command(python, "import", *words), named_python.variables(python))
+        command, variables = named_python.command(python, "import", *words), named_python.variables(python)
+        imported = _run(command, variables, shows_progress=not os.path.lexists(folder))
         with open_control(data) as control:
             job = _row(
-                RunPaths(staged), printable(f"imported from {folder.absolute()} ({imported.form})"), gpu_source, tags
+                RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
             )
             job_id = control.create_job(job, above=data.last_id())
             output = str(data.sae(job_id))
@@ -76,20 +83,34 @@ def import_sae(
                 control.forget(job_id)
                 raise UserError(f"the SAE could not be put into {data.root}: {sentence(error)}") from None
             control.update(job_id, output_path=output)
-            control.add_event(job_id, "imported", job.note)
+            control.add_event(job_id, "imported", f"{job.note}; {imported.check}")
+            for doubt in imported.warnings:
+                control.add_event(job_id, "warning", printable(doubt))
         return job_id, imported
     finally:
         shutil.rmtree(staged, ignore_errors=True)
+
+
+def _named(folder: Path) -> str:
+    """Return the absolute path of a folder, or the name on the hub that it is."""
+    return str(folder.absolute() if os.path.lexists(folder) else folder)
 
 
 def _settings(python: str) -> list[str]:
     return ["--set", f"launch.python={named_python.whole(python)}"] if python else []
 
 
-def _run(argv: Sequence[str], variables: Mapping[str, str]) -> Imported:
+def _run(argv: Sequence[str], variables: Mapping[str, str], *, shows_progress: bool) -> Imported:
+    """Run the trainer's import; with `shows_progress` it says itself which files it brings from the hub."""
     # On the CPU: it computes next to nothing.
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, env={**variables, **hide_all()})
-    lines = done.stderr.decode(errors="replace").strip().splitlines()
+    done = subprocess.run(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if shows_progress else subprocess.PIPE,
+        env={**variables, **hide_all()},
+    )
+    lines = (done.stderr or b"").decode(errors="replace").strip().splitlines()
     if done.returncode:
         reason = told_failure(done.stdout) or (lines[-1] if lines else "")
         raise UserError(reason or f"`trainer import` ended with {done.returncode} and told nothing")

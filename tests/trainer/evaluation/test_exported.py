@@ -66,7 +66,7 @@ def exported(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> Pa
     ("change", "words"),
     [
         ({"architecture": "crosscoder"}, "architecture is 'crosscoder'; only"),
-        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm'; only 'none'"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm': it centres"),
         ({"k": 0}, "k must be"),
         ({"architecture": "gated"}, "has no tensor b_gate; it holds another kind of SAE"),
     ],

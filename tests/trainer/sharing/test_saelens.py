@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 from support.extractions import CPU
 from support.forked import in_loaded_process
+from support.layouts import D_IN as LAYOUTS_WIDTH
+from support.layouts import LAYOUTS
 from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
 from support.saves import kill_exports
 from support.tiny_models import D_IN, make_model
@@ -18,6 +20,7 @@ from support.tiny_models import D_IN, make_model
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.hooks import parse_hook
+from trainer.evaluation.exported import ExportedSae
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
 from trainer.saes.base import Sae
@@ -226,3 +229,41 @@ def test_rows_behind_berts_last_norm_are_called_what_transformer_lens_calls_them
     assert (meta["hook"], meta["hook_name"]) == ("resid_post.1", "blocks.1.hook_normalized_resid_post")
     assert origin(meta)["hook_layer"] == 1
     assert parse_hook(meta["hook_name"]) == parse_hook("resid_post.1")
+
+
+@pytest.mark.parametrize("name", [name for name, layout in LAYOUTS.items() if layout.oracle == "sae_lens"])
+@torch.no_grad()
+def test_saelens_computes_the_same_from_the_same_files_of_any_version(name: str, tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    torch.manual_seed(0)
+    reference = LAYOUTS[name].write(tmp_path)
+    theirs = sae_lens.SAE.load_from_disk(tmp_path)
+    x = torch.randn(60, LAYOUTS_WIDTH) * 2
+    # Rows in which no rounding gives another latent.
+    clear = reference(x)[2]
+    acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
+    others = theirs.encode(x)
+    assert torch.equal((acts.values > 0)[clear], (others > 0)[clear])
+    torch.testing.assert_close(acts.values[clear], others[clear], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(x_hat[clear], theirs(x)[clear], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk"])
+@torch.no_grad()
+def test_a_training_checkpoint_of_saelens_is_read_as_the_inference_model_that_it_writes(
+    architecture: str, tmp_path: Path
+) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    kind, config = sae_lens.registry.get_sae_training_class(architecture)
+    widths = {"matryoshka_widths": [10, 40]} if "matryoshka" in architecture else {}
+    torch.manual_seed(0)
+    theirs = kind(config(d_in=LAYOUTS_WIDTH, d_sae=40, k=4, **widths))
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    theirs.topk_threshold.fill_(1.3)
+    theirs.save_model(tmp_path / "training")
+    theirs.save_inference_model(tmp_path / "inference")
+    checkpoint, inference = (SaeLens().read(tmp_path / name) for name in ("training", "inference"))
+    assert (checkpoint.form, checkpoint.k, inference.form) == ("jumprelu", 4, "jumprelu")
+    for name, tensor in inference.weights.items():
+        torch.testing.assert_close(checkpoint.weights[name], tensor, rtol=1e-5, atol=1e-6)

@@ -131,7 +131,7 @@ def test_an_sae_whose_input_goes_around_it_is_refused(
     config = json.loads((tmp_path / "theirs" / "cfg.json").read_text())
     (tmp_path / "theirs" / "cfg.json").write_text(json.dumps(config | {"transcode": False}))
     assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
-    assert "skip_connection is 'True'; only False can be taken" in capsys.readouterr().err
+    assert "skip_connection is 'True' and transcode is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,11 +277,11 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a compressed file": (compressed, "is compressed"),
     "no archive": (lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."), "holds more than tensors"),
     "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "holds more than tensors"),
-    "a link": (linked, "as files and not as links"),
+    "a link": (linked, "ae.pt is a link, which is not followed"),
     "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
     "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
-    "no k": (configured(k="many"), "k must be a whole number from 1 to 128, not None"),
+    "another k": (configured(k=7), "k is 8, and 7 in its settings"),
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
     "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
@@ -309,9 +309,9 @@ def test_what_is_no_plain_sae_is_refused_in_one_sentence_and_nothing_is_made(
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm'; only 'none' or None can"),
+        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm': it centres and scales each"),
         ({"architecture": "temporal"}, "architecture is 'temporal'; only"),
-        ({"reshape_activations": "hook_z"}, "reshape_activations is 'hook_z'"),
+        ({"reshape_activations": "hook_q"}, "reshape_activations is 'hook_q'"),
     ],
 )
 def test_settings_of_saelens_that_we_do_not_compute_are_refused(
@@ -349,6 +349,69 @@ def test_wrong_flags_are_told_and_nothing_is_written_over(
         assert capsys.readouterr().err.startswith(reason)
     assert not run.exists()
     assert {file.name for file in theirs.iterdir()} == {"cfg.json", "sae_weights.safetensors"}
+
+
+@pytest.fixture
+def low_rank(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    """Write 1,000 rows far from the origin that four directions explain, and return the weights that rebuild them."""
+    basis = torch.linalg.qr(torch.randn(32, 4)).Q
+    mean = torch.full((32,), 20.0)
+    rows = torch.randn(1000, 4) * 3 @ basis.T + mean
+    (tmp_path / "low").mkdir()
+    save_file({"activations": rows}, tmp_path / "low" / "a.safetensors")
+    both = torch.cat([basis, -basis], dim=1)
+    return tmp_path / "low", {"W_enc": both, "b_enc": torch.zeros(8), "W_dec": both.T.contiguous(), "b_dec": mean}
+
+
+def foreign(folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps({"d_in": 32, "d_sae": 8, "architecture": "standard"} | config))
+    return folder
+
+
+def test_an_import_is_checked_by_what_it_makes_of_rows(
+    low_rank: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, weights = low_rank
+    facts = {"model_name": "gpt2-small", "hook_name": "blocks.3.hook_resid_pre", "context_size": 128}
+    assert command(foreign(tmp_path / "right", weights, **facts), tmp_path / "1", data, "--json") == EXIT_FINISHED
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    check = answer["check"]
+    assert check["fvu"] < 1e-6
+    assert (check["l0"], answer["warnings"]) == (pytest.approx(4, abs=0.01), [])
+    again = ["export", str(tmp_path / "1"), "--out", str(tmp_path / "again"), "--format", "dictionary_learning"]
+    assert main(again) == EXIT_FINISHED
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    told = {name: config["trainer"][name] for name in ("lm_name", "submodule_name", "layer")}
+    assert told == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
+    assert config["buffer"]["ctx_len"] == 128
+    capsys.readouterr()
+    # That of rows with a mean norm of √32: in its space, the mean of the rows is as much nearer to the origin.
+    rows = load_file(data / "a.safetensors")["activations"]
+    scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
+    for name, changed, config, words in (
+        # Its encoder is that of x, and its settings say that b_dec is taken away.
+        (
+            "bias",
+            weights | {"b_enc": -weights["b_dec"] @ weights["W_enc"]},
+            {},
+            ("FVU is ", "read as an encoder of x, not of x − b_dec, its FVU is "),
+        ),
+        ("dead", weights | {"b_enc": torch.full((8,), -1e6)}, {}, ("no latent fires", "another hook, model or layer")),
+        (
+            "many",
+            weights,
+            {"metadata": {"sae_lens_version": "6.20.0", "l0": 60}},
+            ("L0 is 4.0 on these rows, and 60 by its files", "another hook"),
+        ),
+        ("scale", scaled, {}, ("FVU is ", "with --config norm_scaling_factor=")),
+    ):
+        folder = foreign(tmp_path / name, changed, **config)
+        assert command(folder, tmp_path / f"of-{name}", data) == EXIT_FINISHED
+        warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+        for word in words:
+            assert any(word in line for line in warnings), (name, warnings)
 
 
 def test_what_a_further_training_would_change_at_once_is_told(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import REFUSAL, answer, card, metrics
+from trainer.contract.answers.shared import IMPORT_CHECK, REFUSAL, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
 
@@ -121,6 +121,7 @@ _IMPORT = fields(
         "form": (str, "Format that it was read as."),
         "architecture": (str, "Architecture of the SAE."),
         "notes": _NOTES,
+        **IMPORT_CHECK,
     },
 )
 _CARDS = fields(

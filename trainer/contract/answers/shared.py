@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
 from trainer.contract.failure import Failure, Refusal
+from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Probing, Spliced, TextRows
 from trainer.contract.settings.catalog import METRICS
@@ -52,6 +53,22 @@ def metrics(*, held_out: bool) -> Described:
     return {name: (float | None, metric_words(name)) for name in names}
 
 
+# What both commands that import an SAE answer beside the rest.
+IMPORT_CHECK: Described = {
+    "check": (
+        typed(
+            "Check of an import",
+            ImportCheck,
+            {
+                "rows": "Rows of the data that were looked at.",
+                "l0": "Latents active per row.",
+                "fvu": "Share of the variance that is unexplained; null: reconstructions are not finite.",
+            },
+        ),
+        "What the SAE makes of rows of the data.",
+    ),
+    "warnings": (list_of(str), "What cannot be right by these figures, and what may be the reason."),
+}
 _FIGURES = typed(
     "Figures",
     Figures,

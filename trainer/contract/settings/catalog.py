@@ -92,10 +92,11 @@ class ModeEntry(Entry, frozen=True):
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's format of an SAE; `use` says how the tool reads it, `is_read` whether it can be imported."""
+    """A tool's format of an SAE; `use` says how the tool reads it, `is_read` and `is_written` what can be done here."""
 
     use: str
     is_read: bool = False
+    is_written: bool = True
 
 
 class MirrorEntry(Entry, frozen=True):
@@ -352,6 +353,14 @@ FORMATS = {
         "trainer.sharing.circuit_tracer:CircuitTracer",
         "transcoders of one width; config.yaml + layer_N.safetensors",
         "load_transcoder_set({0: file}, ...)",
+        is_read=True,
+    ),
+    "gemma-scope": FormatEntry(
+        "trainer.sharing.gemma_scope:GemmaScope",
+        "only read: params.npz, or config.json + params.safetensors",
+        "SAE.from_pretrained(release, sae_id)",
+        is_read=True,
+        is_written=False,
     ),
     "neuronpedia": FormatEntry(
         "trainer.sharing.neuronpedia:Neuronpedia",
@@ -366,6 +375,11 @@ FORMATS = {
 }
 
 READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
+WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
+# What an import takes, as both commands explain it.
+WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
+SAES_CONFIG = "a setting as the SAE's own files should have it, like trainer.k=32; can be given again"
+IS_TRANSCODER = "the SAE is a transcoder, where its files do not tell"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,12 +10,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainer.contract.files import lfs_pointer_in
+from trainer.contract.hub_cache import plain_file
 from trainer.contract.settings.knobs import about
 
 # How the files of a text end.
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
+# What the files end in that a model is loaded from.
+_OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
 Dtype = Annotated[
@@ -78,8 +82,23 @@ def lack_of_model(path: str) -> str:
         return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` where it lies"
     if not os.path.isdir(path):
         return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
+    if refused := _foreign_link(Path(path)):
+        return refused
     has_config = os.path.exists(os.path.join(path, "config.json"))
     return "" if has_config else f"{path} has no config.json; give the folder of a model, or its .gguf file"
+
+
+def _foreign_link(folder: Path) -> str:
+    """Say which file of a model is a link that leads out of the hub's cache, or nowhere; "" where none is."""
+    with contextlib.suppress(OSError):
+        for file in sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink()):
+            try:
+                plain_file(file)
+            except ValueError as error:
+                return f"{file} {error}"
+            except OSError:
+                return f"{file} is a link to a file that is not there; download the model again"
+    return ""
 
 
 def lack_of_text(path: str) -> str:

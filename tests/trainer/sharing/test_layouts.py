@@ -1,0 +1,324 @@
+"""SAEs of other tools, in every layout that they have had, are read as what they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.layouts import D_IN, D_SAE, FLAT, LAYOUTS, NEWEST, K, Layout, Reference, dictionary, put, saelens, sparsify
+from support.layouts import TOPK as TOPK_NAMES
+from support.saes import peer
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import READ_FORMATS
+from trainer.evaluation.exported import ExportedSae
+from trainer.sharing.base import Given, Shared
+from trainer.sharing.finding import find
+from trainer.sharing.origins import origin_of
+from trainer.sharing.reading import parsed_config
+
+CPU = torch.device("cpu")
+
+
+def given_by(flags: tuple[str, ...]) -> Given:
+    return Given(parsed_config(flag for flag in flags if "=" in flag), "--transcoder" in flags)
+
+
+def written(layout: Layout, folder: Path) -> tuple[Reference, Shared]:
+    """Write an SAE and read it as an import does."""
+    reference = layout.write(folder)
+    found = find(folder / layout.place)
+    assert found.form == layout.form
+    return reference, found.reader.read(found.place, given_by(layout.flags))
+
+
+def assert_computes(sae: Shared, reference: Reference, x: Tensor) -> None:
+    expected, x_hat, clear = reference(x)
+    assert clear.float().mean() > 0.5
+    acts, found = ExportedSae(sae, CPU).reconstruct(x)
+    assert torch.equal((acts.values > 0)[clear], (expected > 0)[clear])
+    torch.testing.assert_close(acts.values[clear], expected.float()[clear], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[clear], x_hat.float()[clear], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@torch.no_grad()
+def test_a_layout_is_read_as_what_its_tool_computes(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        reference, sae = written(layout, tmp_path / str(seed))
+        assert_computes(sae, reference, torch.randn(60, D_IN) * 2)
+        assert origin_of(sae.metadata) == layout.origin
+        assert sae.k == (K if sae.form == "topk" else sae.k)
+
+
+@torch.no_grad()
+def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str) -> tuple[Tensor, Tensor]:
+    module = peer(monkeypatch, "sparsify.sparse_coder")
+    coder = module.SparseCoder.load_from_disk(place)
+    top = coder.encode(x)
+    acts = torch.zeros(len(x), D_SAE).scatter(1, top.top_indices, top.top_acts)
+    # Its decoder has a kernel for GPUs only where Triton is installed.
+    monkeypatch.setattr(module, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
+    return acts, coder(x).sae_out
+
+
+@torch.no_grad()
+def _of_dictionary_learning(
+    monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, name: str
+) -> tuple[Tensor, Tensor]:
+    utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
+    file, k = str(place / "ae.pt"), {"k": K} if "TopK" in name else {}
+    loaded = getattr(utils, name).from_pretrained(file, **k)
+    return loaded.encode(x), loaded(x)
+
+
+@torch.no_grad()
+def _of_circuit_tracer(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    module = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
+    files = {"load_gemma_scope_transcoder": "params.npz", "load_gemma_scope_2_transcoder": "params.safetensors"}
+    file = place / files[name] if name in files else place
+    lazy = {} if name in files else {"lazy_encoder": False, "lazy_decoder": False}
+    loaded = getattr(module, name)(str(file), 3, device=CPU, dtype=torch.float32, **lazy)
+    return loaded.encode(x), loaded(x)
+
+
+ORACLES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "sparsify": _of_sparsify,
+    "dictionary_learning": _of_dictionary_learning,
+    "gemma-scope": _of_circuit_tracer,
+    "circuit-tracer": _of_circuit_tracer,
+}
+
+
+@pytest.mark.parametrize("name", [name for name, one in LAYOUTS.items() if one.oracle and one.form in ORACLES])
+@torch.no_grad()
+def test_another_tool_computes_the_same_from_the_same_files(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layout = LAYOUTS[name]
+    reference, sae = written(layout, tmp_path)
+    x = torch.randn(60, D_IN) * 2
+    clear = reference(x)[2]
+    theirs, their_x_hat = ORACLES[layout.form](monkeypatch, tmp_path / layout.place, x, layout.oracle)
+    acts, x_hat = ExportedSae(sae, CPU).reconstruct(x)
+    # Where a threshold is below 0, circuit-tracer lets an activation below 0 pass; Gemma Scope's own code has a ReLU.
+    theirs = theirs.relu()
+    torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
+    if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":
+        torch.testing.assert_close(x_hat[clear], their_x_hat[clear], rtol=1e-3, atol=1e-3)
+
+
+# What circuit-tracer's settings of a set have a place for.
+OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_origin_is_in_every_format_that_the_sae_is_written_in(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    _, sae = written(layout, tmp_path / "theirs")
+    forms = [form for form in READ_FORMATS if catalog.FORMATS[form].is_written]
+    for form in forms:
+        writer = catalog.FORMATS[form].load()()
+        if writer.refusal(sae):
+            continue
+        folder = tmp_path / form
+        writer.write(sae, folder)
+        again = find(folder, form)
+        origin = origin_of(again.reader.read(again.place).metadata)
+        kept = {fact: value for fact, value in layout.origin.items() if form != "circuit-tracer" or fact in OF_A_SET}
+        assert origin == kept, form
+
+
+FOREIGN = saelens("standard", FLAT)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "tanh-relu": (saelens("standard", FLAT | {"activation_fn_str": "tanh-relu"}), "activation_fn is 'tanh-relu'; only"),
+    "jumprelu of the k largest": (
+        saelens(
+            "jumprelu",
+            FLAT | {"architecture": "jumprelu", "activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}},
+        ),
+        "architecture is 'jumprelu'; only 'standard'",
+    ),
+    "signed topk": (
+        saelens("topk", FLAT | {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K, "signed": True}}),
+        "signed is 'True'; only False",
+    ),
+    "a kind of topk that is not known": (
+        saelens("topk", FLAT | {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K, "temperature": 2}}),
+        "activation_fn_kwargs has 'temperature'",
+    ),
+    "topk without k": (saelens("topk", FLAT | {"activation_fn_str": "topk"}), "k must be a whole number"),
+    "layer_norm": (
+        saelens("standard", FLAT | {"normalize_activations": "layer_norm"}),
+        "normalize_activations is 'layer_norm': it centres and scales each row on its own",
+    ),
+    "constant_norm_rescale": (
+        saelens("standard", FLAT | {"normalize_activations": "constant_norm_rescale"}),
+        "scales each row to one length on its own",
+    ),
+    "a mean norm that is not known": (
+        saelens("standard", FLAT | {"normalize_activations": "expected_average_only_in"}),
+        "--config norm_scaling_factor=NUMBER",
+    ),
+    "a factor that may be used": (
+        saelens(
+            "standard",
+            {name: value for name, value in FLAT.items() if name != "finetuning_scaling_factor"},
+            {"scaling_factor": torch.full((D_SAE,), 2.0)},
+        ),
+        "give --config finetuning_scaling_factor=true or =false",
+    ),
+    "a setting that may change the result": (
+        saelens("standard", FLAT | {"encoder_bias_rotation": "on"}),
+        "encoder_bias_rotation is 'on', and it is not known here what that changes; where it changes nothing give "
+        "--config encoder_bias_rotation=null",
+    ),
+    "temporal": (saelens("standard", NEWEST | {"architecture": "temporal"}), "architecture is 'temporal'; only"),
+    "batchtopk without its threshold": (
+        saelens("standard", NEWEST | {"architecture": "batchtopk", "k": K}),
+        "`save_inference_model`",
+    ),
+    "sparsify groupmax": (sparsify({"activation": "groupmax"}, "."), "activation is 'groupmax'; only 'topk'"),
+    "sparsify signed": (sparsify({"signed": True}, "."), "signed is 'True'; only False"),
+    "sparsify skip without a mark": (
+        sparsify({"skip_connection": True}, "."),
+        "if it is a transcoder give --transcoder",
+    ),
+    "a dictionary of no class": (
+        dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
+        "give --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
+    ),
+    "a dictionary of two k": (
+        dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
+        "k is 5, and 4 in its settings; give the right one as --config trainer.k=K",
+    ),
+    "a dictionary that chooses in a batch": (
+        dictionary("jumprelu", TOPK_NAMES, {"trainer_class": "TrainerBatchTopK", "k": K}, {"k": K}),
+        "has no threshold: a BatchTopKSAE of before December 2024",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_computed_here_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    write, reason = REFUSED[name]
+    write(tmp_path)
+    found = find(tmp_path)
+    with pytest.raises(UserError) as refused:
+        found.reader.read(found.place)
+    (line,) = str(refused.value).splitlines()
+    assert reason in line
+
+
+def test_a_setting_that_is_said_to_change_nothing_is_passed_over(tmp_path: Path) -> None:
+    saelens("standard", FLAT | {"encoder_bias_rotation": "on"})(tmp_path)
+    found = find(tmp_path)
+    assert found.reader.read(found.place, Given({"encoder_bias_rotation": None})).form == "standard"
+
+
+def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n"
+    for file in ("cfg.json", "sae_weights.safetensors"):
+        folder = tmp_path / file
+        FOREIGN(folder)
+        (folder / file).write_text(pointer)
+        with pytest.raises(UserError, match=rf"{file} cannot be read: it is a git-lfs pointer .*; run `git lfs pull`"):
+            find(folder).reader.read(folder)
+
+
+def test_texts_of_others_are_short_and_on_one_line(tmp_path: Path) -> None:
+    hostile = {
+        "model_name": "\x1b]52;c;eA==\x07" + "m" * 900,
+        "hook_name": ["a"],
+        "context_size": 10**40,
+        "prepend_bos": 1,
+    }
+    saelens("standard", NEWEST | {"architecture": "standard", "metadata": hostile})(tmp_path)
+    origin = origin_of(find(tmp_path).reader.read(tmp_path).metadata)
+    assert origin.keys() == {"model_name"}
+    assert origin["model_name"].isprintable()
+    assert len(origin["model_name"]) == 200
+
+
+def test_an_npz_file_runs_no_code_and_promises_no_more_than_it_has(tmp_path: Path) -> None:
+    import numpy
+
+    class Trap:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "sprung",)
+
+    arrays = {name: numpy.zeros(2, "f4") for name in ("W_enc", "W_dec", "b_enc", "b_dec")}
+    file = tmp_path / "params.npz"
+    for change, reason in (
+        (lambda: numpy.savez(file, threshold=numpy.array([Trap()], dtype=object), **arrays), "holds more than arrays"),
+        (lambda: numpy.savez_compressed(file, threshold=numpy.zeros(10**6), **arrays), "is compressed"),
+        (lambda: file.write_bytes(b"PK\x03\x04"), "is damaged"),
+        (lambda: _promise(file, arrays), "is shorter than its head says"),
+    ):
+        change()
+        with pytest.raises(UserError, match=reason):
+            find(tmp_path).reader.read(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def _promise(file: Path, arrays: dict[str, Any]) -> None:
+    """Write an array of 2 numbers whose head says 2^44."""
+    import io
+    import zipfile
+
+    import numpy
+
+    head = io.BytesIO()
+    numpy.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": (2**44,)})
+    numpy.savez(file, **arrays)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("threshold.npy", head.getvalue() + bytes(8))
+
+
+def test_every_folder_below_that_holds_an_sae_is_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    for layer in range(12):
+        sparsify({}, f"layers.{layer}")(tmp_path)
+    with pytest.raises(
+        UserError, match=r"holds 12 SAEs, e\.g\. layers\.0, layers\.1 and layers\.2; give the path of one"
+    ):
+        find(tmp_path)
+
+
+def test_what_is_looked_for_and_what_is_there_is_told(tmp_path: Path) -> None:
+    put(tmp_path / "config.json", {"model_type": "gpt2"})
+    (tmp_path / "model\x1b.bin").write_bytes(b"")
+    with pytest.raises(UserError) as refused:
+        find(tmp_path)
+    told = str(refused.value)
+    assert "looked for cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in told
+    assert told.endswith("there is config.json and model\N{REPLACEMENT CHARACTER}.bin")
+    with pytest.raises(UserError, match=r"holds no SAE; looked for cfg.json \+ sae.safetensors \(sparsify\); there is"):
+        find(tmp_path, "sparsify")
+    FOREIGN(tmp_path)
+    with pytest.raises(UserError, match="holds an SAE of saelens, and none of sparsify; leave out --format"):
+        find(tmp_path, "sparsify")
+
+
+def test_a_word_of_config_is_read_as_json_or_as_a_text() -> None:
+    words = ["a=3", "b.c=true", "d=null", "e=AutoEncoder", "f=x=y"]
+    assert parsed_config(words) == {"a": 3, "b.c": True, "d": None, "e": "AutoEncoder", "f": "x=y"}
+    for bad in ("a", "=3", "a..b=3"):
+        with pytest.raises(UserError, match="--config: takes KEY=VALUE"):
+            parsed_config([bad])
+
+
+def test_settings_that_are_given_count_as_if_the_file_had_them(tmp_path: Path) -> None:
+    FOREIGN(tmp_path)
+    config = json.loads((tmp_path / "cfg.json").read_text())
+    given = Given({"activation_fn_str": "topk", "activation_fn_kwargs.k": 3})
+    assert find(tmp_path).reader.read(tmp_path, given).k == 3
+    assert json.loads((tmp_path / "cfg.json").read_text()) == config

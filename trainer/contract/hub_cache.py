@@ -1,0 +1,44 @@
+"""Links of the Hugging Face hub's cache, which lead from a snapshot of a model to a file among its blobs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+# What to do about a link that is not followed.
+COPY = "copy the file itself there, as `cp -rL` does"
+
+
+def plain_file(file: Path) -> Path:
+    """Return the file that a path names: itself, or the blob that a link of the hub's cache leads to.
+
+    Every other link is refused, since it could lead to anything that this user may read. The blob is a regular file,
+    directly in the `blobs` folder of the same `models--*` folder, and belongs to this user or root. Raise `ValueError`
+    for a link that is refused and `OSError` where there is no file.
+    """
+    if not file.is_symlink():
+        file.stat()
+        return file
+    snapshot = file.parent.resolve(strict=True)
+    model = next((one for one in snapshot.parents if one.name.startswith("models--")), None)
+    if model is None or snapshot.relative_to(model).parts[0] != "snapshots":
+        raise ValueError(f"is a link, which is not followed; {COPY}")
+    target = snapshot / os.readlink(file)
+    blob = model / "blobs" / target.name
+    if target.name in ("", ".", "..") or target.parent.resolve() != blob.parent:
+        raise ValueError(f"is a link to a place outside the blobs of {model.name[:100]}, which is not followed; {COPY}")
+    status = blob.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"is a link to something that is not a plain file, which is not followed; {COPY}")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ValueError(f"is a link to a file of another user, which is not followed; {COPY}")
+    return blob
+
+
+def is_plain_file(file: Path) -> bool:
+    """Tell whether a path names a regular file that `plain_file` accepts."""
+    try:
+        return stat.S_ISREG(plain_file(file).stat().st_mode)
+    except (OSError, ValueError, RuntimeError):
+        return False

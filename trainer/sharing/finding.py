@@ -1,0 +1,132 @@
+"""Finds the SAE in a folder, a file or a repository of the hub, and says what is there instead where it is none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from trainer.contract.errors import UsageError
+from trainer.contract.hub_cache import plain_file
+from trainer.contract.printable import printable
+from trainer.contract.settings import catalog
+from trainer.contract.wording import join_words
+from trainer.sharing import from_hub
+from trainer.sharing.base import Format, format_in
+from trainer.sharing.circuit_tracer import layer_file
+
+# Folders that are looked into below the one that is given, and how deep.
+_MOST_FOLDERS, _DEEPEST = 5000, 6
+# Names in a sentence.
+_MOST_NAMES = 3
+_CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
+
+
+class Found(NamedTuple):
+    """An SAE that can be read: the name of its format, and its folder or file."""
+
+    form: str
+    place: Path
+
+    @property
+    def reader(self) -> Format:
+        reader: Format = catalog.FORMATS[self.form].load()()
+        return reader
+
+
+def find(name: Path, form: str | None = None) -> Found:
+    """Return the SAE at a path or of a name on the hub, in a format or in the one that its files are of.
+
+    Raise `UsageError` where there is none, with what was looked for and what is there.
+    """
+    place = name if os.path.lexists(name) else from_hub.brought(str(name)) or name
+    found = format_in(place)
+    if form is None and found is not None:
+        return Found(found, place)
+    if form is not None:
+        catalog.entry(catalog.FORMATS, form, "--format")
+        if Found(form, place).reader.recognises(place):
+            return Found(form, place)
+    raise UsageError(
+        f"--format: {_other(place, form, found)}" if form and found else f"FOLDER: {_nothing(place, form)}"
+    )
+
+
+def saes_below(folder: Path) -> list[Path]:
+    """Return the folders and files of the SAEs below a folder, as people count: layers.2 before layers.10."""
+    return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
+
+
+def _other(place: Path, form: str | None, found: str) -> str:
+    return f"{place} holds an SAE of {found}, and none of {form}; leave out --format"
+
+
+def _nothing(place: Path, form: str | None) -> str:
+    if not os.path.lexists(place):
+        return f"there is nothing at {place}; give a folder, a file or the OWNER/NAME/FOLDER of an SAE on the hub"
+    if not place.is_dir():
+        return f"{place} is no file of an SAE that can be read here; give its folder"
+    if refused := _refused(place):
+        return f"{place} holds no SAE: {refused}"
+    if below := saes_below(place):
+        names = [printable(str(one.relative_to(place))) for one in below[:_MOST_NAMES]]
+        many = f"{len(below)} SAEs, e.g. {join_words(names)}" if len(below) > 1 else f"an SAE in {names[0]}"
+        return f"{place} holds {many}; give the path of one"
+    wanted = [
+        f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)
+    ]
+    return f"{place} holds no SAE; looked for {join_words(wanted)}; there is {_listed(place)}"
+
+
+def _sets(form: str) -> tuple[tuple[str, ...], ...]:
+    reader: type[Format] = catalog.FORMATS[form].load()
+    return reader.reads
+
+
+def _refused(folder: Path) -> str:
+    """Say why a file that belongs to an SAE is not read: mostly it is a link; "" where none is there."""
+    for names in (names for form in catalog.READ_FORMATS for names in _sets(form)):
+        if not all(os.path.lexists(folder / name) for name in names):
+            continue
+        for name in names:
+            try:
+                if not plain_file(folder / name).is_file():
+                    return f"{name} is not a plain file"
+            except ValueError as error:
+                return f"{name} {error}"
+            except (OSError, RuntimeError):
+                return f"{name} is a link to a file that is not there; download it again"
+    return ""
+
+
+def _listed(folder: Path) -> str:
+    try:
+        names = sorted(os.listdir(folder), key=_natural)
+    except OSError as error:
+        return f"no right to look into it: {error.strerror}"
+    shown = [printable(name)[:60] for name in names[: 2 * _MOST_NAMES]]
+    rest = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
+    return join_words([*shown, *rest]) if names else "nothing in it"
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for parent, folders, files in itertools.islice(os.walk(folder), _MOST_FOLDERS):
+        here = Path(parent)
+        if len(here.relative_to(folder).parts) >= _DEEPEST:
+            folders.clear()
+        if format_in(here):
+            yield here
+        else:
+            yield from (file for name in files if (file := here / name) and _is_alone(file))
+
+
+def _is_alone(file: Path) -> bool:
+    """Tell whether a file is an SAE by itself: a checkpoint, or a layer of a set."""
+    return bool(_CHECKPOINT.fullmatch(file.name) or layer_file(file)) and format_in(file) is not None
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", text)]

@@ -1,0 +1,141 @@
+"""Brings SAEs from the Hugging Face hub by their names, into the cache that its own client keeps."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any, NamedTuple
+
+from trainer.contract.errors import UsageError, UserError, first_line
+from trainer.contract.extras import install
+from trainer.contract.output import complain
+from trainer.contract.settings import catalog
+from trainer.contract.wording import join_words
+
+_PART = r"[A-Za-z0-9_][\w.-]*"
+_NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
+# Seconds until the hub counts as out of reach.
+_PATIENCE_S = 15
+_LAYER = re.compile(r"layer_[0-9]+\.safetensors")
+
+
+class Name(NamedTuple):
+    """The name of an SAE on the hub: a repository, a revision, and the folder or file in it."""
+
+    repository: str
+    revision: str | None
+    path: str
+
+
+def parse(text: str) -> Name | None:
+    """Return the parts of OWNER/NAME[@REVISION][/FOLDER], with "hf:" before it or not; None for anything else."""
+    match = _NAME.fullmatch(text)
+    return Name(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
+
+
+def brought(text: str) -> Path | None:
+    """Return where an SAE of the hub lies in the cache, brought there where it is not; None for what is no name.
+
+    Raise `UsageError` where the hub has no such SAE and `UserError` where it cannot be reached.
+    """
+    name = parse(text)
+    if name is None:
+        return None
+    hub = _client(text)
+    kept = _kept(hub, name)
+    # What lies above a folder of SAEs is there as soon as one of them is.
+    if kept is not None and (kept.is_file() or any(map(_is_weights, _files(kept)))):
+        return kept
+    try:
+        return _download(hub, name)
+    except UserError:
+        raise
+    except Exception as error:
+        if kept is not None:
+            return kept
+        # Its own errors, those of HTTP and those of the disk.
+        raise UserError(f"FOLDER: there is nothing at {text}, and {_reason(name, error)}") from None
+
+
+def _client(text: str) -> Any:
+    try:
+        hub: Any = importlib.import_module("huggingface_hub")
+        importlib.import_module("huggingface_hub.utils")
+    except ImportError:
+        reason = f"there is nothing at {text}, and to bring an SAE from the hub needs its client"
+        raise UsageError(f"FOLDER: {reason}; {install('hf')}") from None
+    # Its warnings are of single attempts.
+    hub.utils.logging.set_verbosity_error()
+    return hub
+
+
+def _kept(hub: Any, name: Name) -> Path | None:
+    """Return the folder or file of a name in the cache; None where it is not there."""
+    try:
+        folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
+    except Exception:
+        # Its errors for this differ by its version.
+        return None
+    return place if (place := folder / name.path).exists() else None
+
+
+def _files(folder: Path) -> list[Path]:
+    return [one for one in folder.iterdir() if one.is_file()] if folder.is_dir() else []
+
+
+def _download(hub: Any, name: Name) -> Path:
+    # A list of files alone would be asked for again and again where there is no network.
+    info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_PATIENCE_S)
+    there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
+    path = PurePosixPath(name.path)
+    if path in there:
+        wanted = [path, *(one for one in there if one.name.startswith("config.") and one.parent in path.parents)]
+    else:
+        wanted = [one for one in there if one.parent == path and _is_of_sae(one.name)]
+    if not any(_is_weights(one) for one in wanted):
+        raise UsageError(f"FOLDER: {_elsewhere(name, there)}")
+    if sum(bool(_LAYER.fullmatch(one.name)) for one in wanted) > 1:
+        raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, like {wanted[0]}")
+    if any(one.name == "cfg.json" for one in wanted):
+        # The settings of the run that sparsify's SAEs are of.
+        wanted += [one for one in there if one.name == "config.json" and one.parent in path.parents]
+    for number, one in enumerate(wanted, start=1):
+        complain(f"{name.repository}: file {number} of {len(wanted)}, {one}\n")
+        file = Path(hub.hf_hub_download(name.repository, str(one), revision=name.revision))
+    return file.parents[len(one.parts) - 1] / name.path
+
+
+def _is_of_sae(name: str) -> bool:
+    sets = (names for form in catalog.READ_FORMATS for names in catalog.FORMATS[form].load().reads)
+    return _LAYER.fullmatch(name) is not None or any(name in names for names in sets)
+
+
+def _is_weights(file: PurePath) -> bool:
+    return file.suffix in (".safetensors", ".pt", ".npz") and (_is_of_sae(file.name) or "ae_" in file.name)
+
+
+def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
+    below = [one for one in there if one.is_relative_to(name.path) and _is_weights(one)]
+    folders = list(dict.fromkeys(str(one.parent) for one in below))
+    what = f"{name.repository}/{name.path}".rstrip("/")
+    if not folders:
+        return f"{what} on the hub holds no SAE that can be read here"
+    return f"{what} holds {len(folders)} SAEs, e.g. {join_words(folders[:3])}; give {name.repository}/FOLDER"
+
+
+def _reason(name: Name, error: Exception) -> str:
+    """Say why the hub does not give an SAE, and what to do."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        where = f"https://huggingface.co/{name.repository}"
+        return f"{name.repository} is gated on the hub; accept its licence at {where} and log in with `hf auth login`"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"the hub has no model {name.repository} that you may see; check the name, or log in with `hf auth login`"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return f"{name.repository} has no revision {name.revision} on the hub; leave it out"
+    why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in kinds else first_line(error)
+    return f"the hub cannot be reached ({why}); bring it with `hf download {name.repository}` where it can"

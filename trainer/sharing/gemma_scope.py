@@ -1,0 +1,135 @@
+"""Gemma Scope: `params.npz` of the first, `config.json` and `params.safetensors` of the second; read, never written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.contract.errors import UsageError
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, holds
+from trainer.sharing.origins import of_hook, of_module, origin_of
+from trainer.sharing.reading import (
+    checked,
+    converted,
+    positive,
+    positive_thresholds,
+    read_config,
+    read_npz,
+    read_safetensors,
+    taken,
+    wanted,
+    with_given,
+    with_input_bias,
+)
+
+CONFIG, FIRST, SECOND = "config.json", "params.npz", "params.safetensors"
+_SKIP = "affine_skip_connection"
+# The repository of the first: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
+_REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)\b")
+_LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
+_SITES = {"res": "resid_post", "mlp": "mlp_out"}
+
+
+class GemmaScope(Format):
+    """JumpReLU SAEs and transcoders; their encoders see x itself."""
+
+    reads = ((FIRST,), (CONFIG, SECOND))
+
+    def write(self, sae: Shared, folder: Path) -> list[str]:
+        raise UsageError("--format: gemma-scope can only be read; choose another format")
+
+    def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
+        folder = folder_of(place)
+        is_second = holds(folder, CONFIG, SECOND) and place.name != FIRST
+        if is_second:
+            file, config = folder / SECOND, read_config(folder / CONFIG, given)
+            tensors = read_safetensors(file)
+        else:
+            file, config = folder / FIRST, with_given(_by_path(folder), given)
+            tensors = read_npz(file)
+        wanted(config, folder / CONFIG, architecture=("jump_relu",), type=(None, "sae", "transcoder"))
+        sae = _shared(_in_one_case(tensors), config, given, file)
+        checked(positive_thresholds(sae), file)
+        sae = positive_thresholds(sae)
+        return converted(sae if sae.is_transcoder else sae._replace(weights=with_input_bias(sae.weights)), file)
+
+
+def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors with the matrices as the first has them: "W_enc", not "w_enc"."""
+    return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
+
+
+def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, file: Path) -> Shared:
+    is_affine = config.get("affine_connection") is True or _SKIP in tensors
+    is_transcoder = given.transcoder or config.get("type") == "transcoder" or is_affine
+    if config.get("type") == "sae":
+        wanted(config, file, affine_connection=(False, None))
+    hooks = config.get("hf_hook_point_in"), config.get("hf_hook_point_out")
+    if config.get("type") is None and all(isinstance(one, str) for one in hooks) and hooks[0] != hooks[1]:
+        is_transcoder = True
+    names = {name: name for name in ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")}
+    names |= {"W_skip": _SKIP} if is_affine else {}
+    weights = taken(tensors, names, file)
+    if "W_skip" in weights:
+        # [d_in, d_out] there.
+        weights["W_skip"] = weights["W_skip"].mT if weights["W_skip"].dim() == 2 else weights["W_skip"]
+    kind = ("_skip" if is_affine else "") + "_transcoder" if is_transcoder else ""
+    return Shared(
+        {"architecture": f"jumprelu{kind}"},
+        weights,
+        {"training_architecture": "jumprelu", **_origin(config, is_transcoder=is_transcoder)},
+        is_transcoder=is_transcoder,
+        l0=positive(config.get("l0")),
+    )
+
+
+def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
+    facts = {name: config.get(name) for name in ("model_name", "hook_name", "hook_name_out", "hook_layer")}
+    if isinstance(model := facts["model_name"], str):
+        # "gemma-v3-1b-pt" is google/gemma-3-1b-pt on the hub.
+        facts["model_name"] = re.sub(r"^(google/)?gemma-v3-", "google/gemma-3-", model)
+    for name, module, hook in (
+        ("hf_hook_point_in", "module", "hook_name"),
+        ("hf_hook_point_out", "module_out", "hook_name_out"),
+    ):
+        if isinstance(point := config.get(name), str) and (is_transcoder or module == "module"):
+            facts |= _place(point, module, hook)
+    return origin_of({name: value for name, value in facts.items() if value is not None})
+
+
+def _place(point: str, module: str, hook: str) -> dict[str, Any]:
+    """Return the facts of a place of the second: "model.layers.7.output", the output or the input of a module."""
+    path, _, end = point.rpartition(".")
+    if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
+        return {hook: f"blocks.{match[1]}.attn.hook_z"} if end == "input" else {}
+    found = of_module(path) if end == "output" else {}
+    return {hook: found["hook_name"], module: path} if found else {hook: point}
+
+
+def _by_path(folder: Path) -> dict[str, Any]:
+    """Return as settings what the path of an SAE of the first tells, which has no file of settings."""
+    path = folder.absolute().as_posix()
+    repository, layer, l0 = (_last(pattern, path) for pattern in (_REPOSITORY, _LAYER, _L0))
+    config: dict[str, Any] = {"architecture": "jump_relu", "l0": float(l0[1]) if l0 else None}
+    if repository:
+        size, tuning, site = repository.groups()
+        config["model_name"] = f"google/gemma-2-{size}{'-it' if tuning == 'it' else ''}"
+        config["type"] = "transcoder" if site == "transcoders" else "sae"
+        if layer:
+            config |= _hooks(site, int(layer[1]))
+    return config
+
+
+def _last(pattern: re.Pattern[str], path: str) -> re.Match[str] | None:
+    return max(pattern.finditer(path), key=lambda match: match.start(), default=None)
+
+
+def _hooks(site: str, layer: int) -> dict[str, Any]:
+    if site == "transcoders":
+        return of_hook("mlp_in", layer) | {"hook_name_out": of_hook("mlp_out", layer)["hook_name"]}
+    if site == "att":
+        return {"hook_name": f"blocks.{layer}.attn.hook_z", "hook_layer": layer}
+    return of_hook(_SITES[site], layer)

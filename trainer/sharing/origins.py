@@ -1,0 +1,99 @@
+"""Where an SAE is from: the model, the place in it and the text, as files and folders of other tools tell it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.contract.printable import printable
+from trainer.contract.settings.hooks import Hook, parse_hook
+
+# The facts of an origin, which an import keeps and every later export has, and what each may be.
+ORIGIN: dict[str, type | tuple[type, ...]] = {
+    "model_name": str,
+    "hook_name": str,
+    "hook_name_out": str,
+    "hook_layer": int,
+    "module": str,
+    "module_out": str,
+    "context_size": int,
+    "dataset_path": str,
+    "prepend_bos": bool,
+    "exclude_special_tokens": bool,
+}
+# Characters and largest number of a fact: files of others may hold anything.
+_LONGEST, _LARGEST = 200, 2**31
+# A module of transformers, as sparsify and Gemma Scope 2 name places.
+_MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
+_SITES = {
+    "": "resid_post",
+    "mlp": "mlp_out",
+    "post_feedforward_layernorm": "mlp_out",
+    "pre_feedforward_layernorm": "mlp_in",
+    "attn": "attn_out",
+    "self_attn": "attn_out",
+    "attention": "attn_out",
+}
+# A place as dictionary_learning's scripts name it: "resid_post_layer_3", "mlp_out_layer3".
+_SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_layer_?([0-9]{1,4})")
+
+
+def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return facts with those of an origin that are what they must be, texts short and on one line."""
+    others = {name: value for name, value in facts.items() if name not in ORIGIN}
+    return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
+
+
+def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return only what tells the origin, and the layer of a hook that has one."""
+    origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
+    layer = layer_of(origin.get("hook_name"))
+    return origin if layer is None else origin | {"hook_layer": layer}
+
+
+def layer_of(hook: object) -> int | None:
+    """Return the layer of a hook that TransformerLens or we have a name for; None for any other."""
+    try:
+        place = parse_hook(str(hook))
+    except ValueError:
+        return None
+    return None if place.path else place.layer
+
+
+def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
+    """Return the place that a module of transformers is: "layers.10" is the residual stream after block 10.
+
+    Of a transcoder it is an MLP as a whole. Return {} for a name that is of no place that we know.
+    """
+    match = _MODULE.fullmatch(name)
+    site = _SITES.get(match[2] or "") if match else None
+    if match is None or site is None:
+        return {}
+    if is_transcoder and site == "mlp_out":
+        return of_hook("mlp_in", int(match[1])) | {"hook_name_out": Hook("mlp_out", int(match[1])).transformer_lens}
+    return of_hook(site, int(match[1]))
+
+
+def of_submodule(name: str) -> dict[str, Any]:
+    """Return the place of a submodule as dictionary_learning names it, or the name as it is."""
+    match = _SUBMODULE.fullmatch(name)
+    if match is None:
+        return {"hook_name": name}
+    site = {"resid_out": "resid_post", "attention_out": "attn_out"}.get(match[1], match[1])
+    return of_hook(site, int(match[2]))
+
+
+def of_hook(site: str, layer: int) -> dict[str, Any]:
+    """Return the facts of one of our sites."""
+    return {"hook_name": Hook(site, layer).transformer_lens, "hook_layer": layer}
+
+
+def _is_a(value: object, kind: type | tuple[type, ...]) -> bool:
+    if kind is int:
+        return type(value) is int and 0 <= value < _LARGEST
+    return isinstance(value, kind) and value != ""
+
+
+def _short(value: Any) -> Any:
+    return printable(value)[:_LONGEST] if isinstance(value, str) else value

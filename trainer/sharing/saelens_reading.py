@@ -1,0 +1,217 @@
+"""Reads `cfg.json` and `sae_weights.safetensors` as SAELens has written them from its first version to its sixth."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UsageError, UserError
+from trainer.sharing.base import Given, Shared
+from trainer.sharing.origins import ORIGIN, cleaned, origin_of
+from trainer.sharing.reading import (
+    PER_LATENT,
+    checked,
+    converted,
+    positive,
+    positive_thresholds,
+    read_config,
+    read_safetensors,
+    taken,
+    wanted,
+    with_input_bias,
+    with_row_scale,
+    with_unit_rows,
+)
+
+# What the metadata said where SAELens gets something else in its place.
+ORIGINAL = "as_extracted"
+# Its architectures that are read and written.
+ARCHITECTURES = (
+    "standard",
+    "topk",
+    "jumprelu",
+    "gated",
+    "transcoder",
+    "skip_transcoder",
+    "jumprelu_transcoder",
+    "jumprelu_skip_transcoder",
+)
+# Those of trainings alone, which `save_inference_model` writes as "jumprelu", and what we call them.
+_BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
+# By their names today: what versions 1 to 5 called them.
+_RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
+# Why rows that are normalised this way cannot be computed with weights alone.
+_NORMALISED = {
+    "layer_norm": "it centres and scales each row on its own",
+    "constant_norm_rescale": "it scales each row to one length on its own",
+    "covariance_whitening": "its whitening is folded in only when its training ends",
+}
+_SCALED = ("expected_average_only_in", True)
+# Settings of these words may change what is computed; those listed are only of the training.
+_COMPUTES = re.compile("normali|scal|bias|thresh|whiten|rotat|activation_fn|postact|nonlin")
+_OF_TRAINING = frozenset(
+    [
+        "activation_fn", "activation_fn_str", "activation_fn_kwargs", "normalize_activations", "apply_b_dec_to_input",
+        "rescale_acts_by_decoder_norm", "finetuning_scaling_factor", "norm_scaling_factor", "normalize_sae_decoder",
+        "scale_sparsity_penalty_by_decoder_norm", "jumprelu_init_threshold", "topk_threshold_lr", "noise_scale",
+        "mse_loss_normalization", "dead_feature_threshold", "init_encoder_as_decoder_transpose", "autoscale",
+        "n_batches_for_norm_estimate", "decoder_bias_init_method", "b_dec_init_method", "scale_aux_loss",
+    ]
+)  # fmt: skip
+
+
+def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
+    """Return the SAE of a folder with these two files, whatever version has written it."""
+    config_file, weights_file = (folder / name for name in files)
+    config = _in_todays_names(read_config(config_file, given))
+    architecture, k = _architecture(config, config_file)
+    _refuse_unknown(config, config_file)
+    tensors = read_safetensors(weights_file)
+    tensors, folds = _without_extras(tensors, config, architecture, weights_file)
+    own = "jumprelu" if architecture in _BATCHED else architecture
+    sae = Shared(
+        {"architecture": own} | ({"k": k} if own == "topk" else {}),
+        {},
+        _metadata(config) | ({"training_architecture": _BATCHED[architecture]} if architecture in _BATCHED else {}),
+        is_transcoder=own.endswith("transcoder"),
+    )
+    skip = ("W_skip",) if own.endswith("skip_transcoder") else ()
+    names = {name: name for name in ("W_enc", "W_dec", "b_dec", *skip, *PER_LATENT[sae.form])}
+    weights = taken(tensors, names, weights_file)
+    k = k if own == "topk" or (type(k) is int and 0 < k <= sae._replace(weights=weights).d_sae) else None
+    sae = sae._replace(weights=weights, k=k, l0=positive(sae.metadata.get("l0")))
+    checked(positive_thresholds(sae), weights_file)
+    return converted(_computed_as_here(positive_thresholds(sae), config, folds, config_file), weights_file)
+
+
+def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a file with what was put aside for SAELens."""
+    original = metadata.get(ORIGINAL)
+    others = {name: value for name, value in metadata.items() if name != ORIGINAL}
+    return others | original if isinstance(original, dict) else others
+
+
+def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:
+    known = {new: config[old] for new, old in _RENAMED.items() if old in config and config.get(new) is None}
+    return config | known
+
+
+def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
+    """Return the architecture and k: until version 5 TopK was an activation function of "standard"."""
+    # Before version 6 it was the only one where nothing is said.
+    wanted(config, file, architecture=(None, *ARCHITECTURES, *_BATCHED), activation_fn=("relu", None, "topk"))
+    architecture, k = config.get("architecture") or "standard", config.get("k")
+    kwargs = config.get("activation_fn_kwargs") or {}
+    if config.get("activation_fn") == "topk":
+        wanted(config, file, architecture=("standard", None, "topk"))
+        architecture = "topk"
+    if architecture == "topk" and isinstance(kwargs, dict):
+        wanted(kwargs, file, signed=(False, None))
+        kwargs = {name: value for name, value in kwargs.items() if name != "signed"}
+        k = kwargs.pop("k", k)
+    if kwargs:
+        name = next(iter(kwargs)) if isinstance(kwargs, dict) else str(kwargs)
+        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no architecture here computes with")
+    return str(architecture), k
+
+
+def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
+    """Raise `UsageError` for a setting that is not known here and may change what is computed."""
+    for name, value in config.items():
+        if name not in _OF_TRAINING and _COMPUTES.search(name) and value not in (None, False, "none", 0, 1.0, {}, []):
+            raise UsageError(
+                f"{file}: {name[:60]} is {str(value)[:60]!r}, and it is not known here what that changes; where it "
+                f"changes nothing give --config {name[:60]}=null"
+            )
+
+
+def _without_extras(
+    tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return the tensors of an inference SAE, and the factor [d_sae] of its activations in the decoder, if any."""
+    tensors = dict(tensors)
+    if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
+        tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
+    factor = tensors.pop("finetuning_scaling_factor", tensors.pop("scaling_factor", None))
+    if architecture in _BATCHED:
+        bar = tensors.pop("topk_threshold", torch.ones(2))
+        if bar.numel() != 1 or "b_enc" not in tensors:
+            raise UserError(f"{file} has no topk_threshold; write the SAE again with SAELens' `save_inference_model`")
+        tensors["threshold"] = torch.full_like(tensors["b_enc"].float(), float(bar))
+    return tensors, _used_factor(factor, config, tensors, file)
+
+
+def _used_factor(
+    factor: Tensor | None, config: dict[str, Any], tensors: dict[str, Tensor], file: Path
+) -> Tensor | None:
+    """Return what a fine-tuning has multiplied activations with; None where SAELens has written ones, or unused."""
+    is_used = config.get("finetuning_scaling_factor")
+    if factor is None or not factor.is_floating_point() or (factor.float() == 1).all() or is_used is False:
+        return None
+    if is_used is not True:
+        raise UsageError(
+            f"{file}: scaling_factor is not 1 throughout, and the settings do not tell whether it is used; give "
+            f"--config finetuning_scaling_factor=true or =false"
+        )
+    if tuple(factor.shape) != (len(tensors.get("W_dec", ())),) or not factor.isfinite().all():
+        raise UserError(f"{file}: scaling_factor is no finite number for each latent")
+    return factor.float()
+
+
+def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None, file: Path) -> Shared:
+    """Return an SAE with what its settings add to the arithmetic folded into its weights."""
+    wanted(config, file, reshape_activations=("none", None, "hook_z"))
+    weights, is_batched = sae.weights, config.get("architecture") in _BATCHED
+    is_rescaled = (sae.architecture == "topk" or is_batched) and config.get("rescale_acts_by_decoder_norm", False)
+    if factor is not None:
+        weights = weights | {"W_dec": weights["W_dec"] * factor[:, None]}
+    if (scale := _row_scale(sae, config, file)) is not None:
+        weights = with_row_scale(weights, scale)
+        if is_rescaled and is_batched:
+            # Of activations times the norms of decoder rows.
+            weights["threshold"] = weights["threshold"] / scale
+    # True is SAELens' default.
+    subtracts = config.get("apply_b_dec_to_input", True)
+    if sae.is_transcoder and subtracts and "apply_b_dec_to_input" in config:
+        wanted(config, file, apply_b_dec_to_input=(False,))
+    if not sae.is_transcoder and not subtracts:
+        weights = with_input_bias(weights)
+    if is_rescaled:
+        weights = with_unit_rows(weights)
+    return sae._replace(weights=weights)
+
+
+def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
+    """Return what rows are multiplied with before the encoder; None for nothing. Raise `UsageError` if not known."""
+    value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
+    if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
+        return None
+    if isinstance(value, str) and value in _NORMALISED:
+        raise UsageError(
+            f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no architecture here does; for "
+            f"rows that are normalised already give --config normalize_activations=none"
+        )
+    wanted(config, file, normalize_activations=("none", None, *_SCALED))
+    if sae.is_transcoder or factor is None:
+        raise UsageError(
+            f"{file}: normalize_activations is {str(value)!r}: rows are multiplied with √d_in / their mean norm in the "
+            f"training, which is not in the files; give it as --config norm_scaling_factor=NUMBER"
+        )
+    return factor
+
+
+def _metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what is told of the SAE: in version 6 in a table of its own, before among the settings."""
+    own = config.get("metadata")
+    facts = as_extracted(own) if isinstance(own, dict) else {}
+    flat = {name: config[name] for name in ORIGIN if name in config}
+    if isinstance(hook := flat.get("hook_name"), str):
+        # Version 1 has the layer apart: "blocks.{layer}.hook_resid_pre".
+        flat["hook_name"] = hook.replace("{layer}", str(config.get("hook_layer")))
+    facts = cleaned({**flat, **{name: value for name, value in facts.items() if value is not None}})
+    return facts | origin_of(facts)

@@ -1,0 +1,98 @@
+"""Checks an imported SAE by numbers: what it makes of rows that should be like those it was trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.contract.runs.import_check import ImportCheck
+from trainer.contract.wording import number
+from trainer.sharing.base import Shared
+from trainer.sharing.reading import with_input_bias, with_row_scale, without_input_bias
+from trainer.training.learner import Learner
+
+# As many rows tell L0 to some percent and take a second; at once, for the memory of wide SAEs.
+N_ROWS, _AT_ONCE = 1000, 100
+# An L0 that is off by more than this factor is not that of the SAE's own rows.
+_FAR = 2.0
+# Without an L0 to compare with: a larger share of active latents is no sparse code, unless it explains the rows.
+_DENSE, _POOR = 0.25, 0.5
+# A way to read an SAE explains the rows so much better that it is worth a word.
+_BETTER = 0.5
+
+
+def check(
+    learner: Learner, shared: Shared, x: Tensor, y: Tensor, set_weights: Callable[[Shared], None]
+) -> tuple[ImportCheck, list[str]]:
+    """Measure an SAE on raw rows x [n, d_in] and their targets, and say what of it cannot be right.
+
+    `set_weights` gives the learner the weights of an SAE: other ways to read its files are tried, and those of
+    `shared` are set in the end.
+    """
+    places = torch.linspace(0, len(x) - 1, min(N_ROWS, len(x))).long()
+    x, y = x[places], (x if y is x else y)[places]
+    found = _measured(learner, x, y)
+    doubts = list(_doubts(found, shared))
+    if doubts:
+        doubts.append(_cause(learner, shared, x, y, found, set_weights))
+    return found, doubts
+
+
+@torch.no_grad()
+def _measured(learner: Learner, x: Tensor, y: Tensor) -> ImportCheck:
+    sae, error, active = learner.sae, 0.0, 0
+    with learner.evaluating():
+        for rows, targets in zip(x.split(_AT_ONCE), y.split(_AT_ONCE), strict=True):
+            output = sae(rows * sae.x_scale, targets * sae.y_scale)
+            error += float((targets.double() - output.x_hat.double() / sae.y_scale).square().sum())
+            active += int((output.acts.dense() > 0).sum())
+    spread = float((y.double() - y.double().mean(0)).square().sum())
+    fvu = error / spread if spread else float(error > 0)
+    return ImportCheck(len(x), active / len(x), fvu if math.isfinite(fvu) else None)
+
+
+def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
+    expected = shared.l0 or shared.k
+    if not found.l0:
+        yield "no latent fires on these rows"
+    elif expected and not expected / _FAR <= found.l0 <= expected * _FAR:
+        yield f"L0 is {found.l0:.1f} on these rows, and {number(expected)} by its files"
+    elif not expected and found.l0 > _DENSE * shared.d_sae and _error(found) > _POOR:
+        yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire on a row, which is no sparse code"
+    if found.fvu is None or found.fvu > 1:
+        fvu = "not finite" if found.fvu is None else number(found.fvu)
+        yield f"FVU is {fvu} on these rows: their mean is nearer to them than what the SAE makes of them"
+
+
+def _cause(
+    learner: Learner, shared: Shared, x: Tensor, y: Tensor, found: ImportCheck, set_weights: Callable[[Shared], None]
+) -> str:
+    """Return which other way to read the SAE explains the rows, or what else may be the reason."""
+    tried = {}
+    for name, other in _other_ways(shared, x):
+        set_weights(other)
+        tried[name] = _measured(learner, x, y)
+    set_weights(shared)
+    name, best = min(tried.items(), key=lambda one: _error(one[1]))
+    if _error(best) < min(1.0, _BETTER * _error(found)):
+        return f"{name} its FVU is {number(_error(best))} and its L0 {best.l0:.1f}"
+    return "the rows may be of another hook, model or layer, or scaled in another way than those of its training"
+
+
+def _error(found: ImportCheck) -> float:
+    return math.inf if found.fvu is None else found.fvu
+
+
+def _other_ways(shared: Shared, x: Tensor) -> Iterator[tuple[str, Shared]]:
+    factor = float(shared.d_in**0.5 / x.norm(dim=1).mean().clamp_min(1e-9))
+    setting = f"with --config norm_scaling_factor={factor:.4g}, for rows scaled to a mean norm of √d_in,"
+    yield setting, shared._replace(weights=with_row_scale(shared.weights, factor))
+    if not shared.is_transcoder:
+        encoder_of_x = with_input_bias(shared.weights)
+        yield "read as an encoder of x, not of x − b_dec,", shared._replace(weights=encoder_of_x)
+        if shared.form != "gated":
+            encoder_of_rest = without_input_bias(shared.weights)
+            yield "read as an encoder of x − b_dec, not of x,", shared._replace(weights=encoder_of_rest)
