@@ -128,7 +128,7 @@ class Rows:
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
     ) -> Data:
-        """Return what is known of the rows after they were gone through; `scales` [d_out] are the SAE's of dimensions."""
+        """Return what is known of the rows; `scales` [d_out] are those of dimensions in the SAE's training."""
         inputs, targets = _Moments(), _Moments()
         for x, y in self.batches():
             inputs.add(x)
