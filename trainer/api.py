@@ -21,16 +21,19 @@ from tqdm import tqdm
 
 from trainer.activations.base import are_finite
 from trainer.activations.batches import Batch
+from trainer.activations.outliers import LeftOut, Outliers
 from trainer.activations.training_data import SAMPLE_TOKENS
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_knobs
+from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
 from trainer.sharing.saelens import export_sae
+from trainer.training.bad_rows import CURE, too_many
 from trainer.training.learner import Learner, StepState
 from trainer.training.skipped_steps import is_hopeless
 from trainer.training.step import take_step
@@ -91,18 +94,23 @@ def train(
     if job.train.deterministic:
         set_deterministic(True)
     parallel = Parallel(device)
-    learner = _new_learner(job, first, parallel)
+    learner, outliers = _new_learner(job, first, parallel)
     values, step = {}, 0
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
         target = moved if y is x else y.to(device).float()
+        outliers.note(len(moved))
+        moved, target = outliers.replace(moved, target)
         take_step([learner], parallel, step - 1, [Batch([(moved, target)], len(moved))])
         if learner.is_resampled_after(step):
             learner.forget(learner.resample(step, moved, target))
         if step % job.train.log_every == 0 or step == n_steps:
+            _refuse_bad_rows(LeftOut.of(outliers.counts))
             values = _interval(learner)
             if on_log:
                 on_log(step, values)
+    if n_bad := LeftOut.of(outliers.counts).not_finite:
+        warnings.warn(f"data: {plural(n_bad, 'row')} not finite, or too large for fp32, left out", stacklevel=2)
     if step < n_steps:
         ends = f"data: ended after {step} of {n_steps} steps, before the learning rate has fallen"
         warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
@@ -152,15 +160,24 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
 
 
-def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> Learner:
+def _refuse_bad_rows(found: LeftOut) -> None:
+    if too_many(found.not_finite, found.n_seen):
+        share = f"{found.not_finite:,} of {plural(found.n_seen, 'row')}"
+        raise UserError(f"data: {share} hold NaN or infinite values; {CURE}")
+
+
+def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> tuple[Learner, Outliers]:
+    """Return what learns, and what finds rows that fp32 cannot compute with."""
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
     finite = are_finite(x, y)
     if not finite.any():
         raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
     is_transcoder = any(x is not y for x, y in first)
     learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, parallel)
-    learner.initialise(x[finite].to(parallel.device), y[finite].to(parallel.device))
-    return learner
+    inputs, targets = x[finite].to(parallel.device), y[finite].to(parallel.device)
+    outliers = Outliers(inputs, targets, 0.0)
+    learner.initialise(*outliers.leave_out(inputs, targets))
+    return learner, outliers
 
 
 def _interval(learner: Learner) -> dict[str, float]:

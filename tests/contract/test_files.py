@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract import files
-from trainer.contract.files import open_plain, write_own, write_whole
+from trainer.contract.files import lfs_pointer_in, open_plain, write_own, write_whole
 from trainer.contract.paths import DataDir
 
 OLD, NEW = b"old " * 10_000, b"new " * 20_000
@@ -120,3 +120,16 @@ def test_only_a_plain_file_is_opened(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(OSError, match="it is not a plain file"):
             open_plain(path)
+
+
+@pytest.mark.parametrize("size", [20, 2000])
+def test_only_a_file_that_begins_like_a_git_lfs_pointer_is_refused_as_one(size: int, tmp_path: Path) -> None:
+    pointer, file = tmp_path / "model.safetensors", tmp_path / "a.json"
+    pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
+    file.write_bytes(b"x" * size)
+    with open_plain(file) as stream:
+        assert stream.read() == b"x" * size
+    with pytest.raises(OSError, match="it is a git-lfs pointer and not the file itself; run `git lfs pull`"):
+        open_plain(pointer)
+    assert lfs_pointer_in(tmp_path) == lfs_pointer_in(pointer) == pointer
+    assert lfs_pointer_in(file) is lfs_pointer_in(tmp_path / "gone") is None

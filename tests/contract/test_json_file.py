@@ -114,3 +114,8 @@ def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path:
         stream.truncate(1 << 40)
     with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MiB"):
         load_json(tmp_path / "file.json", Record)
+
+
+def test_a_byte_order_mark_before_json_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"name": "x"}')
+    assert load_json(tmp_path / "a.json", Record) == json_file.decode_as('\ufeff{"name": "x"}', Record) == Record("x")

@@ -66,6 +66,15 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
         train(batches(2), n_steps=2, **settings)
 
 
+def test_rows_that_are_not_finite_are_left_out_one_by_one_and_told() -> None:
+    data = list(batches(3))
+    data[1] = data[1].clone()
+    data[1][2, 0] = torch.nan
+    with pytest.warns(UserWarning, match="data: 2 rows not finite, or too large for fp32, left out"):
+        fitted = train(data, n_steps=6, **SETTINGS)
+    assert fitted.values["skipped_steps"] == 0
+
+
 def test_data_without_a_batch_or_a_finite_row_is_told() -> None:
     with pytest.raises(UserError, match=r"^data: there is no batch"):
         train([], n_steps=2)

@@ -156,7 +156,9 @@ def test_a_bad_row_of_a_stream_is_replaced_and_named(make_trainer: Callable, kep
     assert message.endswith("a toy stream holds NaN or infinite values in row 1000")
 
 
-@pytest.mark.parametrize(("first", "what"), [(700, "in row 7"), (100, "in row 100 (600 of 600 rows); extract")])
+@pytest.mark.parametrize(
+    ("first", "what"), [(700, "rows read so far are not fin"), (100, "in row 100 (600 of 600 rows); extract")]
+)
 def test_bad_rows_everywhere_end_the_run_with_the_name_of_one(first: int, what: str, make_trainer: Callable) -> None:
     with pytest.raises(UserError) as caught:
         make_trainer(toy_job(data={"first_bad": first, "bad_rows": 10**6})).run()

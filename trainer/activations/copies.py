@@ -34,5 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a hash of 64 bits of the bytes of each row [n, d]."""
+    """Return a hash of 64 bits of each row [n, d]; rows of zeros, as padding leaves them, have none."""
+    rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

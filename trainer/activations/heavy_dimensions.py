@@ -39,10 +39,10 @@ class HeavyDimensions(NamedTuple):
     @property
     def remedy(self) -> str:
         """Say what to do about them."""
-        listed = ", ".join(map(str, self.numbers))
+        it, listed = "it" if len(self.numbers) == 1 else "them", ", ".join(map(str, self.numbers))
         return (
-            f"the FVU tells of little else; leave them out with data.drop_dimensions = [{listed}], "
-            'or scale them down with data.scale_dimensions = "auto"'
+            f"FVU mostly measures {it}: leave {it} out with data.drop_dimensions = [{listed}], "
+            f'or scale {it} down with data.scale_dimensions = "auto"'
         )
 
 

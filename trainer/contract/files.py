@@ -100,7 +100,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    stream = open(descriptor, "rb")
+    stream = open(descriptor, "rb")  # noqa: SIM115 - it is the caller's to close
     if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
         stream.close()
         raise OSError(errno.EINVAL, "it is a git-lfs pointer and not the file itself; run `git lfs pull`", str(path))

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ class Rows:
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
     ) -> Data:
-        """Return what is known of the rows after they were gone through; `scales` [d_out] are the SAE's of dimensions."""
+        """Return what is known of the rows; `scales` [d_out] are those of dimensions in the SAE's training."""
         inputs, targets = _Moments(), _Moments()
         for x, y in self.batches():
             inputs.add(x)
@@ -137,6 +138,10 @@ class Rows:
         mean, variance = inputs.mean_and_variance()
         of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
         heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
+        if scales is not None and self.sums is not None:
+            # An FVU at other scales is of other numbers: the two are no pair.
+            at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
+            self.sums = msgspec.structs.replace(self.sums, rows=f"{self.sums.rows} {at_scales}")
         return Data(
             place=place,
             is_held_out=self.n_held_out > 0,

@@ -47,6 +47,8 @@ _ROUNDING = 0.05
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
 # Where the two documents of each context of the probe meet. Some kernels know the limits of a single context only.
 _CUTS, _PROBE = (12, 8), 24
+# What the files of a tokenizer are called.
+_OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
 # What models raise that need other inputs than a text, or other positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
 
@@ -276,7 +278,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
 
     Raise `UserError` saying what to do.
     """
-    if lack := lack_of_model(settings.path):
+    if lack := lack_of_model(settings.path) or _lack_of_tokenizer(Path(settings.path)):
         raise UserError(f"model.path: {lack}")
     try:
         import transformers
@@ -305,6 +307,13 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     return model, tokenizer, set(loading["missing_keys"])
 
 
+def _lack_of_tokenizer(folder: Path) -> str:
+    """Say that no file of a model's folder can be of a tokenizer; "" where one may be."""
+    if not folder.is_dir() or any(file for one in _OF_TOKENIZER for file in folder.glob(one)):
+        return ""
+    return f"{folder} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"
+
+
 def _dtype(settings: Model, device: torch.device, config: Any) -> torch.dtype:
     if settings.dtype != "auto":
         return DTYPES[settings.dtype]
@@ -326,8 +335,6 @@ def _reason(settings: Model, error: Exception) -> str:
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
         return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
-    if "tokenizer" in first_line(error) and not list(Path(settings.path).glob("tokenizer*")):
-        return f"{shown} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"
     return f"{shown} cannot be loaded: {first_line(error)}"
 
 

@@ -129,8 +129,10 @@ def _plain_rows(rows: Any) -> list[Any]:
 
 
 def _decoded(text: bytes | None) -> str | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else text.decode("utf-8", "surrogatepass")
+        return text.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
         return text.decode("utf-8", "surrogateescape")
 

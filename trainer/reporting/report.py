@@ -92,7 +92,7 @@ class Report:
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
         """Report which dimensions hold most of the variance; of several hooks, at one."""
-        self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}: {found.remedy}")
+        self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence which dimensions are left out or scaled down, if any; of several hooks, at one."""

@@ -39,9 +39,9 @@ class Sae(nn.Module, ABC):
     """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
 
     It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. Both are numbers, or after
-    `scale_dimensions` vectors; a dimension of scale 0 is left out, and its mean `dropped_mean` is what it gives. `x_mean` [d_in], `y_mean`
-    [d_out] and `y_variance` (total, per token) are the normalised data's in a sample and stay fixed, so that neither
-    loss nor gradient depends on how a batch is split.
+    `scale_dimensions` vectors: a dimension of scale 0 is left out, and its mean, in `dropped_mean`, is what it gives.
+    `x_mean` [d_in], `y_mean` [d_out] and `y_variance` (total, per token) are the normalised data's in a sample and stay
+    fixed, so that neither loss nor gradient depends on how a batch is split.
 
     Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
     and ranks: how many tokens each latent fired on [n_own], the tokens, Σ‖y − x_hat‖², and a subclass's own.

@@ -6,8 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.toy_stream import ToyKnobs, ToyStream
 
+from trainer.activations.copies import copies_in
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import HowHeldOut, IndexedData, Read, StreamData
 from trainer.contract.errors import UserError
@@ -174,3 +176,11 @@ def test_stored_rows_are_read_at_any_position_and_a_checkpoint_keeps_nothing_of_
     assert torch.equal(data.read(64, 64).x, first.x)
     assert data.stream_places() is msgspec.UNSET
     assert sum(len(x) for x, _ in data.of_hook(0).held_out(7)) == data.n_held_out == 100
+
+
+def test_rows_of_zeros_are_no_copies_of_a_text(tmp_path: Path) -> None:
+    rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
+    rows[::2] = 0
+    save_file({"activations": rows}, tmp_path / "a.safetensors")
+    data = IndexedData(Shards(path=str(tmp_path)), 100, 0, Group())
+    assert copies_in(data.of_hook(0), 0) == 0

@@ -124,6 +124,29 @@ def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:
     assert "the text has ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
 
 
+def test_half_a_surrogate_pair_in_a_text_is_replaced_and_told(job_file: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"text": "the cat \\ud83d sat on the mat"}\n' * 30)
+    text = f"text.path={tmp_path / 'broken.jsonl'}"
+    assert main(["extract", str(job_file), "--set", text, "--set", "extract.n_tokens=50"]) == EXIT_FINISHED
+    assert "half of a surrogate pair stood alone in 30 texts, and is replaced by U+FFFD\n" in capsys.readouterr().err
+
+
+def test_a_model_without_a_tokenizer_or_with_git_lfs_pointers_is_one_whole_sentence(
+    job_file: Path, tmp_path: Path, tiny, capsys
+) -> None:
+    bare, pointers = tmp_path / "bare", tmp_path / "pointers"
+    for folder in (bare, pointers):
+        shutil.copytree(tiny("gpt2"), folder)
+    for pattern in ("*token*", "*vocab*", "*merges*"):
+        for file in bare.glob(pattern):
+            file.unlink()
+    (pointers / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 1\n")
+    pointer = f"{pointers / 'model.safetensors'} is a git-lfs pointer and not the file itself; run `git lfs pull`"
+    for folder, sentence in ((bare, f"{bare} has no tokenizer; copy"), (pointers, pointer)):
+        assert main(["extract", str(job_file), "--set", f"model.path={folder}"]) == EXIT_FAILED
+        assert f"model.path: {sentence}" in capsys.readouterr().err
+
+
 def test_one_document_in_a_context_is_told_where_the_model_sees_its_neighbour(job_file: Path, tiny, capsys) -> None:
     assert main(["extract", str(job_file), "--set", f"model.path={tiny('bert')}"]) == EXIT_FINISHED
     assert "one document in each context: packed, this model would let one see the other\n" in capsys.readouterr().err

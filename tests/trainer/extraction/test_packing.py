@@ -136,6 +136,15 @@ def test_more_documents_than_are_tokenized_at_once_keep_their_order(load) -> Non
     assert one_by_one[0].before == [0]
 
 
+def test_half_a_surrogate_pair_is_replaced_and_its_texts_are_counted(load) -> None:
+    tokenizer = load("qwen3")
+    chat = [{"role": "user", "content": "a \udc00 cat"}]
+    mended, of_chat, whole, _ = tokenizer.tokens(["the \ud83d cat", chat, "a \U0001f600 cat", "the cat"])
+    expected = tokenizer.tokens(["the \ufffd cat", [{"role": "user", "content": "a \ufffd cat"}], "a \U0001f600 cat"])
+    assert [mended, of_chat, whole] == list(expected)
+    assert tokenizer.n_mended == 2
+
+
 def test_chats_are_refused_where_the_tokenizer_has_no_template(load) -> None:
     with pytest.raises(
         UserError, match=r"^text.column: holds chats, but the model's tokenizer has no template for them$"

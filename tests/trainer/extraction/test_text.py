@@ -13,7 +13,7 @@ import pytest
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Text
-from trainer.extraction.text import documents
+from trainer.extraction.text import documents, mended
 
 CHAT = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
 
@@ -43,6 +43,28 @@ def test_a_text_file_above_a_mebibyte_is_cut_at_ends_of_lines_and_nothing_is_los
     assert "".join(pieces) == content
     assert len(pieces) == 1 + len(content.encode()) // 2**20
     assert all(piece.endswith("\n") and len(piece.encode()) < 2**20 + 30 for piece in pieces)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    for name, content in (("a.txt", b"a cat"), ("b.jsonl", b'{"text": "a cat"}\n'), ("c.json", b'[{"text": "a cat"}]')):
+        assert read(write(tmp_path / name, mark + content)) == ["a cat"]
+
+
+@pytest.mark.parametrize("form", ["parquet", "datasets"])
+def test_a_text_with_bytes_that_are_not_utf_8_costs_no_other_text(form: str, tmp_path: Path) -> None:
+    raw = [b"a cat", b"the \xed\xa0\xbd cat", b"caf\xe9", None]
+    table = pyarrow.table({"text": pyarrow.array(raw, pyarrow.binary()), "id": [1, 2, 3, 4]})
+    buffers = table.column("text").chunk(0).buffers()
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 4, buffers, null_count=1)
+    table = table.set_column(0, "text", texts)
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset(table).save_to_disk(tmp_path / "set")
+    found = read(tmp_path / ("a.parquet" if form == "parquet" else "set"))
+    assert [mended(text) for text in found] == ["a cat", "the \ufffd cat", "caf\ufffd"]
 
 
 def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:

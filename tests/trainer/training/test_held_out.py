@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from trainer.activations.base import Empty, Indices, Pair, empty_rows
 from trainer.activations.micro_batches import Stretch
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import IndexedData
+from trainer.activations.training_data import HALVES, IndexedData
 from trainer.contract.planning.rows_on_gpu import MOST_KEPT_BYTES, most_kept
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
@@ -60,10 +61,10 @@ def test_rows_that_a_device_has_no_memory_for_are_read_anew(activations: Path, m
     kept.keeps = True
     move, calls = HeldOut._read, iter([True])
 
-    def fail_once(one: HeldOut, hook: int, batch_size: int) -> object:
+    def fail_once(one: HeldOut, *asked: Any) -> object:
         if next(calls, False):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return move(one, hook, batch_size)
+        return move(one, *asked)
 
     monkeypatch.setattr(HeldOut, "_read", fail_once)
     assert sum(len(x) for x, _ in kept.batches(0, 128)) == 500
@@ -96,7 +97,7 @@ def test_rows_that_are_not_finite_are_left_out_and_counted_at_each_reading(activ
     save_file({"activations": rows}, activations / "a.safetensors")
     read, _ = held_out(activations)
     for _ in range(2):
-        x = torch.cat([x for x, _ in read.batches(0, 128)])
+        x = torch.cat([x for half in HALVES for x, _ in read.batches(0, 128, half)])
         assert x.isfinite().all()
-        assert read.left_out[0] == (0, 500 - len(x), 0, 500)
+        assert read.left_out(0) == (0, 500 - len(x), 0, 500)
     assert 0 < len(x) < 500

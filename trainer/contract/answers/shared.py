@@ -97,7 +97,7 @@ _FIGURES = typed(
         "density_histogram": "Latents by the logarithm of their density.",
         "max_decoder_cosine": "Mean over latents of the largest cosine with another decoder direction; null: not"
         " defined.",
-        "fvu_all_dimensions": "FVU of raw rows, where the training left dimensions out or scaled them; null: it did not.",
+        "fvu_all_dimensions": "FVU of raw rows, where the training left out or scaled dimensions; null: it did not.",
     },
     no_number_is_null=True,
 )
