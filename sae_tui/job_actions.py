@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
@@ -20,7 +20,7 @@ from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
-from sae_tui.jobs.states import ENDED, describe_state, stands
+from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.settings import Settings
@@ -28,9 +28,11 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import plural
 
 Edit = Callable[[DataDir, Control, int], str]
 ONLY_SHOWN = "Jobs and processes are only shown here (--readonly, or `serve` without --write)."
@@ -49,17 +51,38 @@ class Known(Protocol):
     def choices(self) -> tuple[GpuChoice, ...]: ...
 
 
+class Also(NamedTuple):
+    """Another way than yes to answer a question, and what it does."""
+
+    label: str
+    act: Callable[[], object]
+
+
 class Front(Protocol):
     """Asks and tells a person, and works off the main thread."""
 
     def notify(self, message: str, *, severity: Literal["information", "warning", "error"]) -> None: ...
-    def ask(self, question: str, yes: str, then: Callable[[], object]) -> None: ...
+    def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None: ...
     def do(self, act: Callable[[], str]) -> object: ...
 
 
-def _stop_question(job: Job) -> tuple[str, str]:
+def _steps_to_finish(job: Job) -> int | None:
+    """Return over how many steps a job would cool down that is asked to finish now; None where it cannot be."""
+    makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
+    if not makes_steps or not job.total_steps or extracts(job.config):
+        return None
+    cool_down = CoolDown.after(job.step, job.total_steps)
+    return cool_down.end - cool_down.begin if cool_down else None
+
+
+def _stop_question(job: JobView) -> tuple[str, str]:
     """Return the question to ask before a job is stopped, and the label for yes."""
     which = f"job {job.id} ({job.name})"
+    if is_cooling(job):
+        return f"J{which[1:]} is {phase_words(job)}. Stop it now? It saves a checkpoint first.", "Stop"
+    if (steps := _steps_to_finish(job)) is not None:
+        early = f"Or finish it early: it cools down over {plural(steps, 'step')}, which most of its quality comes from."
+        return f"Stop {which}? It saves a checkpoint first.\n\n{early}", "Stop"
     if job.state != JobState.QUEUED:
         kept = "Its whole shards stay." if extracts(job.config) else "It saves a checkpoint first."
         return f"Stop {which}? {kept}", "Stop"
@@ -137,7 +160,13 @@ class JobActions:
             question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
             self.ask(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
         else:
-            self.ask(*_stop_question(job), functools.partial(edits.stop, self._known.data, job_id))
+            early = functools.partial(edits.finish, self._known.data, job_id)
+            offered = _steps_to_finish(job) is not None
+            self.ask(
+                *_stop_question(job),
+                functools.partial(edits.stop, self._known.data, job_id),
+                Also("Finish early", lambda: self.do(early)) if offered else None,
+            )
 
     def pause(self, job_id: int) -> None:
         """Have a job save and wait, held; its GPUs are free until it is resumed."""
@@ -249,10 +278,10 @@ class JobActions:
         with store_access.existing(self._known.data, job_id) as control:
             return edit(self._known.data, control, job_id)
 
-    def ask(self, question: str, yes: str, act: Callable[[], str]) -> None:
+    def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
         """Change something off the main thread if the answer to a question is yes, with `yes` as the label of that."""
         if not self.refused():
-            self._front.ask(question, yes, lambda: self.do(act))
+            self._front.ask(question, yes, lambda: self.do(act), *([also] if also else []))
 
     def do(self, act: Callable[[], str]) -> None:
         """Change something off the main thread and notify of the result; every change that the app makes is made here.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.box import Box
 
-from sae_tui.job_actions import JobActions
+from sae_tui.job_actions import Also, JobActions
 from sae_tui.jobs import edits
 from sae_tui.jobs.view.reader import JobsReader, JobView
 from sae_tui.settings import Settings
@@ -21,16 +21,18 @@ class Person:
     """Answers every question, and remembers what was asked and told."""
 
     def __init__(self) -> None:
-        self.answer = True
+        self.answer, self.takes_other = True, False
         self.questions: list[tuple[str, str]] = []
         self.told: list[str] = []
 
     def notify(self, message: str, *, severity: str) -> None:
         self.told.append(f"{severity}: {message}")
 
-    def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
+    def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None:
         self.questions.append((question, yes))
-        if self.answer:
+        if also and self.takes_other:
+            also.act()
+        elif self.answer:
             then()
 
     def do(self, act: Callable[[], str]) -> None:
@@ -97,6 +99,21 @@ def test_a_job_is_stopped_after_a_question_and_asked_again_is_ended(
     actions.stop(job_id)
     assert person.questions[-1][1] == "End it"
     assert person.told[-1] == "job 1 is ended within 5 s, saved or not"
+
+
+def test_a_training_that_runs_may_finish_early_instead_of_being_stopped(
+    box: Box, known: Known, actions: JobActions, person: Person
+) -> None:
+    job_id = box.record_job("a", JobState.RUNNING, step=200, total_steps=2000)
+    person.takes_other = True
+    actions.stop(job_id)
+    assert "it cools down over 30 steps" in person.questions[0][0]
+    assert "ends as finished" in person.told[0]
+    # It is no stop: a stop comes next, and no kill.
+    assert not known.jobs[0].stop_requested
+    person.takes_other = False
+    actions.stop(job_id)
+    assert person.questions[-1][1] == "Stop"
 
 
 def test_an_extraction_is_said_to_keep_its_whole_shards(box: Box, actions: JobActions, person: Person) -> None:

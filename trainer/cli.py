@@ -48,7 +48,15 @@ from trainer.measuring.estimate_extraction import ExtractionEstimate
 from trainer.parser import make_parser
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
-from trainer.ranks.foreground import Foreground, new_run, own_box_file, result, write_job
+from trainer.ranks.foreground import (
+    Foreground,
+    ask_by_file,
+    new_run,
+    own_box_file,
+    result,
+    running_spec,
+    write_job,
+)
 
 if TYPE_CHECKING:
     from trainer.training.push import Push
@@ -179,7 +187,19 @@ def _resume(flags: argparse.Namespace) -> int:
         for note in (*run.notes, *length_notes(was, job, run, devices), *shared, *data_notes(job, run)):
             _warn(f"warning: {note}")
         write_job(job, RunPaths(run_dir))
+        if flags.finish:
+            ask_by_file(run_dir, spec.attempt, finish=True)
         return _train(job, spec, lock, flags, run.position.step)
+
+
+def _stop(flags: argparse.Namespace) -> int:
+    run_dir = flags.run_dir.absolute()
+    spec = running_spec(run_dir)
+    ask_by_file(run_dir, spec.attempt, finish=flags.finish)
+    does = "cools down, and ends finished" if flags.finish else "saves a checkpoint and stops at its next step"
+    told = {"run_dir": str(run_dir), "message": f"the run {does}"}
+    _say(json.dumps(told) if flags.json else told["message"])
+    return EXIT_FINISHED
 
 
 def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace) -> int:
@@ -188,7 +208,7 @@ def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace)
         _say(json.dumps(outcome | {"state": "finished"}))
     else:
         _say(f"finished already after {outcome['steps']} steps; the SAE is in {outcome['output_path']}")
-        _say(f"to train it for longer: --set train.n_steps=N with N above {outcome['steps']}")
+        _say(f"to train it for longer: {run.longer}")
     return EXIT_FINISHED
 
 
@@ -209,7 +229,9 @@ def _print_result(result: dict[str, Any], code: int, cards: Sequence[str], *, as
     what = "the SAEs are" if "saes" in result else "the SAE is"
     _say(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
-        _say(f"resume it: python -m trainer resume {result['run_dir']}")
+        again = f"python -m trainer resume {result['run_dir']}"
+        _say(f"let it cool down and finish early: {again} --finish")
+        _say(f"resume it: {again}")
 
 
 def _quality(values: dict[str, Any]) -> str:
@@ -406,6 +428,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "inspect": _inspect,
     "join": _join,
     "resume": _resume,
+    "stop": _stop,
     "export": _export,
     "import": _import,
     "eval": _eval,

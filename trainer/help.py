@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.settings.catalog import FORMATS, READ_FORMATS, WRITTEN_FORMATS
+from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 from trainer.contract.wording import join_words
 
 _WIDTH = max(map(len, WRITTEN_FORMATS))
@@ -20,6 +21,7 @@ examples:
   python -m trainer run job.toml                            train on what the job file asks for
   python -m trainer run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
   python -m trainer resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
+  python -m trainer stop runs/sae-20250101-120000 --finish  cool down and finish early
   python -m trainer eval runs/sae-20250101-120000           its report card
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best
   python -m trainer estimate job.toml                       memory per GPU, before anything runs
@@ -88,12 +90,26 @@ examples:
   python -m trainer resume runs/sae-20250101-120000
   python -m trainer resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
   python -m trainer resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
+  python -m trainer resume runs/sae-20250101-120000 --finish                      cool down from there, and end
 
 it resumes at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
 The config of a run is frozen: --set takes its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
 train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length moves the learning
 rate, whose schedule spans the run. On another number of devices a step stays the same tokens.
 A run that is finished is left alone (exit code 0), unless it is made longer.
+--finish ends a run early as `stop --finish` does: most of an SAE's quality comes while the learning rate falls.
+{_EXITS}
+"""
+
+STOP = f"""\
+examples:
+  python -m trainer stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
+  python -m trainer stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
+
+--finish: the learning rate falls to 0 over the next {COOL_DOWN_SHARE:.0%} of the steps done so far, all else that
+follows the run's length ends with it, and the run ends as finished, with its SAE and report card. Most of an SAE's
+quality comes while the rate falls: a run stopped halfway is worse than a finished one of half the length. Another
+`stop` ends the cool-down at once; resuming goes on with it, and `resume --set train.n_steps=N` trains on instead.
 {_EXITS}
 """
 

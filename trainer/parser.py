@@ -21,6 +21,7 @@ from trainer.help import (
     RESUME,
     RUN,
     SELF_TEST,
+    STOP,
 )
 
 
@@ -33,7 +34,8 @@ def make_parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="{run,extract,inspect,join,resume,export,import,eval,estimate,bench,probe,self-test}"
+        required=True,
+        metavar="{run,extract,inspect,join,resume,stop,export,import,eval,estimate,bench,probe,self-test}",
     )
 
     def add(name: str, about: str, text: str) -> argparse.ArgumentParser:
@@ -56,7 +58,12 @@ def make_parser() -> Parser:
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
     resume = add("resume", "resume a run from its newest checkpoint", RESUME)
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
+    resume.add_argument("--finish", action="store_true", help="cool down over its next steps, and end as finished")
     _add_common(resume)
+    stop = add("stop", "have a run in the foreground or under torchrun save and stop, or finish early", STOP)
+    stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
+    stop.add_argument("--finish", action="store_true", help="cool down over the next steps first, and end as finished")
+    stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     _add_export(add("export", "write the SAE of a checkpoint for other tools", EXPORT))
     _add_import(add("import", "make a run of an SAE that another tool has trained", IMPORT))
     judge = add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from textual.app import App
 from textual.notifications import SeverityLevel
 
+from sae_tui.job_actions import Also
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
 
@@ -21,14 +22,18 @@ class AppFront:
     def notify(self, message: str, *, severity: SeverityLevel) -> None:
         self._app.notify(message, severity=severity)
 
-    def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
-        """Ask a question, with `yes` as the label of that button; call `then` where the answer is yes."""
+    def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None:
+        """Ask a question, with `yes` as the label of that button; call `then` where the answer is yes.
+
+        `also` offers another way than yes.
+        """
+        dialog = Confirm(question, yes=yes, also=also.label if also else "")
 
         def take(answer: bool | None) -> None:
             if answer:
-                then()
+                (also.act if also and dialog.took_other else then)()
 
-        self._app.push_screen(Confirm(question, yes=yes), take)
+        self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
         """Run `act` on a thread; notify of the sentence it returns, if any, or of its `UserError` or `OSError`."""

@@ -31,9 +31,9 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     """Resume a job that has ended from its last good checkpoint, or is paused; with `--wait` wait as `launch` does."""
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
-    if not overrides and (message := _release_if_held(context, flags.id)):
+    if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
         return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
-    plan = resumed(context.data, flags.id, place, overrides)
+    plan = resumed(context.data, flags.id, place, overrides, finish=flags.finish)
     for note in plan.notes:
         warn(f"warning: {note}")
     if flags.wait:
@@ -41,15 +41,20 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
     else:
-        say(f"job {flags.id} {plan.sentence}; `sae-tui logs {flags.id} -f` follows it")
+        cools = ", cools down" if flags.finish else ""
+        say(f"job {flags.id} {plan.sentence}{cools}; `sae-tui logs {flags.id} -f` follows it")
     return Exit.DONE
 
 
-def _release_if_held(context: Context, job_id: int) -> str:
+def _release_if_held(context: Context, job_id: int, *, finish: bool) -> str:
     """Release a job that is held or paused and return the message; return "" for any other."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
-        return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
+        if not job.held or job.state.is_final:
+            return ""
+        if not finish:
+            return edits.release(context.data, control, job_id)
+        return f"{edits.release_to_finish(context.data, control, job_id)} and then cools down"
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:

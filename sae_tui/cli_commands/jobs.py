@@ -30,8 +30,9 @@ from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
+from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
 from trainer.contract.settings.series import LOSS, key_metrics, measure, result_metrics, series_named
@@ -42,8 +43,8 @@ POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
 # Of a report card: what JSON has, and which facts are printed.
-_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing")
-_KEY_FACTS = ("FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
+_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training")
+_KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
 # How the command ends that has waited for a job.
 EXITS = {
     JobState.FINISHED: Exit.DONE,
@@ -115,11 +116,13 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     cards = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
         shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
+        shown |= _how_far(reader)
         shown |= {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(cards)})
         return code
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
+    values |= {name: value for name, value in _how_far(reader).items() if value is not None}
     values["energy"] = energy_words(reader.view, context.settings)
     if postmortem:
         values["error"] = postmortem.error
@@ -137,6 +140,14 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
             ],
         )
     return code
+
+
+def _how_far(reader: JobReader) -> dict[str, float | int | None]:
+    """Return how often the training rows were read, and when the held-out FVU was lowest; null where not measured."""
+    curves = {name: reader.series.get((name, 0)) for name in (PASSES, BEST_STEP, BEST_FVU)}
+    newest = {name: points[-1].value if points else None for name, points in curves.items()}
+    step = newest[BEST_STEP]
+    return newest | {BEST_STEP: None if step is None else int(step)}
 
 
 def _card_fields(cards: Sequence[Card]) -> list[dict[str, Any]]:
@@ -188,7 +199,10 @@ def _show_cause(postmortem: Postmortem, job_id: int) -> None:
 
 def stop(context: Context, flags: argparse.Namespace) -> int:
     _reconcile(context)
-    message = (edits.kill if flags.kill else edits.stop)(context.data, flags.id)
+    if flags.kill and flags.finish:
+        raise UsageError("--finish: does not go with --kill, which ends the job at once")
+    act = edits.finish if flags.finish else edits.kill if flags.kill else edits.stop
+    message = act(context.data, flags.id)
     if context.as_json:
         view = _reader(context, flags.id).view
         show_json({"id": flags.id, "state": view.state if view else None, "message": message})

@@ -18,6 +18,7 @@ from trainer.contract import output
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
@@ -42,6 +43,7 @@ examples:
   sae-tui features 7 --search king              latents of job 7 that fire on kings, once it is evaluated
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
+  sae-tui stop 7 --finish                       let it cool down, and end as a finished run, only shorter
   sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
   sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      six jobs, in line for their GPUs
   sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
@@ -93,7 +95,7 @@ COMMAND_EXAMPLES = {
     ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
     "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .fvu"],
-    "stop": ["stop 7", "stop 7 --kill"],
+    "stop": ["stop 7", "stop 7 --finish    let it cool down first: most of the quality comes then", "stop 7 --kill"],
     "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
     "jobs": [
         "jobs",
@@ -102,7 +104,12 @@ COMMAND_EXAMPLES = {
         "jobs state:finished --sort fvu --limit 5",
     ],
     "compare": ["compare 7 9", "compare 7 9 --metric loss --svg loss.svg"],
-    "resume": ["resume 7", "resume 7 --gpus 2,3", "resume 7 --set train.n_steps=20000      longer than it was to be"],
+    "resume": [
+        "resume 7",
+        "resume 7 --gpus 2,3",
+        "resume 7 --set train.n_steps=20000      longer than it was to be",
+        "resume 7 --finish                       cool down from where it was stopped, and end as finished",
+    ],
     "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
     "pause": ["pause 7      and later: sae-tui resume 7"],
     "hold": ["hold 7      and later: sae-tui release 7"],
@@ -340,6 +347,8 @@ def _add_job_commands(add: Add) -> None:
         _job_id(command)
     _add_wait(show)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
+    early = f"cool down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and end as finished".replace("%", "%%")
+    stop.add_argument("--finish", action="store_true", help=early)
     logs.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
     logs.add_argument("--rank", type=rank, default=0, metavar="N", help="of this rank; default: 0")
     logs.add_argument("-n", "--lines", type=positive, default=100, metavar="N", help="at most so many; default: 100")
@@ -392,6 +401,8 @@ def _add_edit_commands(add: Add) -> None:
     rename = add("rename", "edits.rename", "Give a job another name")
     tag = add("tag", "edits.tag", "Give a job tags to find it by")
     note = add("note", "edits.write_note", "Write a note to a job")
+    early = "cool down from there and end as finished, instead of all the steps that are left"
+    resume.add_argument("--finish", action="store_true", help=early)
     for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
         _job_id(command)
     for command in (resume, clone):

@@ -13,7 +13,7 @@ import msgspec
 from sae_tui.compare.noise import Lead, Measured, lead_of
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.energy import Energy, energy_of, grams, is_whole, money, watt_hours
-from sae_tui.jobs.states import was_resumed
+from sae_tui.jobs.states import is_ranked, was_resumed
 from sae_tui.settings import Settings
 from trainer.contract.runs.recipe import MOST_L0_MISS
 from trainer.contract.settings.catalog import Series
@@ -34,6 +34,7 @@ from trainer.contract.wording import count, duration, gibibytes, join_words, num
 UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
+UNFINISHED = "unfinished"
 # What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # FVUs, and the L0 at which each stands.
@@ -54,11 +55,15 @@ class Line(msgspec.Struct, frozen=True):
     word: Callable[[Any], str] = str
     same: frozenset[int] = frozenset()
     why: str = ""
+    # Values of runs that have not finished, which are not ranked.
+    unfinished: frozenset[int] = frozenset()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
         """Return the values as text, the best marked, or those that are the same as the best."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
         marks = dict.fromkeys(self.best, f" {BEST}") | dict.fromkeys(self.same, f" {SAME}")
+        known = (place for place in self.unfinished if self.values[place] is not None)
+        marks |= dict.fromkeys(known, f" {UNFINISHED}")
         return [f"{text}{marks.get(place, '')}" for place, text in enumerate(texts)]
 
 
@@ -95,6 +100,13 @@ _OF_RUN = (
     Result("duration_s", "duration", "lower", duration),
     Result("peak_memory_bytes", "peak memory", "lower", gibibytes),
     Result("energy_wh", "energy", "lower", watt_hours),
+)
+
+
+# The figures that tell how good an SAE is.
+_OF_QUALITY = frozenset(
+    {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
+    | {result.name for result in _OF_CARD}
 )
 
 
@@ -162,9 +174,19 @@ def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
 
 
 def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with what leads marked, or what is not told apart from it."""
+    """Return the line with what leads marked; by its quality only a finished run leads, and others have a mark."""
     if any(_has_held_out(sae, result.name) for sae in saes) or not _leads(line.values, result):
         return line
+    if result.name in _OF_QUALITY:
+        judged = [value if is_ranked(sae.job) else None for value, sae in zip(line.values, saes, strict=True)]
+        unfinished = frozenset(place for place, sae in enumerate(saes) if not is_ranked(sae.job))
+        ranked = _marked(msgspec.structs.replace(line, values=tuple(judged)), result, saes)
+        return msgspec.structs.replace(ranked, values=line.values, unfinished=unfinished)
+    return _marked(line, result, saes)
+
+
+def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+    """Return the line with what leads marked, or what is not told apart from it."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:

@@ -16,7 +16,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import CONTROL, is_utf8
 from trainer.contract.runs.checkpoint_manifest import newest_first
-from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.settings.schedule import COOL_DOWN_SHARE
+from trainer.contract.store.job_store import ENDING, Control, RequestKind
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -84,6 +85,16 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
 
 
+def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
+    """Take the pause off a training, which cools down from where it goes on, and ends as finished."""
+    job = control.job(job_id)
+    if extracts(job.config) or not job.attempt:
+        raise UserError(f"job {job_id} has trained nothing yet that could cool down; release it without --finish")
+    message = release(data, control, job_id)
+    control.request(job_id, "finish")
+    return message
+
+
 def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
     """Describe what becomes of a queued job that is not held any more.
 
@@ -116,6 +127,27 @@ def stop(data: DataDir, job_id: int) -> str:
         queued=_stop_message,
         running=_of_kind("saves a checkpoint and stops at its next step", "stops; its whole shards stay"),
     )
+
+
+def finish(data: DataDir, job_id: int) -> str:
+    """Ask a training to cool down and end as finished; raise `UserError` for a job that has no step to come."""
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+        if extracts(job.config):
+            raise UserError(f"job {job_id} trains nothing that could cool down; `sae-tui stop {job_id}` stops it")
+        if job.state == JobState.FINISHED:
+            raise UserError(f"job {job_id} has finished already")
+        if job.state.is_final or job.state == JobState.QUEUED:
+            way = f"`sae-tui resume {job_id} --finish`" if job.attempt else f"`sae-tui stop {job_id}`"
+            does = "cools it down and finishes it" if job.attempt else "takes it out of the queue"
+            raise UserError(f"job {job_id} {stands(job)}; {way} {does}")
+        asked = control.open_requests(job_id)
+        if asked & ENDING:
+            raise UserError(f"job {job_id} is being stopped; `sae-tui resume {job_id} --finish` finishes it later")
+        if "finish" in asked:
+            return f"job {job_id} cools down already"
+        control.request(job_id, "finish")
+        return f"job {job_id} cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and ends as finished"
 
 
 def kill(data: DataDir, job_id: int) -> str:

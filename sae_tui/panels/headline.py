@@ -37,7 +37,7 @@ class Headline(DetailPanel):
 def headline_title(detail: JobDetail, width: int) -> Line:
     """Return which job it is, its state and where it runs; the name is cut first."""
     job, member, members = detail.view, detail.member, members_of(detail)
-    shown = _which(member, members, job.best_sae)
+    shown = _which(member, members, job.best_sae if states.is_ranked(job) else "")
     word, sign, style = states.describe_state(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
     head: Span = (f"Job {job.id} · ", "title")
@@ -118,7 +118,7 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
     # A job in line says why it is there, not what its last attempt did in the end.
-    message, style = waits(job) or detail.phase, "dim"
+    message, style = waits(job) or states.phase_words(job), "dim"
     if detail.postmortem:
         # The reason stands in the panel below.
         message = _failure_text(job)

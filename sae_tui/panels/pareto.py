@@ -8,8 +8,9 @@ from textual.events import Resize
 
 from sae_tui.compare.front import front
 from sae_tui.compare.runs import Comparison
-from sae_tui.compare.tables import BEST, value_of
+from sae_tui.compare.tables import BEST, UNFINISHED, value_of
 from sae_tui.format import fit, number
+from sae_tui.jobs.states import is_ranked
 from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.plot import braille, place
@@ -18,7 +19,10 @@ Point = tuple[float, float]
 
 
 class ParetoPanel(Chart):
-    """A point for each SAE, by held-out values or report cards where all have them; the front is a line."""
+    """A point for each SAE, by held-out values or report cards where all have them; the front is a line.
+
+    Only SAEs of finished runs are on it.
+    """
 
     def on_mount(self) -> None:
         self._comparison = Comparison()
@@ -36,7 +40,8 @@ class ParetoPanel(Chart):
             return
         names, points = points_of(self._comparison)
         known_points = {place: point for place, point in enumerate(points) if point}
-        best = {list(known_points)[at] for at in front(list(known_points.values()))}
+        ranked = {at: point for at, point in known_points.items() if is_ranked(self._comparison.saes[at].job)}
+        best = {list(ranked)[at] for at in front(list(ranked.values()))}
         below = legend(
             [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
         )
@@ -48,7 +53,8 @@ class ParetoPanel(Chart):
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
         sae = self._comparison.saes[at]
         values = f" {number(point[0])}, {number(point[1])}" if point else " no values"
-        mark: Span = (f" {BEST}" if best else "", "good")
+        unfinished = f" {UNFINISHED}" if point and not is_ranked(sae.job) else ""
+        mark: Span = (f" {BEST}", "good") if best else (unfinished, "dim")
         return glyph(at), (f" {sae.label} {sae.job.name}", "text"), (values, "accent"), mark
 
 

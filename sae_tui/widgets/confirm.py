@@ -31,11 +31,15 @@ class _Question(Static):
 
 
 class Confirm(Dialog[bool]):
-    """Asks a question; Escape and the default button mean no."""
+    """Asks a question; Escape and the default button mean no.
+
+    `also` is the label of another way to say yes; `took_other` tells that it was taken.
+    """
 
     BINDINGS = [
         Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Leave everything as it is"),
         Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Go ahead"),
+        Binding("f", "take_other", "Finish", id="confirm.also", tooltip="Take the other way that is offered"),
         Binding("left,right", "app.focus_next", show=False),
         Binding("up", "scroll(-1)", show=False),
         Binding("down", "scroll(1)", show=False),
@@ -50,18 +54,24 @@ class Confirm(Dialog[bool]):
     Confirm Button { margin-left: 2; min-width: 10; }
     """
 
-    def __init__(self, question: str, *, yes: str = "Yes", no: str = "No") -> None:
+    def __init__(self, question: str, *, yes: str = "Yes", no: str = "No", also: str = "") -> None:
         super().__init__()
         self.question = question
-        self.labels = yes, no
+        self.labels = yes, no, also
+        self.took_other = False
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return bool(self.labels[2]) if action == "take_other" else super().check_action(action, parameters)
 
     def compose(self) -> ComposeResult:
-        yes, no = self.labels
+        yes, no, also = self.labels
         with Vertical():
             with VerticalScroll(can_focus=False):
                 yield _Question(self.question, markup=False, id="question")
             with Horizontal():
                 yield Button(f"{no} (n)", id="no", compact=True)
+                if also:
+                    yield Button(f"{also} (f)", id="also", variant="primary", compact=True)
                 yield Button(f"{yes} (y)", id="yes", variant="warning", compact=True)
 
     def on_mount(self) -> None:
@@ -72,11 +82,18 @@ class Confirm(Dialog[bool]):
             question.painted = False
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.action_answer(event.button.id == "yes")
+        if event.button.id == "also":
+            self.action_take_other()
+        else:
+            self.action_answer(event.button.id == "yes")
 
     def action_scroll(self, by: int) -> None:
         """Scroll a question that is longer than the screen."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+    def action_take_other(self) -> None:
+        self.took_other = True
+        self.action_answer(True)
 
     def action_answer(self, answer: bool) -> None:
         """Take an answer, but no yes that was typed before the question could be read."""

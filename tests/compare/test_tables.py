@@ -11,6 +11,7 @@ from trainer.contract.store.states import JobState
 
 def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> Sae:
     usual = {"name": "x", "config": "", "user": "ada", "host": "here", "device": "cpu", "gpu_source": "none"}
+    usual |= {"state": JobState.FINISHED, "step": 1}
     return Sae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
 
 
@@ -64,6 +65,19 @@ def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
     assert lines["L0"] == ["8", "16", "24"]
     assert lines["peak memory"] == ["0.6 GiB", "0.6 GiB", "0.6 GiB"]
     assert lines["dead fraction"] == ["1.2% ★", "25%", "1.2% ★"]
+
+
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.STOPPED, JobState.FAILED])
+def test_a_run_that_has_not_finished_is_marked_and_never_the_best_by_quality(state) -> None:
+    lows = [(0.1, state), (0.2, JobState.FINISHED), (0.3, JobState.FINISHED)]
+    saes = [
+        sae(number, state=of, latest={"fvu": fvu, "tokens_per_s": 3.0 - number})
+        for number, (fvu, of) in enumerate(lows)
+    ]
+    lines = {line.title: line.words() for line in results(saes)}
+    assert lines["FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
+    # What does not tell how good an SAE is, is compared as ever.
+    assert lines["tokens/s"][0] == "3 ★"
 
 
 def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_nobody_has() -> None:
@@ -133,7 +147,7 @@ def test_how_an_imported_sae_would_be_trained_is_no_difference() -> None:
     def settings(n_steps: int) -> dict[str, object]:
         return {"sae.k": n_steps, "train.n_steps": n_steps, "launch.gpus": n_steps, "parallel.mode": n_steps}
 
-    theirs = sae(1, settings(1), state=JobState.FINISHED)
+    theirs = sae(1, settings(1), state=JobState.FINISHED, step=0)
     mine = [sae(number, settings(number), state=JobState.FINISHED, started=1.0, device="cuda") for number in (2, 3)]
     assert [line.title for line in differences([theirs, mine[0]])] == ["sae.k"]
     lines = {line.title: line.words() for line in differences([theirs, *mine])}

@@ -133,3 +133,24 @@ def test_an_extraction_is_promised_no_checkpoint(box, what, said):
     job_id = box.record(state=JobState.RUNNING, config='kind = "extract"')
     box.data.run(job_id).create()
     assert what(box.data, job_id) == said
+
+
+def test_a_training_that_runs_can_finish_early_and_any_other_job_is_told_why_not(box):
+    job_id = box.record()
+    with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` takes it out of the queue"):
+        edits.finish(box.data, job_id)
+    for state in (JobState.STARTING, JobState.RUNNING):
+        box.control.transition(job_id, state)
+    assert "cools down over the next 15%" in edits.finish(box.data, job_id)
+    assert edits.finish(box.data, job_id) == f"job {job_id} cools down already"
+    assert box.control.open_requests(job_id) == {"finish"}
+    edits.stop(box.data, job_id)
+    with pytest.raises(UserError, match=f"`sae-tui resume {job_id} --finish` finishes it later"):
+        edits.finish(box.data, job_id)
+    stopped = box.record(state=JobState.STOPPED, attempt=1)
+    with pytest.raises(UserError, match=f"was stopped; `sae-tui resume {stopped} --finish` cools it down"):
+        edits.finish(box.data, stopped)
+    with pytest.raises(UserError, match="has finished already"):
+        edits.finish(box.data, box.record(state=JobState.FINISHED))
+    with pytest.raises(UserError, match="trains nothing that could cool down"):
+        edits.finish(box.data, box.record(state=JobState.RUNNING, config='kind = "extract"\n'))

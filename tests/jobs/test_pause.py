@@ -400,3 +400,14 @@ def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
     box.control.transition(job_id, JobState.QUEUED)
     assert reconcile(box.data) == []
     assert box.job(job_id).state == JobState.QUEUED
+
+
+def test_a_job_that_is_asked_to_finish_is_not_stopped_by_that_and_can_be_paused_meanwhile(box):
+    job_id = box.launch(ENDLESS)
+    box.control.request(job_id, "finish")
+    box.wait_steps(job_id)
+    assert box.job(job_id).state == JobState.RUNNING
+    edits.pause(box.data, job_id)
+    wait_paused(box, job_id)
+    edits.stop(box.data, job_id)
+    assert box.wait_ended(job_id).state == JobState.STOPPED

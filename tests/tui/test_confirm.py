@@ -109,3 +109,15 @@ async def test_a_yes_does_not_count_in_a_window_too_small_to_read_the_question()
         await pilot.pause()
         await pilot.press("y")
         assert answers == [True]
+
+
+async def test_another_way_than_yes_is_offered_where_there_is_one() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(80, 24)) as pilot:
+        for question, took_other in ((Confirm("Stop?", also="Finish"), True), (Confirm("Stop?"), False)):
+            await app.push_screen(question, answers.append)
+            await pilot.pause()
+            await pilot.press("f")
+            assert question.took_other is took_other
+        assert answers == [True]

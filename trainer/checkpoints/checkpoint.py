@@ -33,6 +33,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     RANDOM,
     STATE,
     TENSORS,
+    Best,
     BufferPlace,
     Position,
     State,
@@ -44,6 +45,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.data_record import DataRecord
+from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.wording import distinct_sizes
 
 # Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
@@ -77,6 +79,11 @@ class Checkpoints:
         """Return where the checkpoint of this position is, or would be."""
         return self._folder / f"step-{position.step:08d}"
 
+    def best(self) -> State | None:
+        """Return the state of the checkpoint with the lowest held-out FVU; None where there is none."""
+        best = best_first(newest_first(self._folder))
+        return read_state(best[0]) if best else None
+
     def save(
         self,
         tensors: Mapping[str, Tensor],
@@ -84,6 +91,8 @@ class Checkpoints:
         heldout_fvu: float | None = None,
         stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET,
         held_out: str = "",
+        cool_down: CoolDown | msgspec.UnsetType = msgspec.UNSET,
+        best: Best | msgspec.UnsetType = msgspec.UNSET,
     ) -> Path:
         """Write a checkpoint whole or not at all; return its folder. Raise `UserError` where the disk refuses it."""
         refuse_link(self._folder)
@@ -106,6 +115,8 @@ class Checkpoints:
                 self._data(),
                 held_out,
                 self._n_train_rows,
+                cool_down,
+                best,
             )
             write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))

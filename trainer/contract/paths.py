@@ -76,8 +76,12 @@ class RunPaths:
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """Return the path of the file whose existence asks ranks on other hosts to stop."""
+        """Return the path of the file whose existence asks ranks that read no store of jobs to stop."""
         return self.attempt(attempt) / "stop"
+
+    def finish_file(self, attempt: int) -> Path:
+        """Return the path of the file whose existence asks such ranks to cool down and finish early."""
+        return self.attempt(attempt) / "finish"
 
     def create(self) -> None:
         for folder in (self.root, self.logs, self.checkpoints):

@@ -15,6 +15,7 @@ from trainer.contract.output import complain
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
+from trainer.contract.runs.how_far import from_metadata
 from trainer.contract.runs.recipe import read_recipe
 from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.hook_names import other_place
@@ -115,6 +116,7 @@ def card_of(
         recovery=recovery(source, sae.W_dec),
         recipe=read_recipe(sae.metadata),
         threshold_set_on=str(sae.metadata.get(SET_ON, "")),
+        training=from_metadata(sae.metadata),
     )
 
 

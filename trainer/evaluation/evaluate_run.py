@@ -36,7 +36,7 @@ from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
-from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of, recipe_of_run
+from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
@@ -115,6 +115,7 @@ def evaluations_of(
                 probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
                 recipe=recipe_of_run(run_dir, state, label, learner.sae.d_in),
                 threshold_set_on=str(threshold_facts(learner.sae).get(SET_ON, "")),
+                training=how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
             )
             features = partial(_features, learner, of_hook, texts, language_model)
             yield Evaluation(output_of(run_dir) / label, card, features)

@@ -22,14 +22,16 @@ from trainer.contract.paths import RunPaths, data_dir, open_private, private_fol
 from trainer.contract.planning.workload import steps_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.lock import RunLock, is_held, still_going
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.runs.resume import last_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, dump_job, members
 from trainer.contract.settings.series import CRITERION, SHARES_LEFT_OUT, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
+from trainer.contract.store.metrics_store import COOLING, TRAINING, Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import Event
 
 POLL_S = 0.2
@@ -78,6 +80,28 @@ def own_box_file() -> Path | None:
     return data.box_file
 
 
+def running_spec(run_dir: Path) -> RankSpec:
+    """Return the attempt of the run that a folder is of; raise `UserError` where none runs, or the app runs it."""
+    if not RunPaths(run_dir).job_file.exists():
+        raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
+    spec = last_spec(run_dir)
+    if is_held(RunPaths(run_dir).lock_file) is False:
+        raise UserError(
+            f"the run in {run_dir} is not running; `python -m trainer resume {run_dir} --finish` finishes it"
+        )
+    if spec.job_id is not None:
+        raise UsageError(f"RUN_DIR: {run_dir} is that of a launched job; `sae-tui stop {spec.job_id}` stops it")
+    return spec
+
+
+def ask_by_file(run_dir: Path, attempt: int, *, finish: bool) -> None:
+    """Ask the ranks of an attempt to stop, or to cool down and finish early."""
+    paths = RunPaths(run_dir)
+    private_folder(paths.attempt(attempt))
+    refuse_link(paths.attempt(attempt))
+    write_own(paths.finish_file(attempt) if finish else paths.stop_file(attempt), "")
+
+
 class Foreground:
     """One attempt of a run whose ranks are children of this process; it begins at step `first_step`."""
 
@@ -113,7 +137,7 @@ class Foreground:
         if not any(rank.failed for rank in self._ranks):
             return max(rank.process.returncode for rank in self._ranks)
         heartbeat, _ = read_progress(self._paths.metrics_db)
-        if heartbeat and heartbeat.is_complete(self._total_steps):
+        if heartbeat and heartbeat.timestamp > self._began and heartbeat.is_complete(heartbeat.total_steps):
             return EXIT_FINISHED
         raise UserError(self._cause())
 
@@ -180,7 +204,10 @@ class Foreground:
         heartbeat, latest = read_progress(self._paths.metrics_db)
         self._tell_warnings(bar)
         if heartbeat:
-            phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
+            is_stepping = heartbeat.phase in (TRAINING, COOLING)
+            phase = "stopping" if self._is_stopping and is_stepping else heartbeat.phase
+            # A run that is to finish early has fewer; what an attempt before this one has written does not count.
+            bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _bar_labels().items()}
             shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
@@ -267,6 +294,8 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
         "steps": heartbeat.step if heartbeat else None,
         "tokens": heartbeat.tokens if heartbeat else None,
         "tokens_per_s": latest.get("tokens_per_s"),
+        **{name: latest.get(name) for name in (PASSES, BEST_FVU)},
+        BEST_STEP: int(latest[BEST_STEP]) if BEST_STEP in latest else None,
         **{name: value_of_sae(latest, name, best_sae(latest)) for name in (*measured_names(), *SHARES_LEFT_OUT)},
         **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
     }

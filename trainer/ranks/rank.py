@@ -92,12 +92,13 @@ def _train(
     job = job or load_any_run_job(paths.job_file, read=read_own_text)
     if isinstance(job, JobConfig):
         job = with_model_gpus(job, spec.n_devices, spec.model_gpus)
-    progress = _reporting(spec, job, paths, stop) if rank == 0 else Progress()
+    finish = threading.Event()
+    progress = _reporting(spec, job, paths, stop, finish) if rank == 0 else Progress()
     try:
         # The other ranks wait in the next step while rank 0 saves, and end with it if it fails.
         others_s = patience_s(job, spec.world_size)
         _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else others_s, parent)
-        return _run(spec, rank, job, paths, progress, stop, on_met, others_s)
+        return _run(spec, rank, job, paths, progress, stop, finish, on_met, others_s)
     except BaseException as error:
         progress.event("failed", _sentence(error), "error")
         raise
@@ -105,39 +106,40 @@ def _train(
         progress.close()
 
 
-def _reporting(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
+def _reporting(
+    spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event
+) -> Progress:
     """Return the progress of rank 0, to the run's store and to the mirrors that a training asks for."""
     from trainer.reporting.mirroring import with_mirrors
 
-    progress = _progress(spec, job, paths, stop)
+    progress = _progress(spec, job, paths, stop, finish)
     if not isinstance(job, JobConfig):
         return progress
     begins = _begins_at(spec, 0)
     return with_mirrors(progress, job, paths.root, begins.step if begins else 0)
 
 
-def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
+def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event, finish: threading.Event) -> Progress:
     """Return a progress to the run's store or, where that is on another host, to a file.
 
     The history of a resumed run is cut back to the step at which it resumes.
     """
+    from trainer.reporting.jsonl_file import FileRequests, LineFile
     from trainer.reporting.progress import Requests, StoredProgress
 
     # An extraction goes on after its last shard, and its curves are of the time that it took.
     is_training = isinstance(job, JobConfig)
     total_steps = steps_of(job, spec.n_devices)
     at = _begins_at(spec, total_steps) if is_training and paths.metrics_db.exists() else None
+    by_files = FileRequests(paths.stop_file(spec.attempt), paths.finish_file(spec.attempt))
     if spec.by_files:
-        from trainer.reporting.jsonl_file import FileRequests, LineFile
-
-        requested = FileRequests(paths.stop_file(spec.attempt))
-        return StoredProgress(LineFile(paths.progress_file(spec.attempt), at), total_steps, stop, requested)
+        return StoredProgress(LineFile(paths.progress_file(spec.attempt), at), total_steps, stop, by_files, finish)
     if at:
         # A store that cannot be used costs rows, never a run.
         with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
             writer.rewind(at)
-    requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
-    return StoredProgress(paths.metrics_db, total_steps, stop, requests)
+    requests = by_files if spec.control_db is None or spec.job_id is None else Requests(spec.control_db, spec.job_id)
+    return StoredProgress(paths.metrics_db, total_steps, stop, requests, finish)
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
@@ -155,6 +157,7 @@ def _run(
     paths: RunPaths,
     progress: Progress,
     stop: threading.Event,
+    finish: threading.Event,
     on_met: Callable[[], object],
     patience_s: float,
 ) -> bool:
@@ -185,7 +188,7 @@ def _run(
         patience = timedelta(seconds=patience_s)
         world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience)
         on_met()
-        return _train_with(world, spec, job, paths, progress, stop, model_devices(spec, _local_rank()))
+        return _train_with(world, spec, job, paths, progress, stop, finish, model_devices(spec, _local_rank()))
 
     def of_thread(group: Threads) -> bool:
         from trainer.reporting import rank_log
@@ -195,7 +198,7 @@ def _run(
         device = rank_device(spec, group.index)
         group.waiting = waiting(device)
         world = World(device, group, group.waiting)
-        return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop)
+        return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop, finish)
 
     return on_all(spec.world_size, of_thread)[0]
 
@@ -207,6 +210,7 @@ def _train_with(
     paths: RunPaths,
     progress: Progress,
     stop: threading.Event,
+    finish: threading.Event,
     own_devices: Sequence[torch.device] = (),
 ) -> bool:
     from trainer.activations.base import StreamSource
@@ -233,6 +237,7 @@ def _train_with(
         resume_from=spec.resume_from,
         expected_step_s=plan.step_s,
         tries_batch=job.train.batch_size == "auto",
+        finish=finish,
     )
     if parallel.is_main:
         # Where the process dies of a shard that is cut short, its parent finds out which one it was.

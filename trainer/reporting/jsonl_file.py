@@ -14,16 +14,17 @@ from trainer.contract.paths import open_private
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.progress_line import ProgressLine, encode, stored_rows
 from trainer.contract.store.rows import Event
+from trainer.reporting.progress import Wanted
 
 
 class FileRequests:
     """Requests to a run, made by files in its attempt's folder."""
 
-    def __init__(self, stop_file: Path) -> None:
-        self._stop_file = stop_file
+    def __init__(self, stop_file: Path, finish_file: Path) -> None:
+        self._stop_file, self._finish_file = stop_file, finish_file
 
-    def stop_wanted(self) -> bool:
-        return self._stop_file.exists()
+    def wanted(self) -> Wanted:
+        return Wanted(self._stop_file.exists(), self._finish_file.exists())
 
 
 class LineFile:

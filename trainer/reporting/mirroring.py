@@ -41,6 +41,9 @@ class MirroredProgress(Progress):
         super().beat(phase, step, tokens)
         self._stored.beat(phase, step, tokens)
 
+    def shorten(self, total_steps: int) -> None:
+        self._stored.shorten(total_steps)
+
     def event(self, kind: str, message: str, level: str = "info") -> None:
         self._stored.event(kind, message, level)
 

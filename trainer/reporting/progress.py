@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -37,22 +37,30 @@ MOST_EVENTS = 1000
 ROWS_AT_ONCE = 5000
 
 
+class Wanted(NamedTuple):
+    """What a run is asked for: to stop (or pause), and to cool down and finish early."""
+
+    stop: bool = False
+    finish: bool = False
+
+
 class Requests:
     """Requests to a launched job, read from the control store without ever writing to it."""
 
     def __init__(self, control_db: Path, job_id: int) -> None:
         self._job_id = job_id
         self._follower = Follower(control_db, lambda path: Control(path, readonly=True))
-        self._is_wanted = False
+        self._wanted = Wanted()
 
-    def stop_wanted(self) -> bool:
-        """Tell whether somebody asked the job to stop or pause; as last known where the store cannot be read now."""
+    def wanted(self) -> Wanted:
+        """Return what the job is asked for; as last known where the store cannot be read now."""
         with contextlib.suppress(UserError):
             self._follower.poll(self._read)
-        return self._is_wanted
+        return self._wanted
 
     def _read(self, control: Control | None) -> None:
-        self._is_wanted = control is not None and not {"stop", "pause"}.isdisjoint(control.open_requests(self._job_id))
+        asked = control.open_requests(self._job_id) if control else set()
+        self._wanted = Wanted(not asked.isdisjoint({"stop", "pause"}), "finish" in asked)
 
 
 class Progress:
@@ -68,6 +76,9 @@ class Progress:
         """Record where the run is; called at every step, so it costs next to nothing."""
         self.place = (phase, step)
 
+    def shorten(self, total_steps: int) -> None:
+        """Take in that the run ends after so many steps."""
+
     def event(self, kind: str, message: str, level: str = "info") -> None:
         """Hand over an event for the job's history."""
 
@@ -81,8 +92,8 @@ class Progress:
         """Write what is left; take 5 s at most."""
 
 
-class StopRequests(Protocol):
-    def stop_wanted(self) -> bool: ...
+class AnyRequests(Protocol):
+    def wanted(self) -> Wanted: ...
 
 
 class Store(Protocol):
@@ -102,14 +113,19 @@ class Store(Protocol):
 
 
 class StoredProgress(Progress):
-    """Writes every half second to `metrics.db`, or to another store, and looks for a stop request."""
+    """Writes every half second to `metrics.db`, or to another store, and looks for requests."""
 
     def __init__(
-        self, store: Path | Store, total_steps: int, stop: threading.Event, requests: StopRequests | None
+        self,
+        store: Path | Store,
+        total_steps: int,
+        stop: threading.Event,
+        requests: AnyRequests | None,
+        finish: threading.Event | None = None,
     ) -> None:
         super().__init__()
         self._total_steps = total_steps
-        self._stop, self._requests = stop, requests
+        self._stop, self._finish, self._requests = stop, finish or threading.Event(), requests
         self._rows: Backlog[Row] = Backlog(MOST_ROWS)
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
@@ -128,6 +144,9 @@ class StoredProgress(Progress):
     def beat(self, phase: str, step: int, tokens: int) -> None:
         super().beat(phase, step, tokens)
         self._heartbeat = Heartbeat(phase, step, self._total_steps, tokens, time.time())
+
+    def shorten(self, total_steps: int) -> None:
+        self._total_steps = total_steps
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
@@ -162,8 +181,11 @@ class StoredProgress(Progress):
     def _tick(self, *, is_last: bool = False) -> None:
         # No error here may reach the training.
         with contextlib.suppress(Exception):
-            if self._requests and self._requests.stop_wanted():
+            wanted = self._requests.wanted() if self._requests else Wanted()
+            if wanted.stop:
                 self._stop.set()
+            if wanted.finish:
+                self._finish.set()
         if self._outage and not is_last and time.monotonic() < self._outage.retry_at:
             return
         began = time.monotonic()

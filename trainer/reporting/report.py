@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainer.activations.heavy_dimensions import HeavyDimensions
 from trainer.activations.outliers import LeftOut
+from trainer.contract.runs.checkpoint_manifest import Best
+from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
@@ -136,6 +138,15 @@ class Report:
             if self._is_main:
                 shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
                 rank_log.say("  ".join([f"step {step}", *([label] if label else []), shown]))
+
+    def how_far(self, step: int, best: Best | None, passes: float | None) -> None:
+        """Record how often the training rows were read, and when the held-out FVU was lowest."""
+        of_best = {BEST_STEP: best.step, BEST_FVU: best.fvu} if best else {}
+        self._rows(step, of_best | ({} if passes is None else {PASSES: passes}))
+
+    def overfitting(self, message: str) -> None:
+        """Warn that an SAE knows its training rows better than others."""
+        self.warn("overfitting", message)
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
         level = level or ("warning" if kind in ("skipped", "missed_l0", "given_up") else "info")

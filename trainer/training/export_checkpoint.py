@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,13 +29,16 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.how_far import HowFar, of_state
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.resume import last_spec, stored_job
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
+from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members
+from trainer.contract.settings.schedule import Schedule
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
@@ -47,6 +52,7 @@ from trainer.training.sharded_state import under
 CPU = torch.device("cpu")
 
 
+NOTHING: Mapping[str, float] = MappingProxyType({})
 FiringsOf = Callable[[Learner], Firings] | None
 
 
@@ -76,7 +82,7 @@ def export_checkpoint(
     refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
-    notes: dict[str, None] = {}
+    notes = dict.fromkeys(_of_unfinished(run_dir, job, state))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
@@ -118,6 +124,46 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
     raise UserError(f"--format: {form} holds none of these SAEs, and nothing is written ({reasons})")
 
 
+def how_far_of(
+    run_dir: Path, job: JobConfig, state: State, measured: Mapping[str, float] = NOTHING, *, is_transcoder: bool
+) -> HowFar | None:
+    """Return how far a run was by the state of a checkpoint, and what was measured then; None at its start."""
+    step, tokens = state.position.step, state.position.tokens
+    if not step:
+        return None
+    planned = job.train.n_steps or -(-job.train.n_tokens // (tokens // step))
+    kind = catalog.entry(catalog.OPTIMIZERS, job.train.optimizer, "train.optimizer").load()
+    falls = decay_fraction(job, is_transcoder=is_transcoder)
+    schedule = None if kind.is_schedule_free else Schedule(planned, job.train.warmup_fraction, falls)
+    newest = newest_first(RunPaths(run_dir).checkpoints)
+    is_last = not newest or newest[0].name == f"step-{step:08d}"
+    return msgspec.structs.replace(of_state(state, schedule, planned, measured), is_last=is_last)
+
+
+def how_far_of_sae(run_dir: Path, job: JobConfig, label: str, state: State, *, is_transcoder: bool) -> HowFar | None:
+    """Return how far an SAE of a run was, with what was measured of it when the checkpoint was saved."""
+    if job.sweep:
+        # The best is that of all SAEs together.
+        state = msgspec.structs.replace(state, best=msgspec.UNSET)
+    measured = _read_measurements(run_dir, state.position.step, label if job.sweep else "")
+    return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
+
+
+def _of_unfinished(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
+    """Yield what is to be told of the SAEs of an unfinished run, and how to finish it."""
+    how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
+    if how_far and how_far.unfinished:
+        yield f"{how_far.unfinished}{f': {_resume(run_dir)} --finish' * how_far.is_last}"
+
+
+def _resume(run_dir: Path) -> str:
+    """Return the command that resumes a run."""
+    with contextlib.suppress(UserError):
+        if (job_id := last_spec(run_dir).job_id) is not None:
+            return f"sae-tui resume {job_id}"
+    return f"python -m trainer resume {run_dir}"
+
+
 def shared_saes(
     run_dir: Path,
     job: JobConfig,
@@ -130,6 +176,8 @@ def shared_saes(
     position, output = state.position, output_of(run_dir)
     for label, learner in learners_of(job, tensors, state, labels=labels):
         training = training_facts(learner, position, recipe_of_run(run_dir, state, label, learner.sae.d_in))
+        how_far = how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder)
+        training |= how_far.metadata() if how_far else {}
         measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
         of_these_weights = exported_tokens(output / label) == position.tokens
         features = output / label / FEATURES if of_these_weights else None

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import MOST_L0_MISS, RECIPE, Recipe, asked_l0, l0_miss
 from trainer.contract.settings.series import measured_names
 from trainer.reporting import rank_log
@@ -37,27 +38,36 @@ class Exporter:
     ) -> None:
         self._output, self._origins, self._recipe_of, self._report = output, origins, recipe_of, report
 
-    def writes(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return what writes each SAE to a folder of its label; all ranks that share its latents have to call this."""
+    def writes(
+        self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
+    ) -> list[Write]:
+        """Return what writes each SAE to a folder of its label; all ranks that share its latents have to call this.
+
+        `how_far` tells by the label how far its training is.
+        """
         writes = []
         for label, learner in learners.items():
             with learner.evaluating():
                 sae = learner.whole_sae()
             if sae is not None:
                 self._tell_missed_l0(label, learner, self._recipe_of(label).target_l0)
-                to = partial(self._export_one, label, learner, sae, position)
+                to = partial(self._export_one, label, learner, sae, position, how_far(label))
                 folder = self._output / label if label else self._output
                 writes.append(Write(folder, partial(to, folder), to))
         return writes
 
-    def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position, folder: Path) -> None:
+    def _export_one(
+        self, label: str, learner: Learner, sae: Sae, position: Position, how_far: HowFar, folder: Path
+    ) -> None:
         recipe = self._recipe_of(label)
         values = self._report.values[label]
         measured = {name: values[name] for name in measured_names() if name in values}
         with learner.evaluating():
-            facts = {**self._origins[label], **training_facts(learner, position, recipe), **measured}
-            export_sae(sae, folder, facts)
+            training = training_facts(learner, position, recipe) | how_far.metadata()
+            export_sae(sae, folder, {**self._origins[label], **training, **measured})
         rank_log.say(f"SAE exported: {folder}")
+        if how_far.unfinished:
+            rank_log.say(how_far.unfinished)
 
     def _tell_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
         """Report an L0 that is not what was asked for: the SAE would look as good as any other, or as bad."""

@@ -18,7 +18,7 @@ from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.toml import read_plain_text
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 from trainer.sharing.saelens import exported_tokens
-from trainer.training.export_checkpoint import output_of, recipe_of_run
+from trainer.training.export_checkpoint import how_far_of, output_of, recipe_of_run
 
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
@@ -89,6 +89,8 @@ def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
     title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
     what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
     trained = [f"- {name}: {value}" for name, value in recipe_lines(recipe)] if recipe else []
+    how_far = how_far_of(checkpoint.parent.parent, job, state, is_transcoder=state.d_out is not None)
+    trained += [f"- {name}: {words}" for name, words in how_far.facts()] if how_far else []
     return "\n".join([title, "", what, *lines, *trained, ""])
 
 

@@ -20,7 +20,7 @@ from trainer.contract.settings.catalog import FollowingRates
 from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.optimizers import LONG_RUN
-from trainer.contract.settings.schedule import lr_factor
+from trainer.contract.settings.schedule import CoolDown, Schedule
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import Follower, LatentAxis, Optimizer
@@ -77,8 +77,7 @@ class Learner:
         self.hook = hook
         self._job, self._train, self._device = job, job.train, parallel.device
         self._shape, device, world_size = (d_in, d_out), parallel.device, parallel.world_size
-        layout = Layout(job, world_size)
-        self.total_steps = layout.total_steps
+        self._layout = layout = Layout(job, world_size)
         self.tokens_per_step = layout.tokens_per_step
         self.sae = build_sae(layout, d_in, d_out)
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
@@ -94,7 +93,8 @@ class Learner:
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
         self.optimizer: Optimizer = kind(_groups(stepped, following), self._lr, **knobs)
-        self._decay_fraction = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
+        falls = decay_fraction(job, is_transcoder=self.sae.is_transcoder)
+        self.schedule = Schedule(layout.total_steps, self._train.warmup_fraction, falls)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
@@ -141,9 +141,8 @@ class Learner:
 
     def begin_step(self, step: int) -> None:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
-        self.sae.begin_step(step / self.total_steps)
-        decay = 0.0 if self.optimizer.is_schedule_free else self._decay_fraction
-        factor = lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
+        self.sae.begin_step(self.schedule.progress(step))
+        factor = self.lr_factor(step)
         if self._lr * factor == self._rate:
             # Most of a run has one rate. To write it to a GPU each time took the host of an H200 0.1 ms.
             return
@@ -154,6 +153,20 @@ class Learner:
                 group["lr"].fill_(rate)
             else:
                 group["lr"] = rate
+
+    def lr_factor(self, step: int) -> float:
+        """Return the share of the full learning rate for a step; without a schedule the rate never falls."""
+        if self.optimizer.is_schedule_free:
+            return Schedule(self.schedule.planned, self._train.warmup_fraction, decay_fraction=0.0).lr_factor(step)
+        return self.schedule.lr_factor(step)
+
+    def cool_down(self, cool_down: CoolDown) -> None:
+        """End the run early: its schedules, and after which silence a latent counts as dead, follow its new length.
+
+        Adam's decays stay what they were. Its averages are corrected by them, so another decay would change the step.
+        """
+        self.schedule = msgspec.structs.replace(self.schedule, cool_down=cool_down)
+        self.sae.dead_after_tokens = self._layout.dead_after(cool_down.end)
 
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
         """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
@@ -248,7 +261,8 @@ class Learner:
     def is_resampled_after(self, step: int) -> bool:
         """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""
         every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
-        return every > 0 and step <= self.total_steps / 2 and tokens // every > (tokens - self.tokens_per_step) // every
+        is_young = self.schedule.cool_down is None and step <= self.schedule.planned / 2
+        return every > 0 and is_young and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
         """Revive dead latents by rows of raw data; return which, bool [d_sae], for the caller to `forget`."""

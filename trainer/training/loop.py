@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,14 +28,18 @@ from trainer.contract.paths import RESERVE
 from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout, Workload
-from trainer.contract.runs.checkpoint_manifest import Position, State, resumed_state
+from trainer.contract.runs.checkpoint_manifest import Best, Position, State, resumed_state
 from trainer.contract.runs.data_record import DataRecord, news_of_data
+from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.schedule import CoolDown
+from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.wording import join_words
+from trainer.contract.store.metrics_store import COOLING, TRAINING
+from trainer.contract.wording import join_words, plural
 from trainer.metrics.pace import Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -104,16 +110,22 @@ class Trainer:
         resume_from: Path | None = None,
         expected_step_s: float | None = None,
         tries_batch: bool = False,
+        finish: threading.Event | None = None,
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
+        self._finish = finish or threading.Event()
         self._device, self.output = parallel.device, output
-        self.total_steps = self._layout.total_steps
+        self._planned_steps = self._layout.total_steps
         self.tokens_per_step = self._layout.tokens_per_step
         self._cut = cut_of(self._layout, parallel)
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
+        # The early end of the run, where it was asked to finish.
+        self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
+        if self._cool_down:
+            progress.shorten(self._cool_down.end)
         progress.beat("preparing", at.step, at.tokens)
         if isinstance(source, StreamSource) and parallel.is_main:
             progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
@@ -153,6 +165,9 @@ class Trainer:
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
+        self._saving.cool_down = self._cool_down
+        if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
+            self._saving.best = resumed.best
         self._exporter = Exporter(output, origins, self.recipe_of, self.report)
         work = Workload(job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
         n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
@@ -169,6 +184,7 @@ class Trainer:
         self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
         self._first_step = self.position.step
         self._stopping = self._told_held_out = False
+        self._is_finishing = self._cool_down is not None
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
@@ -198,7 +214,7 @@ class Trainer:
                     self._saving.try_save(self.learners, self.position)
                     self._reshard_latents()
                     # A save may take any time it needs, the step that follows may not.
-                    self._beat("training")
+                    self._beat(self._phase)
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
@@ -215,6 +231,7 @@ class Trainer:
         self._reserve.release()
         last = self._saving.last(self.learners, self.position)
         FinalWrites(self._parallel, self.report, self._stop, self._beat).write([*last, *self._exports()])
+        self._tell_overfitting()
         self._share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
@@ -267,10 +284,14 @@ class Trainer:
     def _new_learners(self) -> dict[str, Learner]:
         own = self._layout.members_by_rank[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
-        return {
+        learners = {
             label: Learner(member, *shape, self._parallel, self._job.hook_number(member))
             for label, member in own.items()
         }
+        if self._cool_down:
+            for learner in learners.values():
+                learner.cool_down(self._cool_down)
+        return learners
 
     def _origins(self) -> dict[str, dict[str, Any]]:
         """Return what is known of the data of each SAE of the run, by label."""
@@ -329,13 +350,42 @@ class Trainer:
             self._pace.begin(self._batches.waited_s)
         batches = (self._batches.next() for _ in self._cut.stretches)
         agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._wishes)
-        self._stopping, self._saving.granted = agreed
+        self._stopping, self._saving.granted, finishing = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
-        self._beat("training")
+        if finishing and not self._is_finishing and not self._is_over():
+            self._begin_cool_down()
+        self._beat(self._phase)
 
-    def _wishes(self) -> tuple[bool, bool]:
-        """Tell whether this rank wants to stop, and whether rank 0's timer wants to save."""
-        return self._stop.is_set(), self._saving.take_wish()
+    def _wishes(self) -> tuple[bool, bool, bool]:
+        """Tell whether this rank wants to stop, whether rank 0's timer wants to save, and whether to finish early."""
+        return self._stop.is_set(), self._saving.take_wish(), self._finish.is_set()
+
+    def _begin_cool_down(self) -> None:
+        """End the run early from here on, and save, so that a run that is killed is resumed to the same end."""
+        self._is_finishing = True
+        self._cool_down = CoolDown.after(self.position.step, self.total_steps)
+        if self._cool_down is None:
+            left = plural(self.total_steps - self.position.step, "step")
+            self.report.event("cool_down", f"was asked to finish: ends in {left} in any case")
+            return
+        share = max((one.lr_factor(self.position.step) for one in self.learners.values()), default=1.0)
+        for learner in self.learners.values():
+            learner.cool_down(self._cool_down)
+        self._progress.shorten(self.total_steps)
+        self._saving.cool_down, self._saving.granted = self._cool_down, True
+        words = f"cools down from step {self.position.step}, with the learning rate at {share:.0%}"
+        message = f"{words}, and ends at step {self.total_steps} instead of {self._cool_down.planned}"
+        self.report.event("cool_down", message)
+        rank_log.say(message)
+
+    @property
+    def total_steps(self) -> int:
+        """The steps after which the run ends."""
+        return self._cool_down.end if self._cool_down else self._planned_steps
+
+    @property
+    def _phase(self) -> str:
+        return COOLING if self._cool_down else TRAINING
 
     def _resample(self) -> None:
         """Revive dead latents where it is time to."""
@@ -489,10 +539,61 @@ class Trainer:
         if self._evaluated == self.position or not self.data.n_held_out:
             return
         self._beat("evaluating")
+        began = time.monotonic()
         measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._tell_left_out()
         self._evaluated = self.position
+        self._note_best(time.monotonic() - began)
+
+    def _note_best(self, took_s: float) -> None:
+        """Note the held-out FVU that was just measured where it is the lowest so far."""
+        fvu, step = self.report.mean(held_out(CRITERION)), self.position.step
+        if fvu is not None:
+            best = Best(step, fvu, self._lr_share(), self.data.n_held_out)
+            self._saving.measured(best, self.passes, took_s)
+            self.report.how_far(step, self._saving.best, self.passes)
+
+    @property
+    def passes(self) -> float | None:
+        """How often the training rows were read so far; None of a stream, which has each once."""
+        return self.position.tokens / self.data.n_train if self.data.n_train else None
+
+    def _lr_share(self) -> float | None:
+        """Return the share of the full learning rate that is reached, the same for all SAEs; None without schedule."""
+        schedule = next((one.schedule for one in self.learners.values() if not one.optimizer.is_schedule_free), None)
+        return schedule.lr_factor(self.position.step) if schedule else None
+
+    def how_far(self, label: str = "") -> HowFar:
+        """Return how far the training of an SAE of a sweep is; without a label that of the run, by the SAEs' means."""
+        values = self.report.values.get(label, {})
+        names = CRITERION, held_out(CRITERION)
+        fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
+        share, best = self._lr_share(), self._saving.best
+        # That of a sweep is the mean of its SAEs.
+        is_of_it = best and (not label or len(self.report.values) == 1)
+        is_behind = best and is_of_it and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
+        return HowFar(
+            step=self.position.step,
+            total_steps=self.total_steps,
+            lr_share=share,
+            passes=self.passes,
+            fvu=fvu,
+            heldout_fvu=heldout_fvu,
+            best=best if is_behind else None,
+        )
+
+    def _tell_overfitting(self) -> None:
+        """Warn where the run knows its training rows better than others, or was better before."""
+        how_far = self.how_far()
+        if not self._parallel.is_main or not (words := how_far.overfitting):
+            return
+        saved = self._saving.best_saved() if how_far.best else None
+        if how_far.best:
+            is_better = saved and how_far.heldout_fvu and (saved.heldout_fvu or math.inf) < how_far.heldout_fvu
+            kept = f"`--best` exports the checkpoint of step {saved.position.step}" if saved and is_better else ""
+            words += f"; {kept or 'no checkpoint of it was saved (train.checkpoint_every)'}"
+        self.report.overfitting(words)
 
     def _tell_left_out(self) -> None:
         """Report once which held-out rows are left out, of all ranks."""
@@ -512,7 +613,7 @@ class Trainer:
         if self._parallel.data.index:
             return []
         learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
-        return self._exporter.writes(learning, self.position)
+        return self._exporter.writes(learning, self.position, self.how_far)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)

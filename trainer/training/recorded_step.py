@@ -76,6 +76,7 @@ class _Decided(NamedTuple):
 
     shapes: tuple[Any, ...]
     of_all: int
+    dead_after_tokens: int
     of_pass: Hashable | None
 
 
@@ -111,7 +112,8 @@ class RecordedSteps:
 
     def take(self, x: Tensor, y: Tensor, of_all: int) -> None:
         """Take a step on raw data; `y` is `x` except for a transcoder."""
-        decided = _Decided(_shapes(x, y), of_all, self._learner.sae.decide(len(x)))
+        sae = self._learner.sae
+        decided = _Decided(_shapes(x, y), of_all, sae.dead_after_tokens, sae.decide(len(x)))
         if decided != self._decided:
             self._decided, self._n_alike, self._recording = decided, 0, None
         self._n_alike += 1

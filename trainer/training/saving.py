@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -14,14 +15,20 @@ from torch import Tensor
 from trainer.activations.training_data import TrainingData
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import BufferPlace, Position
+from trainer.contract.runs.checkpoint_manifest import Best, BufferPlace, Position, State
 from trainer.contract.settings.job import Train
+from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.settings.series import CRITERION, held_out
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
+
+# The share of a run's time that checkpoints of the best held-out FVU may take, beside those that were asked for.
+BEST_SHARE = 0.02
+# What the first save is taken to last, in seconds.
+FIRST_SAVE_S = 1.0
 
 
 class _Whole(NamedTuple):
@@ -50,13 +57,34 @@ class Saving:
         self._parallel, self._report = parallel, report
         self._asked = saved
         self._failures = 0
+        self._wants_best, self._save_s = False, FIRST_SAVE_S
         self._timer = Timer(train.checkpoint_every_minutes)
         # Whether the ranks have agreed to save by rank 0's clock.
         self.granted = False
+        # What a run that is resumed goes on with beside its weights.
+        self.cool_down: CoolDown | None = None
+        self.best: Best | None = None
 
     def take_wish(self) -> bool:
-        """Tell whether it is time to save by this rank's clock, once; only rank 0's counts."""
-        return self._parallel.is_main and self._timer.take_due()
+        """Tell whether it is time to save by this rank's clock, or to save the best, once; only rank 0's counts."""
+        wants, self._wants_best = self._wants_best, False
+        return self._parallel.is_main and (self._timer.take_due() or wants)
+
+    def measured(self, best: Best, passes: float | None, took_s: float) -> None:
+        """Take in a held-out FVU; one that is the lowest so far may be worth a checkpoint.
+
+        It is where rows are read again, so that the FVU may rise later, and where measuring it once more and saving
+        take at most `BEST_SHARE` of the time since the last save.
+        """
+        if not math.isfinite(best.fvu) or (self.best and self.best.fvu <= best.fvu):
+            return
+        self.best = best
+        is_cheap = took_s + self._save_s <= BEST_SHARE * self._timer.elapsed_s
+        self._wants_best = passes is not None and passes > 1 and is_cheap
+
+    def best_saved(self) -> State | None:
+        """Return the state of the saved checkpoint with the lowest held-out FVU, on rank 0; None without one."""
+        return self._checkpoints.best()
 
     def is_due(self, position: Position, before: Position) -> bool:
         """Tell whether to save at `position`, reached by a step from `before`; the same on all ranks."""
@@ -94,6 +122,7 @@ class Saving:
     def _gather(self, learners: Mapping[str, Learner], position: Position) -> _Whole | None:
         """Return what to write on rank 0; None elsewhere, and where this position was saved already."""
         self._timer.restart()
+        self._wants_best = False
         if self._asked == position:
             return None
         self._asked = position
@@ -105,11 +134,13 @@ class Saving:
         return _Whole(whole, places) if self._parallel.is_main else None
 
     def _write(self, whole: _Whole, position: Position) -> None:
-        criterion = self._report.mean(held_out(CRITERION))
-        key = self._data.held_out_key()
-        folder = self._checkpoints.save(whole.tensors, position, criterion, whole.stream, key)
+        criterion, began = self._report.mean(held_out(CRITERION)), time.monotonic()
+        key, unset = self._data.held_out_key(), msgspec.UNSET
+        folder = self._checkpoints.save(
+            whole.tensors, position, criterion, whole.stream, key, self.cool_down or unset, self.best or unset
+        )
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
-        self._failures = 0
+        self._failures, self._save_s = 0, time.monotonic() - began
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")
         rank_log.say(f"checkpoint saved: {folder}")
 
@@ -131,9 +162,14 @@ class Timer:
     def restart(self) -> None:
         self._since = time.monotonic()
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the last save."""
+        return time.monotonic() - self._since
+
     def take_due(self) -> bool:
         """Tell whether it is time, and restart if so: the ranks may take a step to agree to a save."""
-        is_due = self._every_s > 0 and time.monotonic() - self._since >= self._every_s
+        is_due = self._every_s > 0 and self.elapsed_s >= self._every_s
         if is_due:
             self.restart()
         return is_due

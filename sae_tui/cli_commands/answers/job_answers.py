@@ -12,7 +12,7 @@ from sae_tui.hosts.protocol import Message
 from sae_tui.jobs.energy import Energy
 from sae_tui.jobs.view.postmortem import Postmortem
 from trainer.contract.answers.schema import DRAFT, Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import IMPORT_CHECK, answer, card, metric_words, metrics
+from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, answer, card, metric_words, metrics
 from trainer.contract.runs.features import Context, Feature, Moved, Token
 from trainer.contract.settings.series import measured_names
 from trainer.contract.store.rows import Event, Rank
@@ -111,11 +111,12 @@ _CAUSE = typed(
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
-_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing")
+_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training")
 _WHOLE_JOB = fields(
     "Job with all that happened to it",
     _JOB
     | {
+        **HOW_FAR,
         "events": (list_of(_EVENT), "What happened, oldest first."),
         "ranks": (list_of(_RANK), "Its processes."),
         "cause": (or_null(_CAUSE), "Why it failed; null: it did not."),

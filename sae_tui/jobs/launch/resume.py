@@ -55,6 +55,8 @@ class Plan(msgspec.Struct, frozen=True):
     counts: str = "step"
     # That of an SAE which was trained elsewhere is of step 0.
     has_checkpoint: bool = True
+    # The steps after which a training ends, where it has a checkpoint.
+    total_steps: int | None = None
 
     @property
     def sentence(self) -> str:
@@ -68,9 +70,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def resume(
-    data: DataDir, job_id: int, place: Place, overrides: Sequence[str] = (), *, start: Start | None = None
+    data: DataDir,
+    job_id: int,
+    place: Place,
+    overrides: Sequence[str] = (),
+    *,
+    start: Start | None = None,
+    finish: bool = False,
 ) -> Plan:
     """Put the job back into the queue; `place` finds GPUs where others are asked for.
+
+    With `finish` it cools down from where it goes on, and ends as finished.
 
     Raise `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """
@@ -82,6 +92,8 @@ def resume(
         if is_held(data.run(job_id).lock_file):
             raise UserError(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
+        if finish and plan.counts == "row":
+            raise UserError(f"job {job_id} trains nothing that could cool down; resume it without --finish")
         with environment.required(plan.config):
             refuse_without_trainer()
             fields = fields_of(data, plan.config, plan.placement, control.jobs())
@@ -90,11 +102,15 @@ def resume(
         if not sets(overrides, "launch.priority"):
             # It may have been given another since it was launched.
             fields["priority"] = job.priority
+        if plan.total_steps:
+            fields["total_steps"] = plan.total_steps
         fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
         # The supervisor runs on the host of the resume; only that host can tell whether it lives.
         fields["host"] = socket.gethostname()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
+        if finish:
+            control.request(job_id, "finish")
         control.add_event(job_id, "resuming", plan.sentence)
         begin(data, control, job_id, plan.config, start or detach.start)
         return plan
@@ -122,7 +138,7 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     _refuse_finished(job, run, was, config)
     config, shared = with_same_step(was, config, run.last.n_devices, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared, *data_notes(config, run))
-    return Plan(config, where, run.position.step, notes)
+    return Plan(config, where, run.position.step, notes, total_steps=run.total_steps(config, where.world_size))
 
 
 def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> Plan:
@@ -163,8 +179,8 @@ def _not_ended_message(job: Job) -> str:
 def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -> None:
     same_length = (was.train.n_steps, was.train.n_tokens) == (now.train.n_steps, now.train.n_tokens)
     if run.is_finished(was) and same_length:
-        longer = f"train it for longer with --set train.n_steps=N, N above {run.position.step}"
-        raise JobFileError([Problem("train.n_steps", f"job {job.id} has finished; {longer}, or clone it")])
+        longer = f"train it for longer with {run.longer}, or clone it"
+        raise JobFileError([Problem("train.n_steps", f"job {job.id} has finished; {longer}")])
 
 
 def _as_before(job: Job) -> Placement:

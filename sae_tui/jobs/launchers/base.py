@@ -72,6 +72,10 @@ class Attempt(Protocol):
         """Tell ranks that cannot read the store that they are to save and end."""
         ...
 
+    def ask_to_finish(self) -> None:
+        """Tell ranks that cannot read the store that they are to cool down and finish early."""
+        ...
+
     def end(self) -> None:
         """Ask all that live to end; called again, end them for good once they have had their time."""
         ...

@@ -57,6 +57,9 @@ class RankGroup(Ranks[RankProcess]):
     def ask_to_stop(self) -> None:
         """Do nothing: rank 0 reads the store by itself."""
 
+    def ask_to_finish(self) -> None:
+        """Do nothing: rank 0 reads the store by itself."""
+
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
         supervisor = os.getpid()

@@ -17,7 +17,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
-from sae_tui.jobs.supervisor_log import note, tolerate
+from sae_tui.jobs.supervisor_log import note, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
 from trainer.contract.runs.rank_spec import write_spec
@@ -123,6 +123,13 @@ class SlurmAttempt(Ranks[RemoteRank]):
             return
         self._asked_to_stop = True
         self._end_if_pending()
+
+    def ask_to_finish(self) -> None:
+        """Write the file that tells rank 0 to cool down, also where the job still waits for nodes."""
+        finish_file = self._paths.finish_file(self._spec.attempt)
+        if not finish_file.exists():
+            with tolerate_disk("asking the ranks to finish early"):
+                write_whole(finish_file, b"")
 
     def end(self) -> None:
         """Cancel the job, which may save for SLURM's KillWait; called again, kill it once it has had 5 s."""

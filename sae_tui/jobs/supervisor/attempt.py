@@ -150,6 +150,8 @@ class OneAttempt:
                 self._failure = self._failure or FOLDER_GONE
             if watch.asked_to_stop:
                 attempt.ask_to_stop()
+            elif watch.asked_to_finish:
+                attempt.ask_to_finish()
             self._look_after(attempt, watch)
             meter.turn()
             if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
@@ -222,8 +224,11 @@ class OneAttempt:
 
     def _is_complete(self) -> bool:
         """Tell whether all that training makes was written before the ranks were ended."""
-        beat = self._heartbeat()
-        is_last = beat is not None and beat.is_complete(self._job.total_steps or 0)
+        beat, job = self._heartbeat(), self._job
+        with tolerate("reading how many steps it was to make"):
+            # A run that was asked to finish early makes fewer than it began with.
+            job = self._control.job(job.id)
+        is_last = beat is not None and beat.is_complete(job.total_steps or 0)
         return is_last and output_of(self._data, self._job) is not None
 
     def _has_no_metrics(self) -> bool:

@@ -15,7 +15,7 @@ from sae_tui.jobs.supervisor_log import tolerate
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
-from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.job_store import ENDING, Control, RequestKind
 from trainer.contract.store.metrics_store import JUDGING, WAITING, Heartbeat
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -86,12 +86,18 @@ class Watch:
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
+        # Those to stop, pause or die.
         self.requests: set[RequestKind] = set()
-        self._is_stopping = False
+        self._is_stopping = self._asked_to_finish = False
 
     @property
     def asked_to_stop(self) -> bool:
         return bool(self.requests)
+
+    @property
+    def asked_to_finish(self) -> bool:
+        """Whether it is to cool down and end as finished, which is no stop."""
+        return self._asked_to_finish
 
     @property
     def asked_to_kill(self) -> bool:
@@ -165,7 +171,9 @@ class Watch:
             if self._seen_version and version[0] != self._seen_version[0]:
                 self._restore_row()
                 was_lost = True
-            self.requests |= self._control.open_requests(self._job.id)
+            asked = self._control.open_requests(self._job.id)
+            self.requests |= asked & ENDING
+            self._asked_to_finish |= "finish" in asked
             self._seen_version = version
         if self.requests and not self._is_stopping:
             # Raises where the store cannot take it, so that it is tried again.

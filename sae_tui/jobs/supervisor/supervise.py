@@ -31,7 +31,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.job_store import ENDING, Control, RequestKind
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -107,7 +107,7 @@ class Supervisor:
             self._store = self._control.version()[0]
         if self._control.state(self._job.id) != JobState.QUEUED:
             return True
-        requests = self._control.open_requests(self._job.id)
+        requests = self._control.open_requests(self._job.id) & ENDING
         if "pause" in requests:
             self._control.update(self._job.id, held=True)
             self._control.answer(self._job.id, "pause")
@@ -140,7 +140,7 @@ class Supervisor:
         """Turn a crash into a stop or a pause where one was asked for between the crash and its restart."""
         asked: set[RequestKind] = set()
         with tolerate("looking what was asked for"):
-            asked = self._control.open_requests(self._job.id)
+            asked = self._control.open_requests(self._job.id) & ENDING
         if not (asked or self._orders.to_end_since):
             return crash
         reason = f"was asked to end after a crash: {crash.ending.error}"
@@ -180,7 +180,7 @@ class Supervisor:
         until = time.monotonic() + delay_s
         while True:
             with tolerate("waiting to restart"):
-                if self._orders.to_end_since or self._control.open_requests(self._job.id):
+                if self._orders.to_end_since or self._control.open_requests(self._job.id) & ENDING:
                     return False
             if time.monotonic() >= until:
                 return True

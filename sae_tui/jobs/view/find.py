@@ -12,7 +12,7 @@ import msgspec
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
-from sae_tui.jobs.states import PAUSED, describe_state
+from sae_tui.jobs.states import PAUSED, describe_state, is_ranked
 from sae_tui.jobs.view.reader import newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
@@ -135,10 +135,12 @@ def _by_number(name: str) -> list[str | int]:
 
 def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
     sign = -1 if series.better == "higher" else 1
+    is_quality = series.better is not None
 
-    def key(job: Job) -> tuple[bool, float]:
+    def key(job: Job) -> tuple[bool, bool, float]:
         value = newest_value(job, name)
-        return value is None, sign * (value or 0.0)
+        # What has not finished comes after all that has.
+        return value is None, is_quality and not is_ranked(job), sign * (value or 0.0)
 
     return _by(key)
 

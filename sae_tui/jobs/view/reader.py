@@ -18,7 +18,7 @@ from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.series import result_metrics
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
-from trainer.contract.store.job_store import Control
+from trainer.contract.store.job_store import ENDING, Control
 from trainer.contract.store.metrics_store import Point, SeriesReader
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
@@ -134,7 +134,7 @@ class JobsReader:
         self._passed_over = control.problem if control else ""
         active = [job for job in self._rows if not job.state.is_final]
         if control:
-            self._asked = {job.id for job in active if control.open_requests(job.id)}
+            self._asked = {job.id for job in active if control.open_requests(job.id) & ENDING}
             ranks = [rank for job in active for rank in control.ranks(job.id)]
             self.holders = holders(self._rows, control.leases(), ranks)
             self._read_news(control)
@@ -215,7 +215,7 @@ class JobReader:
             self._row = self.view = None
         self._row = control.job(self.job_id)
         self.ranks = tuple(control.ranks(self.job_id))
-        self._asked = bool(control.open_requests(self.job_id))
+        self._asked = bool(control.open_requests(self.job_id) & ENDING)
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:

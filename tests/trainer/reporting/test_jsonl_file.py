@@ -16,7 +16,7 @@ from trainer.reporting.progress import StoredProgress
 def reporting(folder: Path, **options: object) -> Iterator[StoredProgress]:
     stop = options.pop("stop", threading.Event())
     file = LineFile(folder / "progress.jsonl", **options)
-    progress = StoredProgress(file, 100, stop, FileRequests(folder / "stop"))
+    progress = StoredProgress(file, 100, stop, FileRequests(folder / "stop", folder / "finish"))
     try:
         yield progress
     finally:

@@ -218,14 +218,14 @@ def test_a_stop_request_sets_the_flag_and_a_request_to_another_job_does_not(
     progress = StoredProgress(tmp_path / "metrics.db", 100, stop, requests)
     with contextlib.closing(progress):
         control.request(other, "stop")
-        assert not requests.stop_wanted()
+        assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
 
 
 def test_a_control_store_that_cannot_be_read_asks_for_nothing(tmp_path: Path, control: Control) -> None:
     requests = Requests(tmp_path / "later.db", 1)
-    assert not requests.stop_wanted()
+    assert not requests.wanted().stop
     assert not (tmp_path / "later.db").exists()
 
 

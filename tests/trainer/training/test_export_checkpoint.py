@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.cli import main
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of, newest_whole
+from trainer.contract.runs.how_far import HowFar, from_metadata
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.settings.job import JobConfig
@@ -92,6 +93,9 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
     config, tensors = read_sparsify(tmp_path / "out")
     assert config["metadata"].pop(RECIPE)["lr"] > 0
+    assert from_metadata(config["metadata"]) == HowFar(step=20, total_steps=20, lr_share=0.0, passes=2560 / 2850)
+    training = {name: config["metadata"][name] for name in ("training_architecture", "training_tokens")}
+    config["metadata"] = training
     assert config == {
         "activation": "topk", "expansion_factor": 4, "normalize_decoder": True, "num_latents": 64, "k": 4,
         "multi_topk": False, "skip_connection": False, "transcode": False, "d_in": 16,

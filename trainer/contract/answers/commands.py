@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
-from trainer.contract.answers.shared import IMPORT_CHECK, REFUSAL, answer, card, metrics
+from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
 
@@ -36,11 +36,19 @@ _RUN = fields(
         **metrics(held_out=True),
         "outlier_fraction": (float | None, "Share of rows of enormous norm, left out (0 to 1); null: not measured."),
         "not_finite_fraction": (float | None, "Share of rows that are not finite, left out; null: not measured."),
+        **HOW_FAR,
         "best_sae": (str | None, "Of a sweep: which SAE the metrics are of; null: not measured."),
         "saes": (by_name(_SAE_OF_A_SWEEP), "Of a sweep: each SAE by its label."),
         "state": _STATE,
     },
     may_lack=["best_sae", "saes"],
+)
+_STOP = fields(
+    "What was done",
+    {
+        "run_dir": (str, "Run folder, an absolute path."),
+        "message": (str, "What happens now, in a sentence."),
+    },
 )
 _INSPECTION = fields(
     "Stored activations",
@@ -264,6 +272,7 @@ ANSWERS: dict[str, Schema] = {
     "error": REFUSAL,
     "run": answer("python -m trainer run --json, in the last line", _RUN),
     "resume": answer("python -m trainer resume --json, in the last line", _RUN),
+    "stop": answer("python -m trainer stop --json, in the last line", _STOP),
     "extract": answer("python -m trainer extract --json, in the last line", _EXTRACT),
     "inspect": answer("python -m trainer inspect --json", _INSPECTION),
     "export": answer("python -m trainer export --json", _EXPORT, _EXPORTED_SET),

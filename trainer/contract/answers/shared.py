@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, one_of, or_null, typed, whole
 from trainer.contract.failure import Failure, Refusal
+from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Probing, Spliced, TextRows
@@ -218,6 +219,21 @@ _DATA = typed(
     },
     no_number_is_null=True,
 )
+_TRAINING = typed(
+    "Training",
+    HowFar,
+    {
+        "step": "Step at which the weights were taken.",
+        "total_steps": "Steps after which the run was to end; the run is unfinished where `step` is below.",
+        "lr_share": "Share of the full learning rate that was reached; null: it never falls, or not known.",
+        "passes": "How often the training rows were read; null: a stream, or not known.",
+        "fvu": "FVU of the last batches; null: not known.",
+        "heldout_fvu": "FVU of held-out rows; null: not measured.",
+        "best": "When the held-out FVU was clearly lower; null: never.",
+        "is_last": "Whether the weights are those of the run's last checkpoint.",
+    },
+    {"best": or_null(by_name({}))},
+)
 _CARD: dict[str, tuple[Any, str]] = {
     "name": (str, "Name of the run or folder."),
     "label": (str, 'Which SAE of a sweep; "" for a run of one.'),
@@ -233,6 +249,13 @@ _CARD: dict[str, tuple[Any, str]] = {
     "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
     "recipe": (or_null(_RECIPE), "How it was trained; null: not known."),
     "threshold_set_on": (str, "Rows on which its one threshold was set; empty: it has none."),
+    "training": (or_null(_TRAINING), "How far its training was; null: not known."),
+}
+# How far a training was, by the names of the series in a run's store.
+HOW_FAR: dict[str, tuple[Any, str]] = {
+    PASSES: (float | None, "How often the training rows were read; null: a stream, or not measured."),
+    BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),
+    BEST_FVU: (float | None, "The held-out FVU at that step; of a sweep the mean of its SAEs; null: not measured."),
 }
 assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 

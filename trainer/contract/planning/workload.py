@@ -92,8 +92,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     @property
     def dead_after_tokens(self) -> int:
         """After how many silent tokens a latent counts as dead: 10 million, or a tenth of a short run."""
+        return self.dead_after(self.total_steps)
+
+    def dead_after(self, steps: int) -> int:
+        """Return after how many silent tokens a latent counts as dead in a run of so many steps."""
         asked = self.job.sae.dead_after_tokens
-        return min(10_000_000, self.total_tokens // 10) if asked == "auto" else asked
+        return min(10_000_000, steps * self.tokens_per_step // 10) if asked == "auto" else asked
 
     @property
     def chooses_latents(self) -> bool:

@@ -13,11 +13,14 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import load_json
 from trainer.contract.runs.data_record import DataRecord
+from trainer.contract.settings.schedule import CoolDown
 from trainer.contract.store.rows import Count
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
+# The rise of a held-out FVU, as a share of it, below which it is noise on however many rows.
+LEAST_RISE = 0.01
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -42,13 +45,35 @@ class BufferPlace(msgspec.Struct, frozen=True):
     begin: StreamPlace
 
 
+class Best(msgspec.Struct, frozen=True):
+    """The lowest held-out FVU of a run so far: at which step, share of the full learning rate, and how many rows.
+
+    The share is None for an optimizer that never lets the rate fall.
+    """
+
+    step: Count
+    fvu: float
+    lr_share: float | None = None
+    n_rows: Count = 0
+
+    def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
+        """Tell whether a later FVU on the same rows is higher beyond noise, and not for a rate that is higher again.
+
+        Two SAEs of one run differ on the same rows by 1 %, or by a standard error of a whole sample, without a reason.
+        """
+        noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
+        has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
+        return has_cooled and fvu > (1 + noise) * self.fvu
+
+
 class State(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
     Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` says which shards there
     were, in which `n_train_rows` rows are to train on, and `held_out` which rows `heldout_fvu` is of; a checkpoint of
-    an older version has none of them.
+    an older version has none of them. `cool_down` is there where the run was asked to finish early, `best` once
+    something was measured on held-out rows.
     """
 
     position: Position
@@ -60,6 +85,12 @@ class State(msgspec.Struct, frozen=True):
     data: DataRecord | msgspec.UnsetType = msgspec.UNSET
     held_out: str | msgspec.UnsetType = msgspec.UNSET
     n_train_rows: Count | None = None
+    cool_down: CoolDown | msgspec.UnsetType = msgspec.UNSET
+    best: Best | msgspec.UnsetType = msgspec.UNSET
+
+    def cool_down_of(self, planned: int) -> CoolDown | None:
+        """Return the early end of a run of `planned` steps; None where it has none, or got another length."""
+        return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
     def data_before(self) -> DataRecord | None:

@@ -11,6 +11,7 @@ import msgspec
 
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
+from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import MOST_L0_MISS, Recipe, asked_l0, l0_miss, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
@@ -210,8 +211,8 @@ class Card(msgspec.Struct, frozen=True):
     """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
 
     `latents` are some that fire, drawn by chance; none where it is not known in which texts they do. `recipe` is how it
-    was trained, where that is known, and `threshold_set_on` says on which rows its one threshold was set so that L0 is
-    what was asked for; "" of an SAE without one.
+    was trained and `training` how far, where that is known, and `threshold_set_on` says on which rows its one threshold
+    was set so that L0 is what was asked for; "" of an SAE without one.
     """
 
     name: str
@@ -230,6 +231,7 @@ class Card(msgspec.Struct, frozen=True):
     sums: RowSums | None = None
     recipe: Recipe | None = None
     threshold_set_on: str = ""
+    training: HowFar | None = None
 
     @property
     def target_l0(self) -> int | None:
@@ -318,7 +320,8 @@ def summary(card: Card) -> str:
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
     all_notes = (_of_dimensions(card), card.data.heavy, copies_sentence(card.data.copies), _of_zero_rows(card.data))
-    notes = "".join(f"; {note}" for note in all_notes if note)
+    unfinished = card.training.unfinished if card.training else ""
+    notes = "".join(f"; {note}" for note in (*all_notes, unfinished) if note)
     return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{notes}"
 
 
@@ -375,6 +378,7 @@ def facts(card: Card) -> list[tuple[str, str]]:
         told.append(("threshold", _threshold(card)))
     if card.recovery is not None:
         told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
+    told += card.training.facts() if card.training else []
     if card.data.dimensions:
         told.insert(1, ("FVU is of rows with", _of_dimensions(card)))
     told += [("read FVU with care", note) for note in (card.data.heavy, _of_zero_rows(card.data)) if note]

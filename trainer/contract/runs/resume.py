@@ -11,14 +11,14 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.planning.workload import Layout, ranks_of, steps_of
-from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
+from trainer.contract.runs.checkpoint_manifest import Position, State, damage, newest_first, read_state
 from trainer.contract.runs.data_record import news_of_data, record_of
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.runs.run_job import settings_since
 from trainer.contract.settings.following import decay_fraction
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
-from trainer.contract.settings.schedule import lr_factor
+from trainer.contract.settings.schedule import CoolDown, Schedule
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.rows import Device
 
@@ -39,19 +39,39 @@ _PLACE = "data.model_gpus"
 class StoredRun(msgspec.Struct, frozen=True):
     """A run that ended: the spec of its last attempt, the checkpoint to resume from and its step and tokens.
 
-    Without a checkpoint it starts from the beginning.
+    `state` is that of the checkpoint; without one the run starts from the beginning.
     """
 
     run_dir: Path
     last: RankSpec
     checkpoint: Path | None
-    position: Position
+    state: State
     notes: tuple[str, ...]
+
+    @property
+    def position(self) -> Position:
+        return self.state.position
+
+    def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
+        """Return the early end of the run as this job; None where it has none, or the job another length."""
+        return self.state.cool_down_of(steps_of(job, devices))
+
+    def total_steps(self, job: JobConfig, devices: int) -> int:
+        """Return the steps after which the run ends as this job on so many devices."""
+        cool_down = self.cool_down(job, devices)
+        return cool_down.end if cool_down else steps_of(job, devices)
 
     def is_finished(self, was: JobConfig) -> bool:
         """Tell whether all steps of the job, as it last ran, are taken and its SAE is written."""
-        is_over = self.position.step >= steps_of(was, self.last.n_devices)
+        is_over = self.position.step >= self.total_steps(was, self.last.n_devices)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
+
+    @property
+    def longer(self) -> str:
+        """Return how to train a finished run for longer."""
+        cool_down = self.state.cool_down
+        cut = f" but {cool_down.planned}, from which it was cut" if cool_down else ""
+        return f"--set train.n_steps=N with N above {self.position.step}{cut}"
 
     def next_attempt(
         self, world_size: int, device: Device, gpu_uuids: tuple[str, ...], gpu_vendor: str = ""
@@ -71,8 +91,8 @@ class StoredRun(msgspec.Struct, frozen=True):
 def stored_run(run_dir: Path) -> StoredRun:
     """Read what is needed to resume a run; raise `UserError` where that cannot be."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
-    position = read_state(checkpoint).position if checkpoint else Position(0, 0)
-    return StoredRun(run_dir, last_spec(run_dir), checkpoint, position, tuple(notes))
+    state = read_state(checkpoint) if checkpoint else State(Position(0, 0))
+    return StoredRun(run_dir, last_spec(run_dir), checkpoint, state, tuple(notes))
 
 
 def stored_job(run_dir: Path, overrides: Sequence[str], read: Callable[[Path], str] = read_plain_text) -> JobConfig:
@@ -169,7 +189,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
     """Say what is new in the data of a run; raise `JobFileError` where a shard is no longer what it was."""
-    before = read_state(run.checkpoint).data_before
+    before = run.state.data_before
     news = news_of_data(before, record_of(job.hooks.values(), before))
     return [news] if news else []
 
@@ -199,15 +219,16 @@ def _other_change(was: JobConfig, job: JobConfig) -> str:
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, devices: int) -> list[str]:
     """Warn where schedules follow a new length; raise `JobFileError` where the run is already beyond that length."""
-    before, now = steps_of(was, run.last.n_devices), steps_of(job, devices)
+    before, now = run.total_steps(was, run.last.n_devices), run.total_steps(job, devices)
     position = run.position
     if before == now or run.checkpoint is None:
         return []
     if now <= position.step:
         message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
-    is_transcoder = read_state(run.checkpoint).d_out is not None
-    fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=is_transcoder)
-    old, new = (lr_factor(min(position.step, total - 1), total, *fractions) for total in (before, now))
+    fractions = job.train.warmup_fraction, decay_fraction(job, is_transcoder=run.state.d_out is not None)
+    of_both = (was, run.last.n_devices), (job, devices)
+    schedules = [Schedule(steps_of(*one), *fractions, run.cool_down(*one)) for one in of_both]
+    old, new = (one.lr_factor(min(position.step, one.total_steps - 1)) for one in schedules)
     rate = f": the learning rate continues at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
     return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow{rate}"]

@@ -1,6 +1,68 @@
-"""The learning rate over a run."""
+"""What follows the length of a run: the learning rate, and how far the schedules of an SAE are."""
 
 from __future__ import annotations
+
+import math
+from typing import Annotated, Self
+
+import msgspec
+
+# The steps over which a run cools down that is to finish early, as a share of those done, and the fewest.
+COOL_DOWN_SHARE = 0.15
+FEWEST_COOL_DOWN_STEPS = 10
+_Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class CoolDown(msgspec.Struct, frozen=True):
+    """The early end of a run of `planned` steps: it cools down from step `begin` on and ends at step `end`."""
+
+    begin: _Steps
+    end: _Steps
+    planned: _Steps
+
+    def __post_init__(self) -> None:
+        if not self.begin < self.end < self.planned:
+            raise ValueError(f"a run of {self.planned} steps cannot cool down from step {self.begin} to {self.end}")
+
+    @classmethod
+    def after(cls, step: int, planned: int) -> Self | None:
+        """Return the cool-down from `step` on; None where the planned end comes as soon."""
+        end = step + max(FEWEST_COOL_DOWN_STEPS, math.ceil(COOL_DOWN_SHARE * step))
+        return cls(step, end, planned) if end < planned else None
+
+    def left(self, step: int) -> float:
+        """Return the share of the cool-down that is left before a step: 1 at its begin, 0 at its end."""
+        return (self.end - step) / (self.end - self.begin)
+
+
+class Schedule(msgspec.Struct, frozen=True):
+    """The schedules of a run of `planned` steps, of which a cool-down may end it early."""
+
+    planned: int
+    warmup_fraction: float
+    decay_fraction: float
+    cool_down: CoolDown | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """The steps after which the run ends."""
+        return self.cool_down.end if self.cool_down else self.planned
+
+    def progress(self, step: int) -> float:
+        """Return the share of the run that is over before a step, 0 to 1.
+
+        In a cool-down it rises steadily from what it was to 1, so that whatever follows it ends where it always does.
+        """
+        if self.cool_down is None or step < self.cool_down.begin:
+            return step / self.planned
+        return 1 - (1 - self.cool_down.begin / self.planned) * self.cool_down.left(step)
+
+    def lr_factor(self, step: int) -> float:
+        """Return the share of the full learning rate for a step; in a cool-down it falls linearly from what it was."""
+        cools, shape = self.cool_down, (self.planned, self.warmup_fraction, self.decay_fraction)
+        if cools is None or step < cools.begin:
+            return lr_factor(step, *shape)
+        return lr_factor(cools.begin, *shape) * cools.left(step)
 
 
 def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fraction: float) -> float:

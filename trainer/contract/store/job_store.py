@@ -38,7 +38,9 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
 
-RequestKind = Literal["stop", "kill", "pause"]
+RequestKind = Literal["stop", "kill", "pause", "finish"]
+# Those that keep a job from going on.
+ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
 # How many ids of unreadable rows one message names.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
@@ -239,7 +241,7 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Ask a job to stop, pause or die; its supervisor and its rank 0 look for requests every half second."""
+        """Ask a job to stop, pause, die or finish early; its supervisor and its rank 0 look every half second."""
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 

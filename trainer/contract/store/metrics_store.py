@@ -20,6 +20,8 @@ from trainer.contract.store.rows import Count, Event, Time, convert, readable
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
 LARGEST = 1e100
+# The phases of steps: those of a run that was asked to finish early are of the second.
+TRAINING, COOLING = "training", "cooling down"
 # The phase after a run's last checkpoint and export, in which what it has made is measured, and that after it.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
 

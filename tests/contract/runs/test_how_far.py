@@ -1,0 +1,39 @@
+"""What is told of how far the training of an SAE was."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.contract.runs.checkpoint_manifest import Best
+from trainer.contract.runs.how_far import HowFar, from_metadata
+
+
+@pytest.mark.parametrize(
+    ("fvu", "lr_share", "n_rows", "is_below"),
+    [
+        (0.141, 0.0, 32_768, True),
+        (0.1415, 0.0, 400, True),
+        (0.141, 0.0, 100, False),
+        (0.1341, 0.0, 32_768, False),
+        (0.12, 0.0, 32_768, False),
+        # Its rate is higher again, as that of a run that is made longer.
+        (0.2, 1.0, 32_768, False),
+    ],
+)
+def test_a_rise_counts_beyond_noise_and_where_the_rate_has_not_risen(
+    fvu: float, lr_share: float, n_rows: int, is_below: bool
+) -> None:
+    assert Best(300, 0.134, 0.5, n_rows).is_clearly_below(fvu, lr_share) is is_below
+
+
+def test_what_is_told_of_a_run_survives_its_metadata() -> None:
+    whole = HowFar(
+        step=500, total_steps=500, lr_share=0.0, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134)
+    )
+    assert from_metadata(whole.metadata() | {"fvu": 0.08, "heldout_fvu": 0.141}) == whole
+    assert whole.overfitting == (
+        "FVU is 0.0800 of the last batches, 0.1410 held out, after 18.2 passes over the training rows; "
+        "held-out FVU was best at step 300 (0.1340; 0.1410 at the end)"
+    )
+    assert from_metadata({"fvu": 0.1}) is None
+    assert from_metadata({"training_steps": "many", "training_total_steps": 3}) is None
