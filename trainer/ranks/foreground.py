@@ -230,11 +230,9 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 def _bar_labels() -> dict[str, str]:
     """Return what the bar calls the metrics that it shows: by short names, since it has 80 columns."""
-    labels = {}
+    labels = {held_out(CRITERION): "held-out"}
     for name, series in key_metrics().items():
-        labels[name] = series.short or name
-        if name == CRITERION:
-            labels[held_out(name)] = "held-out"
+        labels[name] = "batch" if name == CRITERION else series.short or name
     return labels
 
 

@@ -13,7 +13,7 @@ from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, describe_state
-from sae_tui.jobs.view.reader import newest_value
+from sae_tui.jobs.view.reader import judged_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.series import CRITERION, LOSS, key_metrics
@@ -137,8 +137,10 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
     sign = -1 if series.better == "higher" else 1
 
     def key(job: Job) -> tuple[bool, float]:
-        value = newest_value(job, name)
-        return value is None, sign * (value or 0.0)
+        value, is_of_batch = judged_value(job, name)
+        # A value of the last batches is lower than the held-out one will be: the two are never compared.
+        known = None if is_of_batch else value
+        return known is None, sign * (known or 0.0)
 
     return _by(key)
 

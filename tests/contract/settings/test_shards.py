@@ -89,9 +89,7 @@ def test_a_name_that_is_too_long() -> None:
     assert problem("x" * 5000).endswith("cannot be read: File name too long")
 
 
-@pytest.mark.parametrize(
-    "content", [b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["short", "ff", "zip"]
-)
+@pytest.mark.parametrize("content", [b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["short", "ff", "zip"])
 def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(content)

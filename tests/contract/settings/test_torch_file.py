@@ -74,7 +74,10 @@ def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp
         (rows(0, 4), "holds no activations"),
         (rows(4, 3).T, f"{BEGINS}its rows do not lie one after the other; write it again with torch.save("),
         (rows(1, 3).expand(5, 3), f"{BEGINS}its rows do not lie one after the other"),
-        ({"x": rows(3, 4), "y": rows(2)}, f"{BEGINS}it holds no tensor `activations`, but 'x' [3, 4] and 'y' [2]; rename"),
+        (
+            {"x": rows(3, 4), "y": rows(2)},
+            f"{BEGINS}it holds no tensor `activations`, but 'x' [3, 4] and 'y' [2]; rename",
+        ),
         ({"activations": [rows(3, 4)]}, f"{BEGINS}it holds no tensor; save the rows as `activations`"),
         ([rows(3, 4)], f"{BEGINS}it holds no tensor"),
         ("a text", f"{BEGINS}it holds no tensor"),

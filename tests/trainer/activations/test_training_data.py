@@ -101,7 +101,9 @@ def test_a_bad_row_is_told_as_long_as_the_steps_are_asked_for_in_which_it_was() 
     for position in range(0, 200, 20):
         go(data, 20, position)
     # Whichever of the two is trained on first.
-    assert str(data.bad_row(0, 200, 20)) in [f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)]
+    assert str(data.bad_row(0, 200, 20)) in [
+        f"a toy stream holds NaN or infinite values in row {n}" for n in (130, 131)
+    ]
     # Without what is held out they are rows 85 and 86, of the block of 50 to 99.
     steps = {start for start in range(0, 200, 20) if data.bad_row(start, start + 20, 20)}
     assert steps

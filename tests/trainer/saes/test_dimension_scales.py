@@ -58,7 +58,9 @@ def by_hand(sae: Sae, weights: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Te
     return acts, x_hat + x @ weights["W_skip"].T if "W_skip" in weights else x_hat
 
 
-scales = st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 0.01]), min_size=D_IN, max_size=D_IN).filter(lambda one: 1.0 in one)
+scales = st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 0.01]), min_size=D_IN, max_size=D_IN).filter(
+    lambda one: 1.0 in one
+)
 
 
 @pytest.mark.parametrize(("d_out", "skip"), SHAPES, ids=["sae", "transcoder", "skip"])

@@ -338,7 +338,9 @@ def test_dimensions_that_hold_most_of_the_variance_are_told_at_the_start(
     make_trainer(make_job(data={"max_norm": 0.0}), kept)
     ((_, level, message),) = [event for event in kept.events if event[0] == "heavy_dimensions"]
     assert level == "warning"
-    assert message.startswith("1 dimension of 16 (number 3) holds 100.0 % of the variance: the FVU tells of little else")
+    assert message.startswith(
+        "1 dimension of 16 (number 3) holds 100.0 % of the variance: the FVU tells of little else"
+    )
     assert "data.drop_dimensions = [3]" in message
 
 
