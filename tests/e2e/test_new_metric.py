@@ -125,7 +125,7 @@ def test_the_progress_bar_and_the_result_of_a_run_have_a_new_metric(data: DataDi
     spec = RankSpec(run_dir=paths.root, output_dir=data.sae(2), attempt=1, world_size=1, device="cpu")
     with RunLock(paths.root) as lock, tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
         Foreground(job, spec, lock)._show(bar)
-        assert re.search(r", held-out=\S+, batch=\S+, l0=\S+, snr=\S+\]$", str(bar))
+        assert re.search(r", held-out FVU=\S+, l0=\S+, snr=\S+\]$", str(bar))
     outcome = result(job, spec)
     assert {"snr", "heldout_snr"} <= outcome.keys()
     assert re.fullmatch(r"held-out FVU .*, L0 .*, .*% dead, SNR .* dB", trainer.cli._quality(outcome))

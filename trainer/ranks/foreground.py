@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -179,9 +180,7 @@ class Foreground:
         if heartbeat:
             phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
             bar.set_description_str(phase, refresh=False)
-            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _bar_labels().items()}
-            shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix(_shown_in_bar(latest), refresh=False)
             # While it prepares, a resumed run still counts from 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
@@ -228,12 +227,12 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
         return None, {}
 
 
-def _bar_labels() -> dict[str, str]:
-    """Return what the bar calls the metrics that it shows: by short names, since it has 80 columns."""
-    labels = {held_out(CRITERION): "held-out"}
-    for name, series in key_metrics().items():
-        labels[name] = "batch" if name == CRITERION else series.short or name
-    return labels
+def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
+    """Return the values that the bar shows by short names, since it has 80 columns: the batch's FVU only at first."""
+    names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
+    fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
+    values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}
+    return {label: f"{value:.3g}" for label, value in values.items() if value is not None}
 
 
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
