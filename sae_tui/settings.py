@@ -55,7 +55,8 @@ class Settings(msgspec.Struct, frozen=True):
     on_job_end: Annotated[
         list[str],
         about(
-            "A command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU, _OUTPUT tell it which.",
+            "A command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU (held out) and _OUTPUT say"
+            " which and how.",
             group=_END,
             wanted='a list of words like ["notify-send", "done"]',
         ),

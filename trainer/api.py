@@ -3,7 +3,7 @@
 from trainer.api import train
 
 fitted = train(batches, d_sae=3072, k=32, n_steps=500)  # tensors [n_tokens, d_in], or pairs for a transcoder
-print(fitted.values["fvu"], fitted.encode(x).shape)
+print(fitted.values["fvu"], fitted.encode(x).shape)  # FVU of the last batches
 fitted.save("my-sae")  # SAELens' format
 """
 

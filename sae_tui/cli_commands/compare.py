@@ -19,14 +19,14 @@ from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.paths import working_folder
-from trainer.contract.settings.series import CRITERION
+from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.store.job_store import Control
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
     """Print what tells the runs apart; with `--svg` or `--csv` write their curves instead."""
     with _open_runs(context, flags.ids) as runs:
-        comparison = runs.read(flags.metric or CRITERION)
+        comparison = runs.read(flags.metric or held_out(CRITERION))
         if flags.metric and comparison.metric != flags.metric:
             names = ", ".join(comparison.metrics) or "none yet"
             raise UserError(f'these runs have no metric "{flags.metric}"; they have {names}')

@@ -29,13 +29,21 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, judged_value, newest_value
+from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
-from trainer.contract.settings.series import LOSS, key_metrics, measure, result_metrics, series_named
+from trainer.contract.settings.series import (
+    OF_BATCH,
+    key_metrics,
+    measure,
+    measured_names,
+    series_named,
+    title_of,
+)
 from trainer.contract.store.states import JobState
 from trainer.contract.wording import duration, gibibytes
 
@@ -126,7 +134,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     values["energy"] = energy_words(reader.view, context.settings)
     if postmortem:
         values["error"] = postmortem.error
-    show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
+    show_fields((_field_title(name), value) for name, value in values.items())
     _show_cards(cards)
     if postmortem:
         _show_cause(postmortem, flags.id)
@@ -309,7 +317,14 @@ def _fields(job: JobView) -> dict[str, Any]:
 
 def _values(job: JobView) -> dict[str, float | None]:
     """Return the loss and the metrics of a job by name."""
-    return {name: newest_value(job, name) for name in ("loss", *result_metrics())}
+    return {name: newest_value(job, name) for name in ("loss", *measured_names())}
+
+
+def _field_title(name: str) -> str:
+    """Return how a person reads the name of a field: that of a metric as screens have it."""
+    if name in (*measured_names(), "tokens_per_s"):
+        return title_of(name)
+    return "left" if name == "eta_s" else name
 
 
 def _field_texts(job: JobView) -> dict[str, object]:
@@ -326,6 +341,8 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
         return _time_left(job)
     if name in ("created", "started", "ended"):
         return clock_time(value)
+    if name == "dead_fraction" and value is not None and (window := dead_after_words(job)):
+        return f"{measure(value, series_named(name))} ({window})"
     if value is not None and (name == "progress" or series_named(name).is_share):
         return f"{100 * value:.3g}%"
     if value is not None and series_named(name).unit:
@@ -335,8 +352,8 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
 
 def _show_table(jobs: Sequence[JobView]) -> None:
     """Print the jobs as a table, with columns for tags and for what keeps jobs in line where there are any."""
-    titles = (series.title.upper() for series in (LOSS, *key_metrics().values()))
-    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", *titles, "TOKENS/S", "LEFT", "ON")
+    titles = (series_named(name).title.upper() for name in _listed())
+    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "K", "D_SAE", *titles, "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
     for heading, cells in (
         ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
@@ -352,8 +369,20 @@ def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    values = (_field_text(job, name, newest_value(job, name)) for name in ("loss", *key_metrics()))
-    return (job.id, job.name, describe_state(job).word, job.step, done, *values, rate, _time_left(job), on)
+    values = (_judged_text(job, name) for name in _listed())
+    state = describe_state(job).word
+    return (job.id, job.name, state, job.step, done, job.k, job.d_sae, *values, rate, _time_left(job), on)
+
+
+def _listed() -> list[str]:
+    """Return the metrics that a list of jobs has."""
+    return list(dict.fromkeys([*key_metrics(), "dead_fraction"]))
+
+
+def _judged_text(job: JobView, name: str) -> str:
+    """Return a metric on held-out data; while there is no such value, that of the last batches with a mark."""
+    value, is_of_batch = judged_value(job, name)
+    return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 
 
 def _time_left(job: JobView) -> str:

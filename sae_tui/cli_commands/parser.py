@@ -35,7 +35,7 @@ examples:
   sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
   sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
   sae-tui launch job.toml --set train.lr=3e-4 --wait
-  sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
+  sae-tui jobs --json | jq '.[0].heldout_fvu'   the newest job's result
   sae-tui jobs '#base' state:finished --sort fvu
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
   sae-tui import their-sae --data activations   a job of another tool's SAE, to evaluate, compare and train on
@@ -94,7 +94,7 @@ COMMAND_EXAMPLES = {
         "export 7 --out my-sae --only k=32",
     ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
-    "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .fvu"],
+    "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .heldout_fvu"],
     "stop": ["stop 7", "stop 7 --finish    let it cool down first: most of the quality comes then", "stop 7 --kill"],
     "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
     "jobs": [
@@ -364,7 +364,9 @@ def _add_finding(add: Add) -> None:
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
     ids.completer = completion.job_ids  # type: ignore[attr-defined]
-    look.add_argument("--metric", metavar="NAME", help="of the curves, such as loss; default: fvu, in the CSV all")
+    look.add_argument(
+        "--metric", metavar="NAME", help="of the curves, such as loss; default: heldout_fvu, in the CSV all"
+    )
     look.add_argument("--x", choices=tuple(AXES), default="step", help="what the curves are over; default: %(default)s")
     look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="share of the past in a moving average")
     look.add_argument("--log", action="store_true", help="a logarithmic scale")

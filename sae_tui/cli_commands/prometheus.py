@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.view.reader import JobView, newest_value
 from trainer.contract.printable import printable
-from trainer.contract.settings.series import result_metrics
+from trainer.contract.settings.series import measured_names, title_of
 from trainer.contract.store.states import JobState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -96,8 +96,9 @@ def job_families(jobs: Iterable[JobView], now: float | None = None) -> Iterator[
     yield family("tokens", "Tokens trained on.", lambda job: job.tokens)
     yield family("tokens_per_second", "Tokens trained on per second.", lambda job: job.tokens_per_s)
     yield family("loss", "Newest loss.", lambda job: job.loss)
-    for name, series in result_metrics().items():
-        yield family(_OTHER.sub("_", name), f"Newest {series.title}.", lambda job, name=name: newest_value(job, name))  # type: ignore[misc]
+    for name in measured_names():
+        words = f"Newest {title_of(name)}."
+        yield family(_OTHER.sub("_", name), words, lambda job, name=name: newest_value(job, name))  # type: ignore[misc]
     yield family("energy_joules", "Energy that its GPUs took, as far as measured.", _energy_j)
 
 

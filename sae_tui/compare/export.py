@@ -13,19 +13,20 @@ from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.svg import svg
 from trainer.contract.errors import UserError
 from trainer.contract.files import replacing
+from trainer.contract.settings.series import title_of
 
 COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
-def title_of(comparison: Comparison) -> str:
+def picture_title(comparison: Comparison) -> str:
     """Return the title of the picture: the metric and the names of the runs."""
     names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in comparison.saes)
-    return f"{comparison.metric}: {', '.join(names)}"
+    return f"{title_of(comparison.metric)}: {', '.join(names)}"
 
 
 def write_picture(path: Path, comparison: Comparison, view: View, *, force: bool = False) -> None:
     """Write the curves as SVG; raise `UserError` if the file exists already or cannot be written."""
-    write_new(path, [svg(traces(comparison.curves, view), view, title_of(comparison))], force=force)
+    write_new(path, [svg(traces(comparison.curves, view), view, picture_title(comparison))], force=force)
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sae_tui.compare.run import Curve, Sample
-from trainer.contract.settings.series import CRITERION
+from trainer.contract.settings.series import CRITERION, held_out
 
 # The names of the axes in a picture.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
@@ -18,7 +18,7 @@ SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 class View(msgspec.Struct, frozen=True):
     """The way curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
 
-    metric: str = CRITERION
+    metric: str = held_out(CRITERION)
     axis: str = "step"
     smoothing: float = 0.0
     log: bool = False

@@ -61,5 +61,5 @@ class Runs:
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
     """Return the results first, as lists of them have them; the others follow by name."""
     results = [name for metric in result_metrics() for name in with_held_out(metric)]
-    first = ["loss", *results, "tokens_per_s", "lr"]
+    first = [*results, "loss", "tokens_per_s", "lr"]
     return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))

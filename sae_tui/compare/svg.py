@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
 from trainer.contract.printable import printable
+from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; without the yellow, too light on white.
@@ -85,7 +86,7 @@ def _titles(box: Box, view: View, title: str) -> Iterator[str]:
     middle = (_TOP + box.bottom) / 2
     smoothed = f" (smoothed {view.smoothing:g})" if view.smoothing else ""
     turned = f' transform="rotate(-90 18 {middle:.0f})"'
-    yield _text(18, middle, view.metric + smoothed, "middle", more=turned)
+    yield _text(18, middle, title_of(view.metric) + smoothed, "middle", more=turned)
 
 
 def _curve(trace: Trace, box: Box, style: int) -> Iterator[str]:

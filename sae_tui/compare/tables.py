@@ -26,6 +26,7 @@ from trainer.contract.settings.series import (
     measure,
     result_metrics,
     series_named,
+    title_of,
     with_held_out,
 )
 from trainer.contract.store.states import JobState
@@ -39,6 +40,8 @@ UNFINISHED = "unfinished"
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # FVUs, and the L0 at which each stands.
 _L0_OF = {"fvu": "l0", "heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
+# Numbers of tokens are alike up to this factor: a run ends with a whole step.
+LIKE = 1.02
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
 _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
@@ -57,13 +60,15 @@ class Line(msgspec.Struct, frozen=True):
     why: str = ""
     # Values of runs that have not finished, which are not ranked.
     unfinished: frozenset[int] = frozenset()
+    # What stands behind a star, by place: on how many tokens that SAE was trained, where others were on more or fewer.
+    notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
         """Return the values as text, the best marked, or those that are the same as the best."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
-        marks = dict.fromkeys(self.best, f" {BEST}") | dict.fromkeys(self.same, f" {SAME}")
+        stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
-        marks |= dict.fromkeys(known, f" {UNFINISHED}")
+        marks = stars | dict.fromkeys(self.same, f" {SAME}") | dict.fromkeys(known, f" {UNFINISHED}")
         return [f"{text}{marks.get(place, '')}" for place, text in enumerate(texts)]
 
 
@@ -86,7 +91,7 @@ _OF_CARD = (
     Result("card_fvu", "report card FVU", "lower", word_of("fvu")),
     Result("card_l0", "report card L0", None, word_of("l0")),
     # The more rows there are, the fewer latents never fire on them.
-    Result("card_dead", "report card dead", None, word_of("dead_fraction")),
+    Result("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     Result("card_ce_score", "report card CE score", "higher", number),
     Result("card_kl_score", "report card KL score", "higher", number),
     Result("card_auc_1", "probing AUC, k = 1", "higher", number),
@@ -120,8 +125,7 @@ def all_results() -> list[Result]:
 
 
 def _of_metric(name: str, series: Series) -> Result:
-    title = series.title if name in result_metrics() else f"held-out {series.title}"
-    return Result(name, title, series.better, word_of(name))
+    return Result(name, title_of(name), series.better, word_of(name))
 
 
 def differences(saes: Sequence[Sae]) -> list[Line]:
@@ -158,7 +162,8 @@ def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            lines.append(_at_l0(_judged(Line(result.title, values, word=result.word), result, saes), result, saes))
+            line = _judged(Line(result.title, values, word=result.word), result, saes)
+            lines.append(_at_l0(_with_tokens(line, result, saes), result, saes))
     return lines + (_priced(saes, settings) if settings else [])
 
 
@@ -208,6 +213,15 @@ def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
     each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
     told = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
     return msgspec.structs.replace(line, why="; ".join(word for word in (line.why, told) if word))
+
+
+def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
+    """Return a line on quality with the tokens of what leads, where the SAEs were not trained on as many."""
+    tokens = [sae.job.tokens for sae in saes]
+    trained = [n for n in tokens if n]
+    if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
+        return line
+    return msgspec.structs.replace(line, notes=tuple(f" ({count(n)} tokens)" if n else "" for n in tokens))
 
 
 def _has_held_out(sae: Sae, name: str) -> bool:

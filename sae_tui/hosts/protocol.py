@@ -92,6 +92,12 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: Count = 0
     loss: float | None = None
     fvu: float | None = None
+    l0: float | None = None
+    heldout_fvu: float | None = None
+    heldout_l0: float | None = None
+    dead_fraction: float | None = None
+    k: str = ""
+    d_sae: str = ""
     tokens_per_s: Speed | None = None
     progress: Annotated[float, Meta(ge=0, le=1)] = 0.0
     eta_s: Duration | None = None

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 from textual.app import ComposeResult
 from textual.containers import Grid
 
 from sae_tui.format import measure
 from sae_tui.jobs.output import extracts
-from sae_tui.jobs.view.reader import newest_value
+from sae_tui.jobs.view.find import architectures
+from sae_tui.jobs.view.reader import judged_value
+from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import Axis, Series
-from trainer.contract.settings.series import curves, held_out
+from trainer.contract.settings.series import OF_BATCH, curves, held_out, held_out_metrics, title_of, with_held_out
+from trainer.contract.store.metrics_store import Point
 
-OF_EXTRACTION = {"tokens_per_s": Series("rows/s", better="higher", format=".0f")}
+_LEAST_WIDTH = 32  # of a curve, with its frame
+_MOST_IF_NARROW = 4
+# Of an extraction these are rows.
+SPEED = "tokens_per_s"
 
 
 class CurvePlot(Plot):
@@ -25,35 +32,45 @@ class CurvePlot(Plot):
 
     def __init__(self, series_name: str, series: Series) -> None:
         axis = series.curve or Axis()
+        is_held_out = series_name in held_out_metrics()
         super().__init__(
-            series.title,
+            title_of(held_out(series_name) if is_held_out else series_name),
             from_zero=axis.from_zero,
             least_top=axis.least_top,
             word=functools.partial(measure, series=series),
             id=f"curve-{series_name}",
         )
-        self.series_name, self.series = series_name, series
+        self.series_name, self.series, self.is_held_out = series_name, series, is_held_out
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the curve of the job, or of the SAE of its sweep that is shown."""
-        points = detail.series.get((of_member(self.series_name, detail.member), 0), ())
-        measured = detail.series.get((of_member(held_out(self.series_name), detail.member), 0), ())
-        note = f"held-out {measure(measured[-1].value, self.series)}" if measured else ""
+        """Draw the curve of the job, or of the SAE of its sweep that is shown: held out, that of batches behind it."""
+        if self.series_name == SPEED:
+            self.plot_title = "rows/s" if extracts(detail.view.config) else self.series.title
+        of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
         nothing = "no values" if detail.view.state.is_final else "no values yet"
-        self.show_points([(point.step, point.value) for point in points], note, nothing)
+        if not self.is_held_out:
+            note = dead_after_words(detail.view) if self.series_name == "dead_fraction" and of_training else ""
+            self.show_points(of_training, note, nothing)
+            return
+        # Three digits, so that both values fit into a narrow frame.
+        newest = f"{of_training[-1][1]:.3g}" if of_training and of_training[-1][1] is not None else ""
+        note = f"batch {newest}" if measured else f"{OF_BATCH}{newest} (batch)"
+        self.show_points(measured, note if newest else "", nothing, behind=of_training)
 
 
 class CurvesPanel(Grid):
-    """All curves of a training, in two rows, or the one of an extraction; each in a frame."""
+    """The curves of a training, in two rows, or the one of an extraction; each in a frame."""
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
     def compose(self) -> ComposeResult:
-        for name, series in {**curves(), **OF_EXTRACTION}.items():
+        for name, series in curves().items():
             yield CurvePlot(name, series).add_class("panel")
 
     def show_detail(self, detail: JobDetail) -> None:
-        shown = OF_EXTRACTION if extracts(detail.view.config) else curves()
+        shown = [SPEED] if extracts(detail.view.config) else list(curves(architectures(detail.view).split()))
+        if self.size.width < _LEAST_WIDTH * math.ceil(len(shown) / 2):
+            shown = shown[:_MOST_IF_NARROW]
         self.styles.grid_size_rows = n_rows = min(2, len(shown))
         self.styles.grid_size_columns = math.ceil(len(shown) / n_rows)
         for plot in self.query(CurvePlot):
@@ -62,10 +79,25 @@ class CurvesPanel(Grid):
                 plot.show_detail(detail)
 
 
-def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
-    """Return the last value of a metric; None where there is none yet."""
-    points = detail.series.get((of_member(name, member), 0), ())
-    return points[-1].value if points else None if member else newest_value(detail.view, name)
+def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
+    """Return the points of a series of the SAE that is shown, or of the run where its SAEs share it."""
+    is_shared = not any(other.startswith(f"{name}@") for other, _ in detail.series)
+    points: Sequence[Point] = detail.series.get((of_member(name, "" if is_shared else detail.member), 0), ())
+    return [(point.step, point.value) for point in points]
+
+
+def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
+    """Return the last value of a metric, held out where there is one, and whether it is only that of the last batches.
+
+    `member` is an SAE of a sweep.
+    """
+    if not member:
+        return judged_value(detail.view, name)
+    is_held_out = name in held_out_metrics()
+    for each in with_held_out(name):
+        if points := detail.series.get((of_member(each, member), 0), ()):
+            return points[-1].value, is_held_out and each == name
+    return None, False
 
 
 def of_member(name: str, member: str) -> str:

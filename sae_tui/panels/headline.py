@@ -12,12 +12,13 @@ from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.watcher import JobDetail
-from sae_tui.panels.curves import members_of, newest
+from sae_tui.panels.curves import judged, members_of
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import Line, Span, cut
-from trainer.contract.settings.series import key_metrics
+from trainer.contract.settings.series import OF_BATCH, held_out_metrics, key_metrics, series_named
 from trainer.contract.store.rows import Job
 
 
@@ -58,24 +59,45 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     unit, rate = ("row", "rows/s") if extracts(job.config) else ("step", "tok/s")
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
-    first: Line = (
+    start: Line = (
         (" ", "text"),
-        (bar(job.progress, max(10, width - 72)), "bar rail"),
+        (bar(job.progress, max(10, width - 80)), "bar rail"),
         (fit(percent(100 * job.progress), 5, right=True), "title"),
         (f"  {unit} {count(job.step)}/{total}", "text"),
-        (f"  {count(job.tokens_per_s)} {rate}", "text"),
-        ("".join(_metrics(detail, member)), "text"),
-        (left, "text"),
     )
-    energy = f"  {detail.energy.partition(',')[0].partition(' (')[0]}" if detail.energy else ""
-    if sum(cell_len(text) for text, _ in first) + cell_len(energy) <= width:
-        first = (*first, (energy, "text"))
+    speed: Span = (f"  {count(job.tokens_per_s)} {rate}", "text")
+    end: Line = (*_metrics(detail, member), (left, "text"))
+    first = (*start, speed, *end)
+    if _cells(first) > width:
+        # The speed has a curve of its own.
+        first = (*start, *end)
+    for more in (_dead(detail, member), f"  {detail.energy.partition(',')[0].partition(' (')[0]}"):
+        if more.strip() and _cells(first) + cell_len(more) <= width:
+            first = (*first, (more, "text"))
     return [first, *_ending(detail, width)]
 
 
-def _metrics(detail: JobDetail, member: str) -> Iterator[str]:
+def _cells(line: Line) -> int:
+    return sum(cell_len(text) for text, _ in line)
+
+
+def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
+    """Yield like `held-out FVU 0.1341`, `L0 32`; before the first evaluation `FVU ~0.0801`, dim."""
+    before = "held-out "
     for name, series in {} if extracts(detail.view.config) else key_metrics().items():
-        yield f"  {series.title} {measure(newest(detail, name, member), series)}"
+        value, is_of_batch = judged(detail, name, member)
+        if is_of_batch:
+            yield f"  {series.title} {OF_BATCH * (value is not None)}{measure(value, series)}", "dim"
+        else:
+            yield f"  {before * (name in held_out_metrics())}{series.title} {measure(value, series)}", "text"
+            before = ""
+
+
+def _dead(detail: JobDetail, member: str) -> str:
+    """Return which share of the latents is dead, and what that means; "" while that is not known."""
+    value, _ = judged(detail, "dead_fraction", member)
+    window = dead_after_words(detail.view)
+    return f"  {measure(value, series_named('dead_fraction'))} dead ({window})" if value is not None and window else ""
 
 
 def _which(member: str, members: Sequence[str], best: str) -> str:

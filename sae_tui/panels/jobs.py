@@ -1,31 +1,36 @@
-"""The table of jobs: state, progress, loss, speed, time left; and the marks on some of them."""
+"""The table of jobs: what they train, state, progress, held-out values, speed, time left; and the marks on some."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sae_tui.format import bar, count, duration, number, percent
-from sae_tui.jobs.states import describe_state
+from sae_tui.format import bar, count, duration, measure, number, percent
+from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.reader import JobView, judged_value
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
+from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 MARK = "●"
 _STEP_WIDTH = 9
 COLUMNS = (
     Column("JOB", 5, right=True),
-    Column("NAME", 12, grow=True),
+    Column("NAME", 18, grow=True),
+    Column("K", 6, right=True, drop=1),
+    Column("D_SAE", 8, right=True, drop=5),
     Column("STATE", 10),
     Column("PROGRESS", 10),
     Column("", 4, right=True),
-    Column("STEP", 7, right=True, drop=3),
-    Column("LOSS", 8, right=True, drop=2),
-    Column("FVU", 7, right=True, drop=1),
+    Column("STEP", 7, right=True, drop=8),
+    Column("LOSS", 8, right=True, drop=9),
+    Column("FVU", 8, right=True),
+    Column("L0", 6, right=True, drop=2),
+    Column("DEAD", 6, right=True, drop=6),
     Column("TOK/S", 7, right=True, drop=4),
     Column("ETA", 8, right=True),
-    Column("GPUS", 8, drop=5),
+    Column("GPUS", 8, drop=3),
 )
 
 
@@ -99,25 +104,46 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
     head: tuple[Span, ...] = (
         (f"{MARK if marked else ''}{job.id}", "accent" if marked else "label"),
         (" ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),
+        (job.k, "text"),
+        (job.d_sae, "text"),
         (f"{sign} {word}", style),
     )
     if job.state == JobState.QUEUED:
         empty: Span = ("", "text")
-        return Row(str(job.id), (*head, (waits(job), "dim"), *[empty] * 6, (devices(job), "label")), spill=3)
+        n_empty = len(COLUMNS) - len(head) - 2
+        cells = (*head, (waits(job), "dim"), *[empty] * n_empty, (devices(job), "label"))
+        return Row(str(job.id), cells, spill=len(head))
     return Row(
         key=str(job.id),
         cells=(
             *head,
-            (bar(job.progress, 10), "bar rail"),
-            (percent(100 * job.progress), "text"),
+            *_progress(job),
             (count(job.step), "text"),
             (number(job.loss), "text"),
-            (number(job.fvu), "text"),
+            judged_span(job, "fvu"),
+            judged_span(job, "l0"),
+            judged_span(job, "dead_fraction"),
             (count(job.tokens_per_s), "text"),
             (duration(job.eta_s) if not job.state.is_final else "", "text"),
             (devices(job), "label"),
         ),
     )
+
+
+def _progress(job: JobView) -> tuple[Span, Span]:
+    """Return the bar with its share; of a job that has made all its steps how long it took, where that is known."""
+    whole: Span = (percent(100 * job.progress), "text")
+    # `started` of a resumed job is its latest start.
+    if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
+        return (bar(job.progress, 10), "bar rail"), whole
+    return (duration(max(0.0, job.ended - job.started)), "dim"), whole
+
+
+def judged_span(job: JobView, name: str) -> Span:
+    """Return a metric of a job on held-out data, or dim and marked that of its last batches while there is none."""
+    value, is_of_batch = judged_value(job, name)
+    text = measure(value, series_named(name))
+    return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 
 def devices(job: JobView) -> str:

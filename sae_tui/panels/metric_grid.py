@@ -14,11 +14,10 @@ from sae_tui.format import measure
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import Axis
-from trainer.contract.settings.series import HELD_OUT, LOSS, LR, curves, series_named
+from trainer.contract.settings.series import curves, series_named, title_of, with_held_out
 from trainer.contract.store.metrics_store import Point
 
 _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
-_OTHER = {"loss": LOSS, "lr": LR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +31,26 @@ class Metric:
     @property
     def title(self) -> str:
         """What the plot says: with the rank where other ranks have values too."""
-        return f"{self.name} · rank {self.rank}" if self.rank else self.name
+        return f"{title_of(self.name)} · rank {self.rank}" if self.rank else title_of(self.name)
+
+    def is_found(self, seek: re.Pattern[str]) -> bool:
+        """Tell whether an expression finds it by what the plot says, or by its name in the store."""
+        return bool(seek.search(self.title) or seek.search(self.name))
 
 
 def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
-    """Return the series whose title the regular expression finds; raise `re.error` where it is none."""
+    """Return the series that the regular expression finds; raise `re.error` where it is none."""
     seek = re.compile(pattern, re.IGNORECASE)
-    found = [Metric(name, rank, points) for (name, rank), points in detail.series.items()]
-    return sorted((one for one in found if seek.search(one.title)), key=lambda one: (_place(one.name), one.title))
+    # Without a label the series of a sweep are those of its first SAE once more.
+    labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
+    shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
+    found = [Metric(name, rank, points) for (name, rank), points in shown.items()]
+    return sorted((one for one in found if one.is_found(seek)), key=lambda one: (_place(one.name), one.title))
 
 
 def _place(name: str) -> tuple[int, str]:
     """Return where a metric stands: those with a curve on the job's screen as they are there, then the others."""
-    base, order = name.partition("@")[0].removeprefix(HELD_OUT), [*curves()]
+    base, order = name.partition("@")[0], [each for metric in curves() for each in with_held_out(metric)]
     return (order.index(base), name) if base in order else (len(order), name)
 
 
@@ -57,14 +63,14 @@ class MetricPlot(Plot):
 
     def show_metric(self, metric: Metric, span: tuple[float, float] | None, cursor: float | None) -> None:
         """Draw the part of a metric between two steps, or all of it."""
-        base = metric.name.partition("@")[0]
-        series = _OTHER.get(base) or series_named(base)
+        series = series_named(metric.name.partition("@")[0])
         axis = series.curve or Axis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
         self.from_zero, self.least_top = axis.from_zero, axis.least_top
         first, last = span or (-math.inf, math.inf)
         shown = [(point.step, point.value) for point in metric.points if first <= point.step <= last]
-        self.show_points(shown, nothing="no values in these steps" if metric.points else "no values yet", cursor=cursor)
+        nothing = "no values in these steps" if metric.points else "no values yet"
+        self.show_points(shown, nothing=nothing, cursor=cursor, span=span)
 
 
 class MetricGrid(Grid, can_focus=True):

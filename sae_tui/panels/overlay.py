@@ -14,6 +14,7 @@ from sae_tui.format import count, duration, fit
 from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.plot import braille, place, y_range
+from trainer.contract.settings.series import title_of
 
 MOST_CURVES = 16
 _BETWEEN = 16  # cells between two glyphs of a curve
@@ -52,7 +53,7 @@ class Overlay(Chart):
             "log" if view.log else "",
             f"{MOST_CURVES} of {len(comparison.curves)} curves" if len(comparison.curves) > MOST_CURVES else "",
         ]
-        return (f"{comparison.metric} ", "title"), (" · ".join(filter(None, words)), "label")
+        return (f"{title_of(comparison.metric)} ", "title"), (" · ".join(filter(None, words)), "label")
 
 
 def _entry(trace: Trace, name: str, metric: str) -> Line:

@@ -59,12 +59,15 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both."""
+    """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both, or not held out yet."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:
             return (f"{title} L0", f"{title} FVU"), measured
-    return ("L0", "FVU"), _points(comparison, "l0", "fvu")
+    if any(measured := _points(comparison, "heldout_l0", "heldout_fvu")):
+        # The others are not evaluated yet, and their batches would flatter them.
+        return ("held-out L0", "held-out FVU"), measured
+    return ("batch L0", "batch FVU"), _points(comparison, "l0", "fvu")
 
 
 def _points(comparison: Comparison, x: str, y: str) -> list[Point | None]:

@@ -6,16 +6,15 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal
 
 from sae_tui.format import fit, wrap
-from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.launch.summary import settled, summary
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.watcher import JobDetail
-from sae_tui.panels.curves import OF_EXTRACTION, CurvePlot, members_of
+from sae_tui.panels.curves import SPEED, CurvePlot, members_of
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
-from trainer.contract.settings.series import curves
+from trainer.contract.settings.series import CRITERION, curves
 
-_OF_TRAINING = "fvu"
 _ENTRY = 30  # columns of a setting with its value
 _NAME = 14
 
@@ -24,8 +23,8 @@ class PreviewPanel(Horizontal):
     """The curve at the left, settings and log at the right."""
 
     def compose(self) -> ComposeResult:
-        yield CurvePlot(_OF_TRAINING, curves()[_OF_TRAINING])
-        yield CurvePlot(*next(iter(OF_EXTRACTION.items())))
+        yield CurvePlot(CRITERION, curves()[CRITERION])
+        yield CurvePlot(SPEED, curves()[SPEED])
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:
@@ -33,7 +32,7 @@ class PreviewPanel(Horizontal):
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
         of_extraction = extracts(detail.view.config)
         for plot in self.query(CurvePlot):
-            plot.display = (plot.series_name in OF_EXTRACTION) == of_extraction
+            plot.display = (plot.series_name == SPEED) == of_extraction
             if plot.display:
                 plot.show_detail(detail)
         self.query_one(PreviewText).show_detail(detail)
@@ -63,7 +62,7 @@ class PreviewText(DetailPanel):
 def _settings(detail: JobDetail, width: int) -> list[Line]:
     """Return what was set, side by side; of a sweep which SAE is shown first."""
     entries = [("SAE", detail.member)] if detail.member in members_of(detail) else []
-    entries += summary(detail.view.config)[0]
+    entries += summary(detail.view.config, settled(detail.plan, detail.view.total_steps))[0]
     columns = max(1, width // _ENTRY)
     each = width // columns
     lines = []

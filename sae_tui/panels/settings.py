@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sae_tui.format import fit, wrap
-from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.launch.summary import settled, summary
 from sae_tui.jobs.output import names_of_hooks
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail
@@ -13,7 +13,7 @@ from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.headline import memory_words
 from sae_tui.widgets.lines import Line
 
-_LONGEST_NAME = 16
+_LONGEST_NAME, _LONGEST_DEFAULT = 16, 22
 
 
 class SettingsPanel(DetailPanel, can_focus=True):
@@ -21,19 +21,31 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
     DEFAULT_CSS = "SettingsPanel { height: 1fr; width: 1fr; }"
 
+    _shows_defaults = False
+
     def title(self, detail: JobDetail) -> Line:
         return (("Settings", "title"),)
 
+    def toggle_defaults(self) -> None:
+        """Show the settings at their defaults too, or hide them again."""
+        self._shows_defaults = not self._shows_defaults
+        self._draw()
+
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        settings, n_others = summary(detail.view.config)
+        settings, others = summary(detail.view.config, settled(detail.plan, detail.view.total_steps))
         more = [*_hooks(detail.view), *_more(detail.view), *([("energy", detail.energy)] if detail.energy else [])]
-        name_width = min(_LONGEST_NAME, max(len(name) for name, _ in (*settings, *more, ("", ""))))
+        named = (*settings, *more, *(others if self._shows_defaults else ()), ("", ""))
+        longest = _LONGEST_DEFAULT if self._shows_defaults else _LONGEST_NAME
+        name_width = min(longest, max(len(name) for name, _ in named))
         lines: list[Line] = []
         for name, value in settings:
             lines += _entry(name, value, name_width, width)
-        if n_others:
-            lines += _entry("", f"{n_others} more at their defaults", 0, width)
+        if others:
+            what = "hides" if self._shows_defaults else "shows"
+            lines += _entry("", f"{len(others)} more at their defaults; ⏎ {what} them", 0, width)
+        for name, value in others if self._shows_defaults else ():
+            lines += _entry(name, value, name_width, width)
         lines.append((("", "text"),))
         for name, value in more:
             lines += _entry(name, value, name_width, width)
@@ -63,5 +75,5 @@ def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]
     room = max(8, width - margin - 2)
     style = "text" if name else "dim"
     for row, part in enumerate(wrap(value, room) or [""]):
-        label = fit(name if row == 0 else "", margin)
+        label = fit(fit(name if row == 0 else "", name_width), margin)
         yield (f" {label}", "label"), (fit(part, room), style)

@@ -51,6 +51,8 @@ class JobScreen(FramedScreen):
         Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
                 tooltip="Show the SAE of the sweep before"),
         Binding("i", "toggle_settings", "Info", id="job.settings", tooltip="Its settings, its tags and its note"),
+        Binding("enter", "open_defaults", "Defaults", show=False, id="job.defaults",
+                tooltip="Show the settings at their defaults too, or hide them"),
         Binding("a", "open_metrics", "All metrics", show=False, id="job.all_metrics",
                 tooltip="Every metric at once: find, zoom, read out"),
         Binding("c", "compare", "Metrics", show=False, id="job.metrics",
@@ -209,6 +211,12 @@ class JobScreen(FramedScreen):
         self._settings = not self.shows_settings
         self._arrange()
         self._panels["settings" if self._settings else "log"].focus()
+
+    def action_open_defaults(self) -> None:
+        if not self.shows_settings:
+            self.action_toggle_settings()
+        self._panels["settings"].toggle_defaults()
+        self._panels["settings"].focus()
 
     def action_compare(self) -> None:
         self.app.push_screen(CompareScreen(self.session, [self.job_id]))

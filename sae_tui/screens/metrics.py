@@ -25,7 +25,7 @@ _STEPS_ACROSS = 60  # presses of an arrow key from one end of what is shown to t
 class MetricsList(Filtered):
     """The grid with the line in which the regular expression is typed."""
 
-    PLACEHOLDER = "fvu|loss, ^heldout, rank"
+    PLACEHOLDER = "fvu|loss, ^held, rank"
 
     def compose(self) -> ComposeResult:
         yield self.filter_line()
@@ -41,7 +41,7 @@ class MetricsScreen(FramedScreen):
     BINDINGS = [
         Binding("escape", "back", "Back", id="metrics.back", tooltip="To the job; first from one metric to all"),
         Binding("slash", "filter", "Find", key_display="/", id="metrics.find",
-                tooltip="Show the metrics whose name a regular expression finds: fvu|loss, ^heldout, rank 1"),
+                tooltip="Show the metrics whose name a regular expression finds: fvu|loss, ^held, rank 1"),
         Binding("enter", "alone", "Alone", id="metrics.alone", tooltip="Show the marked metric alone, or all again"),
         Binding("tab", "choose(1)", "Next", id="metrics.next", tooltip="Mark the next metric"),
         Binding("shift+tab", "choose(-1)", "Before", show=False, id="metrics.before", tooltip="Mark the metric before"),
@@ -104,7 +104,9 @@ class MetricsScreen(FramedScreen):
         each = columns * rows
         first = 0 if self._alone else self._chosen - self._chosen % each
         shown = found[self._chosen : self._chosen + 1] if self._alone else found[first : first + each]
-        grid.show_metrics(shown, self._span, self._cursor, None if self._alone else self._chosen - first)
+        # The same steps in all plots, so that the cursor is at the same place.
+        span = self._span or self._all_steps()
+        grid.show_metrics(shown, span, self._cursor, None if self._alone else self._chosen - first)
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
         steps = f"steps {count(self._span[0])} to {count(self._span[1])}" if self._span else ""
         nothing = "" if found else "no such metric" if detail.series else "no values yet"

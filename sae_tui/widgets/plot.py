@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 from textual.events import Resize
 
-from sae_tui.format import count, fit, number
+from sae_tui.format import UNKNOWN, count, fit, number
 from sae_tui.widgets.lines import Line, LineView
 
 # The bit of a braille character for a dot at (column, row) of its 2 x 4 cell.
@@ -15,6 +16,7 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # cells for the numbers left of the plot
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
 _NEAR = 1e-9  # by which a sum of floats may miss a round number
+_BLANK = chr(0x2800)  # a braille character without dots
 
 
 class Plot(LineView):
@@ -40,6 +42,8 @@ class Plot(LineView):
         self.least_top = least_top
         self.word = word
         self._points: tuple[tuple[float, float], ...] = ()
+        self._behind: tuple[tuple[float, float], ...] = ()
+        self._span: tuple[float, float] | None = None
         self._note, self._nothing = "", "no values yet"
         self._cursor: float | None = None
 
@@ -49,13 +53,16 @@ class Plot(LineView):
         note: str = "",
         nothing: str = "no values yet",
         cursor: float | None = None,
+        behind: Sequence[tuple[float, float | None]] = (),
+        span: tuple[float, float] | None = None,
     ) -> None:
         """Draw the finite points of a series, oldest first; `note` stands beside the newest value.
 
-        A `cursor` at a step reads out the value there in its place.
+        A `cursor` at a step reads out the value there in its place. The points `behind` are another curve, drawn dim on
+        the same axes. `span` is the range of steps, else that of the points.
         """
-        self._note, self._nothing, self._cursor = note, nothing, cursor
-        self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
+        self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span
+        self._points, self._behind = _finite(points), _finite(behind)
         self._draw()
 
     def on_resize(self, _: Resize) -> None:
@@ -63,7 +70,7 @@ class Plot(LineView):
 
     def _draw(self) -> None:
         width, height = self.size.width - _AXIS - 1, self.size.height - (1 if self.has_title else 2)
-        if not self._points:
+        if not (self._points or self._behind):
             self.show_titled(self._heading(), [((fit(f"  {self._nothing}", self.size.width), "dim"),)])
         elif width < 2 or height < 1:
             self.show_titled(self._heading(), [])
@@ -72,30 +79,43 @@ class Plot(LineView):
 
     def _plotted(self, width: int, height: int) -> list[Line]:
         """Return the curve over its axis in so many cells, and the ends of the steps below it."""
-        low, high = y_range([y for _, y in self._points], from_zero=self.from_zero, least_top=self.least_top)
+        values = [y for _, y in (*self._points, *self._behind)]
+        low, high = y_range(values, from_zero=self.from_zero, least_top=self.least_top)
         low, high, ticks = round_axis(low, high, height)
-        rows = braille(self._points, width, height, low, high)
+        front, back = (
+            braille(points, width, height, low, high, self._steps) if points else [_BLANK * width] * height
+            for points in (self._points, self._behind)
+        )
         labels = [self.word(ticks[row]) if row in ticks else "" for row in range(height)]
         body: list[Line] = [
-            ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), *self._marked(row))
-            for label, row in zip(labels, rows, strict=True)
+            ((fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"), *self._row(*rows))
+            for label, rows in zip(labels, zip(front, back, strict=True), strict=True)
         ]
         return [*body, self._foot(width)]
 
-    def _marked(self, row: str) -> Line:
-        """Return a row of the plot with the cursor in it."""
-        if self._cursor is None:
-            return ((row, "spark"),)
-        first, last = self._points[0][0], self._points[-1][0]
-        share = (self._cursor - first) / (last - first) if last > first else 1.0
-        at = round(max(0.0, min(1.0, share)) * (len(row) - 1))
-        return (row[:at], "spark"), ("│", "accent"), (row[at + 1 :], "spark")
+    @property
+    def _steps(self) -> tuple[float, float]:
+        """The first and the last step of the axis."""
+        xs = [x for points in (self._points, self._behind) if points for x in (points[0][0], points[-1][0])]
+        return self._span or (min(xs), max(xs))
+
+    def _row(self, front: str, back: str) -> Line:
+        """Return a row of the plot: the curve, where it is blank the one behind it, and the cursor over both."""
+        cells = [(back[at], "dim") if cell == _BLANK else (cell, "spark") for at, cell in enumerate(front)]
+        if self._cursor is not None:
+            first, last = self._steps
+            share = (self._cursor - first) / (last - first) if last > first else 1.0
+            cells[round(max(0.0, min(1.0, share)) * (len(cells) - 1))] = ("│", "accent")
+        runs = itertools.groupby(cells, key=lambda cell: "spark" if cell[0] == _BLANK else cell[1])
+        return tuple(("".join(text for text, _ in run), style) for style, run in runs)
 
     def _value(self) -> str:
         """Return the newest value, or the last one up to the cursor with its step."""
+        if self._cursor is not None and self._cursor < self._points[0][0]:
+            return UNKNOWN
         if self._cursor is None:
             return self.word(self._points[-1][1])
-        x, y = next((point for point in reversed(self._points) if point[0] <= self._cursor), self._points[0])
+        x, y = next(point for point in reversed(self._points) if point[0] <= self._cursor)
         return f"{self.word(y)} at {count(x)}"
 
     def _heading(self) -> Line:
@@ -104,8 +124,12 @@ class Plot(LineView):
         return (self.plot_title, "title"), (newest, "accent"), (note, "dim")
 
     def _foot(self, width: int) -> Line:
-        first, last = count(self._points[0][0]), count(self._points[-1][0])
+        first, last = map(count, self._steps)
         return ((fit(" " * _AXIS + first + last.rjust(width + 1 - len(first)), self.size.width), "dim"),)
+
+
+def _finite(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, float], ...]:
+    return tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
 
 
 def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:

@@ -26,14 +26,14 @@ def two(shell) -> None:
 def record(shell, name: str, config: str, fvu: float, **fields) -> None:
     shell.data.create()
     with closing(Control(shell.data.control_db)) as control:
-        job = Job(name=name, config=config, user="me", host="here", device="cpu", gpu_source="none", fvu=fvu, **fields)
+        job = Job(name=name, config=config, user="me", host="here", device="cpu", gpu_source="none", fvu=0.05, **fields)
         job_id = control.create_job(job)
         assert control.transition(job_id, JobState.STARTING, started=1000.0)
         assert control.transition(job_id, JobState.RUNNING)
         assert control.transition(job_id, JobState.FINISHED, ended=1090.0)
     shell.data.run(job_id).create()
     with closing(SeriesWriter(shell.data.run(job_id).metrics_db)) as writer:
-        values = [Row("fvu", 10, 2 * fvu), Row("fvu", 20, fvu), Row("loss", 20, 1.0)]
+        values = [Row("fvu", 10, 2 * fvu), Row("fvu", 20, 0.05), Row("heldout_fvu", 20, fvu), Row("loss", 20, 1.0)]
         writer.write(values, Heartbeat("done", 20, 20, 2000, 0.0))
 
 
@@ -55,9 +55,8 @@ def test_settings_that_differ_and_results_are_two_tables(shell, two):
     assert [line.split() for line in settings.splitlines()] == [
         ["SETTING", "1", "2"], ["name", "narrow", "wide"], ["sae.k", "16", "64"],
     ]  # fmt: skip
-    lines = {line.split()[0]: line.split()[1:] for line in results.splitlines()}
-    assert lines["RESULT"] == ["1", "2"]
-    assert lines["FVU"] == ["0.3", "0.1", "★"]
+    lines = [line.split() for line in results.splitlines()]
+    assert lines[:2] == [["RESULT", "1", "2"], ["held-out", "FVU", "0.3", "0.1", "★"]]
 
 
 def test_a_job_is_called_as_it_was_renamed(shell, two):
@@ -68,7 +67,7 @@ def test_a_job_is_called_as_it_was_renamed(shell, two):
 
 def test_the_comparison_as_json_has_numbers(shell, two):
     answer = shell.json("compare", 1, 2)
-    assert [run["fvu"] for run in answer["runs"]] == [0.3, 0.1]
+    assert [run["heldout_fvu"] for run in answer["runs"]] == [0.3, 0.1]
     assert answer["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
 
 
@@ -76,11 +75,11 @@ def test_curves_are_written_as_a_picture_and_as_data(shell, two):
     svg, table = shell.folder / "a.svg", shell.folder / "a.csv"
     files = ("--svg", svg, "--csv", table)
     assert shell.json("compare", 1, 2, *files) == {"svg": str(svg), "csv": str(table)}
-    assert "fvu: 1 narrow, 2 wide" in {element.text for element in ElementTree.parse(svg).getroot().iter()}
+    assert "held-out FVU: 1 narrow, 2 wide" in {element.text for element in ElementTree.parse(svg).getroot().iter()}
     rows = list(csv.DictReader(table.open()))
     points = [(row["run"], row["metric"], row["step"], row["tokens"], row["value"]) for row in rows]
-    assert ("2", "fvu", "20", "2000", "0.1") in points
-    assert len(points) == 6
+    assert ("2", "heldout_fvu", "20", "2000", "0.1") in points
+    assert len(points) == 8
     (line,) = shell.errors("compare", 1, 2, *files, code=1)
     assert "a.svg is there already" in line
     shell.run("compare", 1, 2, *files, "--force", "--metric", "loss", "--x", "tokens", "--smooth", "0.6", "--log")
@@ -91,7 +90,7 @@ def test_curves_are_written_as_a_picture_and_as_data(shell, two):
     ("flags", "code", "said"),
     [
         (("1", "7"), 1, "there is no job 7"),
-        (("1", "--metric", "speed"), 1, 'no metric "speed"; they have loss, fvu'),
+        (("1", "--metric", "speed"), 1, 'no metric "speed"; they have heldout_fvu, fvu'),
         (("1", "--smooth", "1"), 2, "from 0 to below 1"),
         ((), 2, "ID"),
     ],

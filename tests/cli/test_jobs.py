@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -24,7 +25,8 @@ from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
 JOB_FIELDS = {
-    "id", "name", "state", "step", "total_steps", "tokens", "loss", "fvu", "l0", "tokens_per_s", "gpu_ids",
+    "id", "name", "state", "step", "total_steps", "tokens", "loss", "fvu", "l0", "heldout_fvu", "heldout_l0",
+    "tokens_per_s", "gpu_ids",
     "distributed", "world_size", "mode", "created", "started", "ended", "error", "output_path",
 }  # fmt: skip
 
@@ -405,7 +407,7 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     first = record(shell, tokens_per_s=34120.0, gpu_ids=(0, 1), gpu_uuids=("GPU-a", "GPU-b"), held=True)
     record(shell, after=(first,), fvu=0.1234)
     values = dict(line.split(maxsplit=1) for line in shell.run("job", first).stdout.splitlines() if line)
-    assert (values["tokens_per_s"], values["gpu_ids"], values["gpu_uuids"]) == ("34.1k", "0, 1", "GPU-a, GPU-b")
+    assert (values["tokens/s"], values["gpu_ids"], values["gpu_uuids"]) == ("34.1k", "0, 1", "GPU-a, GPU-b")
     assert (values["state"], values["held"], values["after"], values["progress"]) == ("held", "yes", "-", "0%")
     assert shell.json("job", first)["gpu_ids"] == [0, 1]
     card = dict(line.split(maxsplit=1) for line in shell.run("gpus", 2).stdout.splitlines())
@@ -414,6 +416,25 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     listed = shell.run("jobs").stdout.splitlines()
     assert listed[2].split()[2] == "held"
     assert listed[2].endswith("until released")
+
+
+def test_the_fvu_that_is_read_first_is_held_out_and_that_of_the_batches_is_marked(shell):
+    config = "[sae]\nk = [8, 32]\nd_sae = 1536\ndead_after_tokens = 20000\n"
+    values = {"step": 10, "total_steps": 10, "tokens": 1000, "l0": 32.0, "dead_fraction": 0.004}
+    fresh = record(shell, JobState.FAILED, config=config, fvu=0.08, **values)
+    done = record(shell, JobState.STOPPED, fvu=0.08, heldout_fvu=0.1341, heldout_l0=36.4, **values)
+    heading, *rows = (line.split() for line in shell.run("jobs", "--sort", "fvu").stdout.splitlines())
+    shown = [dict(zip(heading, row, strict=False)) for row in rows]
+    assert [(row["ID"], row["FVU"], row["L0"]) for row in shown] == [
+        (str(done), "0.1341", "36.4"),
+        (str(fresh), "~0.08", "~32"),
+    ]
+    assert (shown[1]["K"], shown[1]["D_SAE"], shown[1]["DEAD"]) == ("8…32", "1,536", "0.4%")
+    listed = {job["id"]: (job["fvu"], job["heldout_fvu"], job["heldout_l0"]) for job in shell.json("jobs")}
+    assert listed == {fresh: (0.08, None, None), done: (0.08, 0.1341, 36.4)}
+    text = shell.run("job", fresh).stdout
+    assert re.search(r"^held-out FVU +-\nbatch FVU +0\.08$", text, re.MULTILINE)
+    assert re.search(r"^dead +0\.4% \(in 20,000 tokens\)$", text, re.MULTILINE)
 
 
 def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):

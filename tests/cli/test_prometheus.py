@@ -81,15 +81,23 @@ def test_cards_have_index_uuid_and_name_in_base_units():
 
 
 def test_jobs_have_state_and_newest_values():
-    running = job(step=40, total_steps=100, tokens=4096, tokens_per_s=182.0, loss=0.09, fvu=0.142, energy_wh=2.0)
+    running = job(
+        step=40, total_steps=100, tokens=4096, tokens_per_s=182.0, loss=0.09, fvu=0.142, heldout_fvu=0.2, energy_wh=2.0
+    )
     values = read(text_of(job_families([running], NOW)))
     labels = (("id", "7"), ("name", "base"))
-    assert values["sae_tui_job_fvu", labels] == 0.142
+    assert (values["sae_tui_job_heldout_fvu", labels], values["sae_tui_job_fvu", labels]) == (0.2, 0.142)
     assert values["sae_tui_job_energy_joules", labels] == 7200
     assert values["sae_tui_job_tokens_per_second", labels] == 182
     states = {key[1][2][1]: value for key, value in values.items() if key[0] == "sae_tui_job_state"}
     assert states.keys() == {str(state) for state in JobState}
     assert [state for state, value in states.items() if value] == ["running"]
+
+
+def test_what_the_metrics_are_of_is_said():
+    text = text_of(job_families([job(fvu=0.142, heldout_fvu=0.2)], NOW))
+    assert "# HELP sae_tui_job_heldout_fvu Newest held-out FVU.\n" in text
+    assert "# HELP sae_tui_job_fvu Newest batch FVU.\n" in text
 
 
 def test_a_job_is_shown_for_an_hour_after_its_end():

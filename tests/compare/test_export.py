@@ -10,7 +10,7 @@ from compare.conftest import write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sae_tui.compare.export import COLUMNS, csv_lines, title_of, write_new, write_picture, write_table
+from sae_tui.compare.export import COLUMNS, csv_lines, picture_title, write_new, write_picture, write_table
 from sae_tui.compare.lines import AXES, View
 from sae_tui.compare.run import Sae, Sample
 from trainer.contract.errors import UserError
@@ -72,7 +72,7 @@ def test_the_picture_is_svg_with_a_line_and_an_entry_for_every_curve(runs, tmp_p
     root = ElementTree.parse(path).getroot()
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert len(list(root.iter(f"{SVG}polyline"))) == 3
-    assert {"fvu", AXES[axis], "fvu: 1 plain, 2 sweep", "1  0.2", "2 k=8  0.5", "2 k=32  0.1"} <= set(texts)
+    assert {"batch FVU", AXES[axis], "batch FVU: 1 plain, 2 sweep", "1  0.2", "2 k=8  0.5", "2 k=32  0.1"} <= set(texts)
     points = [pair.split(",") for line in root.iter(f"{SVG}polyline") for pair in line.get("points").split()]
     assert all(0 <= float(x) <= 620 and 0 <= float(y) <= 480 for x, y in points)
 
@@ -97,8 +97,8 @@ def test_a_picture_of_nothing_or_of_a_flat_line_is_drawn_too(values, log) -> Non
 
 
 def test_the_title_names_each_run_once(runs) -> None:
-    assert title_of(runs.read("fvu")) == "fvu: 1 plain, 2 sweep"
-    assert title_of(msgspec.structs.replace(runs.read("fvu"), saes=())) == "fvu: "
+    assert picture_title(runs.read("fvu")) == "batch FVU: 1 plain, 2 sweep"
+    assert picture_title(msgspec.structs.replace(runs.read("fvu"), saes=())) == "batch FVU: "
 
 
 def test_a_file_is_private_and_not_written_over_unless_it_is_said(tmp_path) -> None:

@@ -62,9 +62,9 @@ def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
         for number, size, dead in zip((1, 2, 3), sizes, (0.0121, 0.25, 0.0119), strict=True)
     ]
     lines = {line.title: line.words() for line in results(saes)}
-    assert lines["L0"] == ["8", "16", "24"]
+    assert lines["batch L0"] == ["8", "16", "24"]
     assert lines["peak memory"] == ["0.6 GiB", "0.6 GiB", "0.6 GiB"]
-    assert lines["dead fraction"] == ["1.2% ★", "25%", "1.2% ★"]
+    assert lines["dead"] == ["1.2% ★", "25%", "1.2% ★"]
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.STOPPED, JobState.FAILED])
@@ -85,7 +85,7 @@ def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_
     second = sae(2, latest={"fvu": 0.5}, tokens=500, started=0.0, ended=45.0)
     lines = {line.title: line.words() for line in results([first, second])}
     assert lines == {
-        "FVU": ["0.25 ★", "0.5"],
+        "batch FVU": ["0.25 ★ (12.3k tokens)", "0.5"],
         "tokens": ["12.3k", "500"],
         "duration": ["1 h 00 min", "45 s ★"],
         "peak memory": ["1.0 GiB", "–"],
@@ -99,15 +99,27 @@ def words(*saes: Sae) -> dict[str, list[str]]:
 def test_training_values_have_no_best_where_there_are_held_out_ones() -> None:
     trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3141, "loss": 0.32}]
     saes = [sae(number, latest=one) for number, one in enumerate(trained)]
-    assert words(*saes)["FVU"] == ["0.3037 ★", "0.3141"]
+    assert words(*saes)["batch FVU"] == ["0.3037 ★", "0.3141"]
     assert words(*saes)["loss"] == ["0.31 ★", "0.32"]
     measured = [
         one | {"heldout_fvu": fvu, "heldout_fvu_error": 0.004} for one, fvu in zip(trained, (0.35, 0.36), strict=True)
     ]
     lines = words(*(sae(number, latest=one) for number, one in enumerate(measured)))
-    assert lines["FVU"] == ["0.3037", "0.3141"]
+    assert lines["batch FVU"] == ["0.3037", "0.3141"]
     assert lines["loss"] == ["0.31", "0.32"]
     assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
+
+
+def test_a_star_for_quality_says_its_tokens_where_the_others_have_more_or_fewer() -> None:
+    def run(number: int, fvu: float, tokens: int) -> Sae:
+        latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
+        return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)
+
+    lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
+    assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
+    assert lines["tokens/s"] == ["1000 ★", "500", "333"]
+    # A run ends with a whole step, so that numbers of tokens are hardly ever the same.
+    assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 
 def test_speeds_and_times_have_a_best_only_by_a_clear_lead() -> None:
@@ -127,10 +139,10 @@ def test_a_share_of_dead_latents_has_the_error_of_a_binomial() -> None:
         settings = {"sae.d_sae": d_sae, "sae.expansion_factor": 8.0}
         return sae(number, settings, {"dead_fraction": dead}, d_in=1000)
 
-    assert words(run(1, 0.010), run(2, 0.015))["dead fraction"] == ["1% same", "1.5% same"]
-    assert words(run(1, 0.010), run(2, 0.040))["dead fraction"] == ["1% ★", "4%"]
+    assert words(run(1, 0.010), run(2, 0.015))["dead"] == ["1% same", "1.5% same"]
+    assert words(run(1, 0.010), run(2, 0.040))["dead"] == ["1% ★", "4%"]
     # Of 8,000 latents that is a lead.
-    assert words(run(1, 0.010, None), run(2, 0.015, None))["dead fraction"] == ["1% ★", "1.5%"]
+    assert words(run(1, 0.010, None), run(2, 0.015, None))["dead"] == ["1% ★", "1.5%"]
 
 
 def test_scores_in_the_language_model_are_told_apart_by_their_errors() -> None:

@@ -25,7 +25,7 @@ def test_a_job_launched_by_keys_outlives_the_app_and_leaves_an_sae_that_saelens_
     again = box.app()
     again.wait_for("✓ finished")
     again.send("\r")
-    again.wait_for(lambda text: "FVU" in text and "dead fraction" in text and "own ms" in text)
+    again.wait_for(lambda text: "FVU" in text and "learning rate" in text and "own ms" in text)
     assert_saelens_loads(Path(job["output_path"]))
     assert processes_of(box.folder / "data") == []
 

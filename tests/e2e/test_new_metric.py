@@ -116,8 +116,8 @@ def test_the_log_has_a_new_metric_of_training_and_of_held_out_data(
     data.create()
     train(data, make_job(5))
     log = capsys.readouterr().out
-    assert re.search(r"step 5/5  loss .*  dead \S+%  snr -?\d+\.\d dB  lr ", log)
-    assert re.search(r"step 5  heldout_fvu .*  heldout_snr -?\d+\.\d{4}$", log, re.MULTILINE)
+    assert re.search(r"step 5/5  loss .*  dead \S+%  batch SNR -?\d+\.\d dB  lr ", log)
+    assert re.search(r"step 5  held-out FVU .*  held-out SNR -?\d+\.\d dB$", log, re.MULTILINE)
 
 
 def test_the_progress_bar_and_the_result_of_a_run_have_a_new_metric(data: DataDir) -> None:
@@ -125,7 +125,7 @@ def test_the_progress_bar_and_the_result_of_a_run_have_a_new_metric(data: DataDi
     spec = RankSpec(run_dir=paths.root, output_dir=data.sae(2), attempt=1, world_size=1, device="cpu")
     with RunLock(paths.root) as lock, tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
         Foreground(job, spec, lock)._show(bar)
-        assert re.search(r", fvu=\S+, held-out=\S+, l0=\S+, snr=\S+\]$", str(bar))
+        assert re.search(r", held-out FVU=\S+, l0=\S+, snr=\S+\]$", str(bar))
     outcome = result(job, spec)
     assert {"snr", "heldout_snr"} <= outcome.keys()
     assert re.fullmatch(r"held-out FVU .*, L0 .*, .*% dead, SNR .* dB", trainer.cli._quality(outcome))
@@ -143,25 +143,25 @@ def test_the_exported_sae_and_one_of_a_checkpoint_say_a_new_metric(data: DataDir
 def test_jobs_are_listed_with_a_new_metric_and_sorted_by_it_best_first(shell: Shell) -> None:
     listed = json.loads(shell("jobs", "--sort", "snr", "--json"))
     assert [job["id"] for job in listed] == [2, 1]
-    assert listed[0]["snr"] > listed[1]["snr"]
+    assert listed[0]["heldout_snr"] > listed[1]["heldout_snr"]
     assert [job["id"] for job in json.loads(shell("jobs", "--sort", "fvu", "--json"))] == [2, 1]
     heading, first, _ = shell("jobs", "--sort", "snr").splitlines()
-    assert re.search(r"L0 +SNR +TOKENS/S", heading)
-    assert f"{listed[0]['snr']:.4g} dB" in first
-    assert f"{listed[0]['snr']:.4g} dB" in re.search(r"^snr .*$", shell("job", 2), re.MULTILINE)[0]
+    assert re.search(r"L0 +SNR +DEAD +TOKENS/S", heading)
+    assert f"{listed[0]['heldout_snr']:.4g} dB" in first
+    assert f"{listed[0]['heldout_snr']:.4g} dB" in re.search(r"^held-out SNR .*$", shell("job", 2), re.MULTILINE)[0]
     assert json.loads(shell("job", 2, "--json"))["snr"] == listed[0]["snr"]
 
 
 def test_a_comparison_has_a_new_metric_in_its_table_json_and_csv(shell: Shell, tmp_path: Path) -> None:
     table = shell("compare", 1, 2)
-    assert re.search(r"^SNR +-?[\d.]+ dB +-?[\d.]+ dB$", table, re.MULTILINE)
+    assert re.search(r"^batch SNR +-?[\d.]+ dB +-?[\d.]+ dB$", table, re.MULTILINE)
     assert re.search(r"^held-out SNR .* dB ★$", table, re.MULTILINE)
     assert all(run["snr"] and run["heldout_snr"] for run in json.loads(shell("compare", 1, 2, "--json"))["runs"])
     shell("compare", 1, 2, "--csv", tmp_path / "all.csv")
     with (tmp_path / "all.csv").open() as file:
         rows = list(csv.DictReader(file))
     names = list(dict.fromkeys(row["metric"] for row in rows))
-    assert names.index("heldout_snr") == names.index("snr") + 1 < names.index("tokens_per_s")
+    assert names.index("snr") == names.index("heldout_snr") + 1 < names.index("tokens_per_s")
     assert [int(row["step"]) for row in rows if row["metric"] == "snr"] == [5, 5, 10, 15, 20]
 
 
@@ -174,7 +174,7 @@ async def test_a_job_s_screen_has_a_curve_of_a_new_metric_and_its_value(data: Da
         await pilot.pause()
         assert re.search(r"FVU \S+  L0 \S+  SNR \S+ dB", app.screen.query_one(Headline).plain)
         curve = app.screen.query_one("#curve-snr")
-        assert re.search(r"SNR +\S+ dB · held-out \S+ dB", curve.plain)
+        assert re.search(r"held-out SNR +\S+ dB · batch \S+", curve.plain)
         assert any(0x2800 < ord(character) < 0x2900 for character in curve.plain)
         others = [app.screen.query_one(f"#curve-{name}") for name in ("loss", "fvu", "l0", "dead_fraction")]
         assert not any(curve.region.overlaps(other.region) for other in others)

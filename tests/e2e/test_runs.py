@@ -25,12 +25,15 @@ def job_file(**sae: object) -> str:
 def sweep(box: Box) -> int:
     """Record a sweep of three SAEs, the last the best, in a row that has the values of the first."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
-    job_id = box.record_job(NAME, JobState.FINISHED, config=config, fvu=0.2184, note=note, tags=("good",))
+    job_id = box.record_job(
+        NAME, JobState.FINISHED, config=config, fvu=0.11, heldout_fvu=0.2184, note=note, tags=("good",)
+    )
     box.data.run(job_id).create()
-    fvu = {"k=8": 0.2184, "k=16": 0.1801, "k=32": 0.1463}
+    held_out = {"k=8": 0.2184, "k=16": 0.1801, "k=32": 0.1463}
     with closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
-        rows = [Row(f"fvu@{label}", step, value) for label, value in fvu.items() for step in (10, 20)]
-        writer.write([*rows, Row("fvu", 20, 0.2184)], Heartbeat("finished", 20, 20, 9, 0.0))
+        rows = [Row(f"fvu@{label}", step, 0.11) for label in held_out for step in (10, 20)]
+        rows += [Row(f"heldout_fvu@{label}", 20, value) for label, value in held_out.items()]
+        writer.write([*rows, Row("fvu", 20, 0.11)], Heartbeat("finished", 20, 20, 9, 0.0))
     return job_id
 
 
@@ -44,7 +47,7 @@ def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box
         terminal.send("m")
         screens.append(terminal.wait_for(f"{label} ({place} of 3"))
     assert "✓ finished" in screens[0]
-    assert "FVU 0.2184" in screens[1]
+    assert "held-out FVU 0.2184" in screens[1]
     terminal.send("M")
     terminal.wait_for("k=16 (2 of 3)")
     terminal.send("i")

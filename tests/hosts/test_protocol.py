@@ -26,7 +26,7 @@ from sae_tui.hosts.protocol import (
     log_messages,
 )
 from sae_tui.hosts.view import HostView, Stage
-from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.reader import JobView, judged_value
 from sae_tui.panels.far_gpus import FarHost, process_lines, state_words
 from sae_tui.panels.gpu_lines import gpu_line
 from sae_tui.panels.gpu_row import GpuRow
@@ -173,3 +173,14 @@ def test_a_host_with_long_texts_stays_below_the_longest_line() -> None:
     assert message.jobs[0].id == MOST_JOBS
     for told in log_messages([text] * 500):
         assert isinstance(decode(line_of(told)), Log)
+
+
+def test_held_out_values_are_told_and_an_older_host_that_tells_none_is_read() -> None:
+    row = {"id": 7, "name": "far", "config": "", "user": "me", "host": "gpu1", "device": "cpu", "gpu_source": "none"}
+    known = {"fvu": 0.08, "heldout_fvu": 0.1341, "heldout_l0": 36.4, "k": "32", "d_sae": "1,536"}
+    view = JobView(**row, **known, state=JobState.RUNNING)
+    (told,) = decode(msgspec.json.encode(jobs_message([view], ""))).jobs
+    far = told.view("gpu1")
+    assert (far.fvu, far.heldout_fvu, far.heldout_l0, far.k, far.d_sae) == (0.08, 0.1341, 36.4, "32", "1,536")
+    (older,) = decode(b'{"type":"jobs","jobs":[{"id":7,"name":"far","state":"running","fvu":0.08}]}').jobs
+    assert (judged_value(older.view("gpu1"), "fvu"), older.view("gpu1").k) == ((0.08, True), "")

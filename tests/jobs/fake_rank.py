@@ -166,6 +166,8 @@ def _writer(run_dir, rank, mute):
             values = {
                 "loss": 1 / step,
                 "fvu": 0.5,
+                "heldout_fvu": 0.75,
+                "heldout_l0": 36.5,
                 "l0": 32.0,
                 "dead_fraction": 0.1,
                 "tokens_per_s": 1000.0,

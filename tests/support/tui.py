@@ -136,7 +136,8 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
     for step in range(10, steps + 1, 10):
         fvu = 0.12 + 0.8 * math.exp(-step / 40)
         values = {"loss": 150 * fvu, "fvu": fvu, "l0": 32.0, "dead_fraction": 0.3 * math.exp(-step / 90)}
-        rows += [Row(name, step, value) for name, value in values.items()]
+        values |= {"heldout_fvu": fvu + 0.05, "heldout_l0": 33.0} if step % 50 == 0 else {}
+        rows += [Row(name, step, value) for name, value in (values | {"lr": 1e-3}).items()]
         rows += [Row("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
         for name, value in (("busy_ms", 98.0), ("data_ms", 1.5), ("step_ms", 131.0), ("rank_memory_bytes", 700 << 20)):
             # The first rank is late.

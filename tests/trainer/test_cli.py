@@ -177,7 +177,7 @@ def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
 
 
 def test_the_bar_has_room_in_80_columns() -> None:
-    postfix = "fvu=0.103, held-out=0.108, l0=32"
+    postfix = "held-out FVU=0.108, l0=32"
     line = tqdm.format_meter(12_345, 100_000, 60, ncols=80, prefix="training", bar_format=BAR, postfix=postfix)
     assert len(line) <= 80
     assert len(line.split("|")[1]) >= 10
@@ -196,8 +196,8 @@ def test_the_bar_shows_what_was_measured_on_held_out_data_once_it_is_known(
             with tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
                 Foreground(job, spec, lock)._show(bar)
                 shown.append((bar.n, str(bar)))
-    assert shown[0][1].endswith(", fvu=0.25, l0=4]")
-    assert shown[1][1].endswith(", fvu=0.25, held-out=0.275, l0=4]")
+    assert shown[0][1].endswith(", batch FVU=0.25, l0=4]")
+    assert shown[1][1].endswith(", held-out FVU=0.275, l0=4]")
     assert shown[0][0] == 10
 
 

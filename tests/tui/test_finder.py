@@ -18,8 +18,8 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def three(data) -> None:
-    record_job(data, "alpha", JobState.FINISHED, fvu=0.2, tags=("good",))
-    record_job(data, "beta", JobState.FAILED, fvu=0.1)
+    record_job(data, "alpha", JobState.FINISHED, heldout_fvu=0.2, tags=("good",))
+    record_job(data, "beta", JobState.FAILED, heldout_fvu=0.1)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     record_job(data, "gamma", JobState.QUEUED, waits_for="GPU 0 is held by job 7 (ann)", **alive)

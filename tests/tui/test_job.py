@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 
+import msgspec
 import pytest
 from support import toy_backend
 from support.extractions import extraction_job
@@ -21,6 +23,7 @@ from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.log_view import LogView
+from trainer.contract.planning.plan import Plan
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
@@ -109,12 +112,12 @@ async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
         writer = SeriesWriter(data.run(job_id).metrics_db)
-        writer.write([Row("loss", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        writer.write([Row("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
         with data.run(job_id).log(0).open("a") as log:
             log.write("a new line\n")
         writer.close()
         await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)
-        assert "0.1234" in screen.query_one("#curve-loss").plain
+        assert "held-out FVU 0.1234 " in screen.query_one("#curve-fvu").plain
         await wait_until(pilot, lambda: "a new line" in screen.query_one(LogPanel).plain, seconds=5)
 
 
@@ -305,9 +308,9 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
         for place, (label, fvu) in enumerate([*values.items(), ("k=8", 0.13)]):
             shown = f"{label} ({place % 3 + 1} of 3{', the best' * (label == 'k=8')})"
             assert shown in screen.query_one(Headline).plain
-            assert f"FVU {number(fvu)}" in screen.query_one(Headline).plain
-            assert f"{fvu}" in screen.query_one("#curve-fvu").plain
-            assert f"held-out {fvu + 0.05:.2f}" in screen.query_one("#curve-fvu").plain
+            assert f"held-out FVU {number(fvu + 0.05)}" in screen.query_one(Headline).plain
+            heading = screen.query_one("#curve-fvu").plain.splitlines()[0]
+            assert heading == f"held-out FVU {fvu + 0.05:.2f} · batch {fvu}"
             assert "m" in screen.active_bindings
             await pilot.press("m")
             await pilot.pause()
@@ -382,6 +385,56 @@ async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_ap
         await wait_until(pilot, lambda: not screen.query_one(SettingsPanel).display)
 
 
+async def test_what_auto_became_is_shown_and_enter_opens_the_settings_at_their_defaults(make_app, data) -> None:
+    config = dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}})[0])
+    job_id = record_job(data, "done", JobState.FINISHED, total_steps=521, attempt=1, config=config)
+    folder = data.run(job_id).attempt(1)
+    folder.mkdir(parents=True)
+    plan = Plan("single", 1, 1, 576, 576, 1, step_s=0.1, needs_bytes=1, lr={"": 0.013}, precision="fp32")
+    (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await pilot.press("i")
+        await pilot.pause()
+
+        def shown() -> list[str]:
+            return [" ".join(line.split()) for line in screen.query_one(SettingsPanel).plain.splitlines()]
+
+        assert {"lr 0.013 (auto)", "batch_size 576 = 521 steps (auto)"} <= set(shown())
+        assert not [line for line in shown() if line.startswith("seed")]
+        await pilot.press("enter")
+        await pilot.pause()
+        assert {"seed 0", "precision fp32 (auto)", "dead_after_tokens 30,009 (auto)"} <= set(shown())
+        await pilot.press("enter")
+        await pilot.pause()
+        assert not [line for line in shown() if line.startswith("seed")]
+
+
+async def test_the_first_curve_is_held_out_with_that_of_the_batches_dim_behind_it(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
+    data.run(job_id).create()
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        plot = screen.query_one("#curve-fvu")
+
+        async def styles_after(rows: list[Row], step: int) -> set[str]:
+            with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
+                writer.write(rows, Heartbeat("training", step, 400, 100 * step, 0.0))
+            await wait_until(pilot, lambda: str(step) in plot.plain.splitlines()[-1].split())
+            spans = [span for line in plot._lines for span in line]
+            return {style for text, style in spans if any(0x2800 < ord(char) < 0x2900 for char in text)}
+
+        assert await styles_after([Row("fvu", step, 0.4 - step / 1000) for step in (10, 50, 90)], 90) == {"dim"}
+        assert "~0.31 (batch)" in plot.plain.splitlines()[0]
+        assert "FVU ~0.31" in screen.query_one(Headline).plain
+        measured = [Row("heldout_fvu", 100, 0.38), Row("heldout_fvu", 200, 0.36), Row("fvu", 200, 0.2)]
+        assert await styles_after(measured, 200) == {"dim", "spark"}
+        assert plot.plain.splitlines()[0].strip() == "held-out FVU 0.36 · batch 0.2"
+        assert "held-out FVU 0.36" in screen.query_one(Headline).plain
+
+
 async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(make_app, data) -> None:
     job_id = record_job(data, "alive", JobState.RUNNING)
     data.run(job_id).create()
@@ -392,7 +445,7 @@ async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         heading, top, *_ = screen.query_one("#curve-dead_fraction").plain.splitlines()
-        assert heading.split() == ["dead", "fraction", "0.1%"]
+        assert heading == "dead 0.1% · in 1 tokens"
         assert top.split("┤")[0].strip() == "1%"
         assert not any(0x2800 < ord(char) < 0x2900 for char in top)
 
@@ -506,6 +559,6 @@ async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_ap
         await pilot.press("escape")
         assert app.screen is screen
         writer = SeriesWriter(data.run(job_id).metrics_db)
-        writer.write([Row("loss", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        writer.write([Row("heldout_fvu", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
         writer.close()
         await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)

@@ -42,12 +42,12 @@ async def opened(pilot) -> None:
     await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and plots(app) and plots(app)[0].plain)
 
 
-async def test_every_metric_is_there_the_loss_first_on_as_many_pages_as_it_takes(make_app, trained) -> None:
+async def test_every_metric_is_there_the_held_out_fvu_first_on_as_many_pages_as_it_takes(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)
         found = {metric.title for metric in metrics_of(app.session.detail, "")}
-        assert titles(app)[:2] == ["loss", "fvu"]
+        assert titles(app)[:2] == ["held-out FVU", "batch FVU"]
         assert len(plots(app)) == 12
         seen = set(titles(app))
         while not said(app).startswith(f"{len(seen) - len(titles(app)) + 1} to {len(found)} of"):
@@ -62,18 +62,18 @@ async def test_a_regular_expression_chooses_and_a_half_typed_one_hides_nothing(m
         await opened(pilot)
         await pilot.press(
             "slash",
-            *"^(loss|fvu",
+            *"(held-out|batch) F(vu",
         )
         await wait_until(pilot, lambda: "not a regular expression yet" in said(app))
         assert len(plots(app)) == 12
         await pilot.press(")", "$", "enter")
-        await wait_until(pilot, lambda: titles(app) == ["loss", "fvu"])
+        await wait_until(pilot, lambda: titles(app) == ["held-out FVU", "batch FVU"])
         await pilot.press("enter")
-        await wait_until(pilot, lambda: titles(app) == ["loss"])
+        await wait_until(pilot, lambda: titles(app) == ["held-out FVU"])
         await pilot.press("tab")
-        await wait_until(pilot, lambda: titles(app) == ["fvu"])
+        await wait_until(pilot, lambda: titles(app) == ["batch FVU"])
         await pilot.press("escape")
-        await wait_until(pilot, lambda: titles(app) == ["loss", "fvu"])
+        await wait_until(pilot, lambda: titles(app) == ["held-out FVU", "batch FVU"])
         await pilot.press("escape")
         assert isinstance(app.screen, JobScreen)
 
@@ -96,6 +96,15 @@ async def test_a_cursor_reads_out_the_same_step_everywhere_and_plus_shows_fewer_
         await wait_until(pilot, lambda: "steps" not in said(app))
         await pilot.press("right", "right", "right")
         await wait_until(pilot, lambda: plots(app)[0].plain.splitlines()[0] == newest)
+
+
+async def test_all_plots_have_the_same_steps_and_names_that_people_use(make_app, trained) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        # Held-out values begin at step 50, all others at step 10.
+        assert {tuple(plot.plain.splitlines()[-1].split()) for plot in plots(app)} == {("10", "200")}
+        assert not [title for title in titles(app) if "_" in title]
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (200, 60)])

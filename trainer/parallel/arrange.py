@@ -15,7 +15,8 @@ from trainer.contract.planning import memory, step_time
 from trainer.contract.planning.choose_mode import Place, Settled, settle
 from trainer.contract.planning.hardware import AUTO, CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.planning.plan import Plan
-from trainer.contract.planning.workload import Workload
+from trainer.contract.planning.rates import full_rate
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -167,4 +168,13 @@ def _plan(settled: Settled, speeds: Speeds, shares: Shares, model_why: str) -> P
         model_share=step_time.source_s(work, speeds) / settled.time.total_s,
         model_gpus=work.model_gpus,
         model_why=model_why,
+        lr={
+            label: full_rate(
+                Layout(member, work.ranks),
+                member.sae.width(work.shape.d_in),
+                is_transcoder=work.shape.d_out is not None,
+            )
+            for label, member in work.members.items()
+        },
+        precision=settled.job.train.precision,
     )

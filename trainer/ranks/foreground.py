@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
@@ -209,9 +210,7 @@ class Foreground:
             # A run that is to finish early has fewer; what an attempt before this one has written does not count.
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
-            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _bar_labels().items()}
-            shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
-            bar.set_postfix(shown, refresh=False)
+            bar.set_postfix(_shown_in_bar(latest), refresh=False)
             # While it prepares, a resumed run still counts from 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
@@ -266,14 +265,12 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
         return None, {}
 
 
-def _bar_labels() -> dict[str, str]:
-    """Return what the bar calls the metrics that it shows: by short names, since it has 80 columns."""
-    labels = {}
-    for name, series in key_metrics().items():
-        labels[name] = series.short or name
-        if name == CRITERION:
-            labels[held_out(name)] = "held-out"
-    return labels
+def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
+    """Return the values that the bar shows by short names, since it has 80 columns: the batch's FVU only at first."""
+    names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
+    fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
+    values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}
+    return {label: f"{value:.3g}" for label, value in values.items() if value is not None}
 
 
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:

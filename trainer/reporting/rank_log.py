@@ -13,7 +13,7 @@ import torch
 
 from trainer.activations.base import Source
 from trainer.contract.printable import printable_lines
-from trainer.contract.settings.series import LOSS, LR, log_words, result_metrics
+from trainer.contract.settings.series import LOSS, LR, held_out_metrics, log_words, result_metrics, title_of
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
@@ -58,7 +58,7 @@ def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: 
     """Return the line of a log interval; only those of `values` that have a place in the line are shown."""
     in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
-        f"{series.short or name} {log_words(values[name], series)}"
+        f"{series.short or (title_of(name) if name in held_out_metrics() else name)} {log_words(values[name], series)}"
         for name, series in in_order.items()
         if name in values
     ]

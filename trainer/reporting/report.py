@@ -13,7 +13,7 @@ from trainer.contract.runs.checkpoint_manifest import Best
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK
+from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
 from trainer.contract.store.metrics_store import Row
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, join_words, zero_rows
 from trainer.reporting import rank_log
@@ -136,7 +136,9 @@ class Report:
             self.values[label] |= values
             self._sae_rows(step, label, values)
             if self._is_main:
-                shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+                shown = "  ".join(
+                    f"{title_of(name)} {log_words(one, series_named(name))}" for name, one in values.items()
+                )
                 rank_log.say("  ".join([f"step {step}", *([label] if label else []), shown]))
 
     def how_far(self, step: int, best: Best | None, passes: float | None) -> None:

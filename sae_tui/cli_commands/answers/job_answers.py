@@ -41,7 +41,7 @@ _JOB: dict[str, tuple[object, str]] = {
     "eta_s": (float | None, "Time left, in s; null: it makes no steps, or it is not known yet."),
     "tokens": (int, "Tokens trained on; of an extraction rows stored."),
     "loss": (float | None, "Newest loss; null: none yet."),
-    **metrics(held_out=False),
+    **metrics(),
     "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
     "device": (word("cuda", "cpu"), "What it runs on."),
     "gpu_ids": (list_of(int), "Indices of its GPUs; none on the CPU, or before it has them."),

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from trainer.contract.planning.plan import Plan
+from trainer.contract.settings.job import dead_after
 from trainer.contract.settings.job_file import parse_any, to_table
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.sections import KINDS, section_knobs, words_of
@@ -21,13 +23,19 @@ _OVERRIDDEN_BY = {"sae.expansion_factor": "sae.d_sae", "train.n_tokens": "train.
 _EXACT_BELOW = 10_000
 
 
+Entries = tuple[tuple[str, str], ...]
+
+
 @functools.lru_cache(maxsize=16)
-def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
-    """Return (name, value) of a job's settings, the most telling first, and how many more are at their defaults."""
+def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
+    """Return (name, value) of a job's settings, the most telling first, and of the others, which are at their defaults.
+
+    `became` has by path what was settled on for settings that are "auto".
+    """
     raw = table_of(config)
     job, _ = parse_any(raw)
     if job is None:  # a setting of another version
-        return tuple((path, _word(value)) for path, value in _flat(raw)), 0
+        return tuple((path, _word(value)) for path, value in _flat(raw)), ()
     table = to_table(job)
     settings = {path: (value, default) for path, value, default in _settings(table, job.kind)}
     hidden = {less for less, path in _OVERRIDDEN_BY.items() if path in settings and settings[path][0] is not None}
@@ -36,8 +44,30 @@ def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
         path for path, (value, default) in settings.items() if value != default and path not in {*leading, *hidden}
     ]
     names = Counter(path.partition(".")[2] for path in settings)
-    shown = [(_name(path, names), _word(settings[path][0])) for path in (*leading, *changed)]
-    return tuple(shown), sum(value == default for path, (value, default) in settings.items() if path not in leading)
+    others = [path for path, (value, default) in settings.items() if value == default and path not in leading]
+    found = dict(became)
+
+    def entry(path: str) -> tuple[str, str]:
+        value = settings[path][0]
+        return _name(path, names), f"{found[path]} (auto)" if value == "auto" and path in found else _word(value)
+
+    return tuple(map(entry, (*leading, *changed))), tuple(map(entry, others))
+
+
+def settled(plan: Plan | None, total_steps: int | None) -> Entries:
+    """Return by path what the ranks of a job settled on for settings that may be "auto"."""
+    if plan is None:
+        return ()
+    found = {"parallel.mode": plan.mode}
+    if rates := sorted(set(plan.lr.values())):
+        found["train.lr"] = "…".join(f"{rate:.2g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+    steps = f" = {total_steps:,} steps" if total_steps else ""
+    found["train.batch_size"] = f"{plan.tokens_per_step:,}{steps}"
+    if total_steps:
+        found["sae.dead_after_tokens"] = f"{dead_after('auto', total_steps * plan.tokens_per_step):,}"
+    if plan.precision:
+        found["train.precision"] = plan.precision
+    return tuple(found.items())
 
 
 def _name(path: str, names: Counter[str]) -> str:

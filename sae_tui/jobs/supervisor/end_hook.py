@@ -24,7 +24,8 @@ def run_hook(data: DataDir, job: Job) -> None:
         "STATE": job.state,
         "ERROR": job.error or "",
         "STEP": job.step,
-        "FVU": "" if job.fvu is None else f"{job.fvu:.6g}",
+        "FVU": _word(job.heldout_fvu),
+        "BATCH_FVU": _word(job.fvu),
         "OUTPUT": job.output_path or "",
         "RUN_DIR": data.run(job.id).root,
     }
@@ -39,3 +40,7 @@ def run_hook(data: DataDir, job: Job) -> None:
             note(f"on_job_end ended with exit code {done.returncode}")
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         note(f"on_job_end: {error}")
+
+
+def _word(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -13,7 +13,7 @@ from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, describe_state, is_ranked
-from sae_tui.jobs.view.reader import newest_value
+from sae_tui.jobs.view.reader import judged_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.series import CRITERION, LOSS, key_metrics
@@ -138,9 +138,11 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
     is_quality = series.better is not None
 
     def key(job: Job) -> tuple[bool, bool, float]:
-        value = newest_value(job, name)
+        value, is_of_batch = judged_value(job, name)
+        # A value of the last batches is lower than the held-out one will be: the two are never compared.
+        known = None if is_of_batch else value
         # What has not finished comes after all that has.
-        return value is None, is_quality and not is_ranked(job), sign * (value or 0.0)
+        return known is None, is_quality and not is_ranked(job), sign * (known or 0.0)
 
     return _by(key)
 

@@ -11,11 +11,12 @@ import msgspec
 from sae_tui.jobs.cards.availability import Holders, holders
 from sae_tui.jobs.evaluation.outcome import ENDS
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.view.shape import d_sae_words, k_words
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.log_tail import tail
-from trainer.contract.settings.series import result_metrics
+from trainer.contract.settings.series import held_out, held_out_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
@@ -38,7 +39,8 @@ class JobView(Job, frozen=True, kw_only=True):
 
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
     `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
-    of metrics that the row has no column for, by name.
+    of metrics that the row has no column for, by name. `k` and `d_sae` are as people read them, of a sweep from the
+    lowest to the highest.
     """
 
     phase: str = ""
@@ -48,6 +50,8 @@ class JobView(Job, frozen=True, kw_only=True):
     stop_requested: bool = False
     best_sae: str = ""
     others: Mapping[str, float] = {}
+    k: str = ""
+    d_sae: str = ""
 
 
 def newest_value(job: Job, name: str) -> float | None:
@@ -58,9 +62,25 @@ def newest_value(job: Job, name: str) -> float | None:
     return job.others.get(name) if isinstance(job, JobView) else None
 
 
+def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
+    """Return the value of a metric that a job is judged by, and whether it is only that of the last batches.
+
+    That is the case before the first evaluation: from then on it is the held-out one where there is such a metric.
+    """
+    if name not in held_out_metrics():
+        return newest_value(job, name), False
+    measured = newest_value(job, held_out(name))
+    return (newest_value(job, name), True) if measured is None else (measured, False)
+
+
 def _without_column() -> list[str]:
     """Return the metrics whose newest values are in a run's own store alone."""
-    return [name for name in result_metrics() if name not in VALUE_COLUMNS]
+    return [name for name in measured_names() if name not in VALUE_COLUMNS]
+
+
+def _lacks_held_out(job: Job) -> bool:
+    """Tell whether the row of a job may lack a held-out value that its run has: an older version recorded none."""
+    return job.fvu is not None and job.heldout_fvu is None
 
 
 class JobsReader:
@@ -117,16 +137,17 @@ class JobsReader:
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that does not run: its row.
 
-        For a sweep it has the best SAE too, and for a metric without a column its value: the run is read once.
+        For a sweep it has the best SAE too, and for a metric without a column its value, and for a job of an older
+        version its held-out values: the run is read once.
         """
-        is_sweep = bool(labels(job.config))
-        if not is_sweep and not _without_column():
+        is_by_run = bool(labels(job.config)) or _lacks_held_out(job)
+        if not is_by_run and not _without_column():
             return _view(job, None, False)
         live = LiveRun(self._data.run(job.id))
         live.poll()
         live.close()
         return msgspec.structs.replace(
-            _view(job, live if is_sweep else None, False), others=live.values(_without_column())
+            _view(job, live if is_by_run else None, False), others=live.values(_without_column())
         )
 
     def _read(self, control: Control | None) -> None:
@@ -279,4 +300,6 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
         stop_requested=asked,
         best_sae=live.best_sae if live else "",
         others=live.values(_without_column()) if live else {},
+        k=k_words(job.config),
+        d_sae=d_sae_words(job.config, job.d_in),
     )

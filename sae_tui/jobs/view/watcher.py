@@ -15,6 +15,7 @@ from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.planning.plan import Plan, read_plan
 from trainer.contract.store.metrics_store import Point
 from trainer.contract.store.rows import Event
 
@@ -33,6 +34,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     log: tuple[str, ...]
     log_rank: int
     postmortem: Postmortem | None = None
+    plan: Plan | None = None  # what its ranks settled on
     energy: str = ""  # what its GPUs took, in words
     member: str = ""  # the SAE of a sweep that is shown, by its label; "" for a run of one
 
@@ -123,7 +125,9 @@ class Watcher:
             return False
         series = {key: tuple(points) for key, points in reader.series.items()}
         postmortem = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
-        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem)
+        view = reader.view
+        plan = read_plan(self._data.run(view.id).attempt(view.attempt) / "plan.json")
+        self.detail = JobDetail(view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem, plan)
         return True
 
     def _with_idle(self, held: Holders) -> Holders:

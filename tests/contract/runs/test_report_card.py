@@ -52,7 +52,7 @@ def test_a_card_of_an_older_version_lacks_what_is_new(tmp_path: Path) -> None:
     (tmp_path / CARD).write_text(json.dumps(table))
     read = read_card(tmp_path)
     assert read
-    assert told(read)["latents"].startswith("2.0% dead, ")
+    assert told(read)["latents"].startswith("2.0% did not fire in 1,000 rows, ")
     assert told(read)["CE score"].startswith("0.9500: ")
 
 
@@ -66,7 +66,7 @@ def test_a_damaged_card_is_as_none(tmp_path: Path, content: str) -> None:
 def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() -> None:
     one = told(card(rare=None))
     assert one["FVU"] == "0.2500 ± 0.0100, median row 0.2400"
-    assert one["latents"] == "2.0% ± 0.5% dead, – rare, 10.0% > 1 %, 1.0% > 10 %"
+    assert one["latents"] == "2.0% ± 0.5% did not fire in 1,000 rows, – rare, 10.0% > 1 %, 1.0% > 10 %"
     assert one["CE score"].startswith("0.9500 ± 0.0040: ")
     assert one["KL score"].startswith("0.9600 ± 0.0030: ")
     assert "12.5% rare" in told(card(rare=0.125))["latents"]

@@ -3,6 +3,8 @@ from __future__ import annotations
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import (
     CRITERION,
+    PER_RANK,
+    curves,
     held_out,
     held_out_metrics,
     key_metrics,
@@ -10,6 +12,7 @@ from trainer.contract.settings.series import (
     measured_names,
     result_metrics,
     series_named,
+    title_of,
     with_held_out,
 )
 from trainer.contract.store.rows import VALUE_COLUMNS, Job
@@ -18,10 +21,10 @@ from trainer.contract.store.rows import VALUE_COLUMNS, Job
 def test_results_have_the_order_and_the_names_that_scripts_rely_on() -> None:
     assert list(result_metrics()) == ["fvu", "l0", "dead_fraction"]
     assert list(key_metrics()) == ["fvu", "l0"]
-    assert measured_names() == ["fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0"]
+    assert measured_names() == ["heldout_fvu", "fvu", "heldout_l0", "l0", "dead_fraction"]
     assert [with_held_out(name) for name in result_metrics()] == [
-        ["fvu", "heldout_fvu"],
-        ["l0", "heldout_l0"],
+        ["heldout_fvu", "fvu"],
+        ["heldout_l0", "l0"],
         ["dead_fraction"],
     ]
 
@@ -35,7 +38,28 @@ def test_values_are_written_by_the_format_of_their_metric_also_where_held_out() 
     words = [log_words(0.12345, series_named(name)) for name in ("fvu", held_out("fvu"), "dead_fraction", "grad_norm")]
     assert words == ["0.1235", "0.1235", "12.3%", "0.1235"]
     assert log_words(31.96, series_named("l0")) == "32.0"
-    assert series_named("grad_norm").title == "grad_norm"
+
+
+def test_people_never_read_the_name_of_a_series_in_the_store() -> None:
+    names = ("fvu", "heldout_fvu", "heldout_fvu_error", "heldout_l0@k=16", "dead_fraction", "busy_ms", "of_a_plugin")
+    assert [title_of(name) for name in names] == [
+        "batch FVU",
+        "held-out FVU",
+        "held-out FVU, standard error",
+        "held-out L0, k=16",
+        "dead",
+        "computing, ms",
+        "of_a_plugin",
+    ]
+    assert not [name for name in (*measured_names(), *curves(), *PER_RANK) if "_" in title_of(name)]
+
+
+def test_curves_that_show_nothing_new_of_any_sae_of_a_job_are_left_out() -> None:
+    assert list(curves(["topk"])) == ["fvu", "dead_fraction", "tokens_per_s", "lr"]
+    assert list(curves(["batch_topk"])) == ["fvu", "l0", "dead_fraction", "tokens_per_s", "lr"]
+    assert curves(["topk", "jumprelu"]) == curves(["gated"]) == curves() == curves(["of_a_plugin"])
+    assert list(curves())[:2] == ["fvu", "l0"]
+    assert {"loss", "lr"} <= curves().keys()
 
 
 def test_no_metric_is_called_like_another_column_of_a_job() -> None:

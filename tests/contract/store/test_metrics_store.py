@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.contract.store.database import StoreError
-from trainer.contract.store.metrics_store import Heartbeat, Point, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, Point, Row, SeriesReader, SeriesWriter, best_sae
 from trainer.contract.store.rows import Event
 
 
@@ -301,3 +301,10 @@ def test_rows_beyond_where_a_run_resumes_are_forgotten_and_every_roll_up_adds_up
                 assert reader.history(name, rank, most=most) == expected.history(name, rank, most=most)
         heartbeat = reader.heartbeat()
     assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)
+
+
+def test_the_best_sae_of_a_sweep_is_the_best_one_on_held_out_data() -> None:
+    batches = {"fvu": 0.3, "fvu@a": 0.3, "fvu@b": 0.1}
+    assert best_sae(batches) == "b"
+    assert best_sae(batches | {"heldout_fvu@a": 0.31, "heldout_fvu@b": 0.4}) == "a"
+    assert best_sae({"fvu": 0.3, "heldout_fvu": 0.4}) == best_sae({}) == ""

@@ -10,15 +10,16 @@ from trainer.contract.store.states import JobState
 
 
 def end(box, command: list[str]) -> None:
-    job = box.job(box.record("two words", state=JobState.FINISHED, step=10))
+    job = box.job(box.record("two words", state=JobState.FINISHED, step=10, fvu=0.08, heldout_fvu=0.1341))
     save_settings(box.data.settings_file, Settings(on_job_end=command))
     run_hook(box.data, job)
 
 
 def test_a_command_learns_from_its_environment_which_job_ended_and_how(box):
-    asked = "$SAE_TUI_JOB_ID $SAE_TUI_JOB_NAME $SAE_TUI_JOB_STATE $SAE_TUI_JOB_STEP $SAE_TUI_JOB_FVU. $SAE_TUI_DATA_DIR"
-    end(box, ["sh", "-c", f'echo "{asked}" >told'])
-    assert (box.data.root / "told").read_text() == f"1 two words finished 10 . {box.data.root}\n"
+    names = ("ID", "NAME", "STATE", "STEP", "FVU", "BATCH_FVU", "ERROR")
+    asked = "|".join(f"$SAE_TUI_JOB_{name}" for name in names)
+    end(box, ["sh", "-c", f'echo "{asked}|$SAE_TUI_DATA_DIR" >told'])
+    assert (box.data.root / "told").read_text() == f"1|two words|finished|10|0.1341|0.08||{box.data.root}\n"
 
 
 @pytest.mark.parametrize(

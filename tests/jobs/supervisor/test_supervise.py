@@ -45,6 +45,7 @@ def test_a_job_runs_to_its_end_and_leaves_a_complete_account(box):
     job = box.wait_ended(job_id)
     assert (job.state, job.error, job.step, job.total_steps, job.tokens) == (JobState.FINISHED, None, 20, 20, 2000)
     assert (job.loss, job.fvu, job.l0, job.tokens_per_s) == (1 / 20, 0.5, 32.0, 1000.0)
+    assert (job.heldout_fvu, job.heldout_l0) == (0.75, 36.5)
     assert (job.d_in, job.d_out, job.peak_memory_bytes) == (8, None, 20 * 2**20)
     expected = memory.estimate(workload(box.config(), 8, 2, n_tokens=4096)).total
     assert job.estimated_memory_bytes == expected

@@ -28,10 +28,20 @@ def ids(jobs: list[Job]) -> list[int]:
 
 
 JOBS = [
-    job(1, "MiniLM base", tags=("good", "paper"), state=JobState.FINISHED, fvu=0.3, l0=32.0, loss=3.0),
-    job(2, "minilm wide", tags=("goodish",), state=JobState.FAILED, user="bob", fvu=0.1, loss=5.0),
-    job(3, "gpt2", note="minilm was better", state=JobState.RUNNING, config=SWEEP, fvu=0.2, l0=8.0),
-    job(4, "Gemma", state=JobState.QUEUED, queued=20.0),
+    job(
+        1,
+        "MiniLM base",
+        tags=("good", "paper"),
+        state=JobState.FINISHED,
+        fvu=0.2,
+        heldout_fvu=0.3,
+        l0=32.0,
+        heldout_l0=36.0,
+        loss=3.0,
+    ),
+    job(2, "minilm wide", tags=("goodish",), state=JobState.FAILED, user="bob", heldout_fvu=0.1, loss=5.0),
+    job(3, "gpt2", note="minilm was better", state=JobState.RUNNING, config=SWEEP, heldout_fvu=0.2, heldout_l0=8.0),
+    job(4, "Gemma", state=JobState.QUEUED, queued=20.0, fvu=0.01, l0=1.0),
     job(12, "gemma 4", state=JobState.QUEUED, queued=30.0, priority=5),
 ]
 
@@ -80,6 +90,11 @@ def test_an_order_puts_low_values_of_finished_jobs_first_and_jobs_without_one_la
     assert ids(find(JOBS, by=by)) == found
 
 
+def test_a_batch_s_fvu_is_never_sorted_among_held_out_ones() -> None:
+    jobs = [job(1, fvu=0.01), job(2, fvu=0.05, heldout_fvu=0.3), job(3), job(4, fvu=0.2, heldout_fvu=0.25)]
+    assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
+
+
 def test_an_order_that_there_is_not_names_those_there_are() -> None:
     with pytest.raises(UserError, match="newest, name, state, fvu"):
         find(JOBS, by="speed")
@@ -104,7 +119,7 @@ def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) ->
     st.sampled_from(list(orders())),
 )
 def test_every_order_keeps_all_jobs_and_is_the_same_from_any_start(values, by) -> None:
-    jobs = [job(number, fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]
+    jobs = [job(number, heldout_fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]
     matches = find(jobs, by=by)
     assert sorted(ids(matches)) == ids(jobs)
     assert find(jobs[::-1], by=by) == matches

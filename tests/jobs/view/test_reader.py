@@ -15,7 +15,7 @@ from sae_tui.jobs.evaluation.outcome import DONE, FAILED, STARTED
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
-from sae_tui.jobs.view.reader import MOST_POINTS, JobReader, JobsReader
+from sae_tui.jobs.view.reader import MOST_POINTS, JobReader, JobsReader, judged_value
 from sae_tui.jobs.view.sweeps import in_order, labels
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs import log_tail
@@ -104,8 +104,10 @@ def sweep(box, **fields):
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
     values = {"fvu": 0.2184, "loss": 3.0, "l0": 8.0, "tokens_per_s": 500.0}
-    for label, fvu in {"k=8": 0.2184, "k=16": 0.18, "k=32": 0.1463}.items():
+    # The one that has learnt its batches best, k=16, is not the best one.
+    for label, fvu, held_out in (("k=8", 0.2184, 0.23), ("k=16", 0.05, 0.3), ("k=32", 0.1463, 0.15)):
         values |= {f"fvu@{label}": fvu, f"loss@{label}": 10 * fvu, f"l0@{label}": float(label[2:])}
+        values |= {f"heldout_fvu@{label}": held_out, f"heldout_l0@{label}": float(label[2:]) + 1}
     with contextlib.closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
         rows = [Row(name, 5, value) for name, value in values.items()]
         writer.write(rows, Heartbeat("finished", 5, 10, 500, time.time()))
@@ -119,6 +121,7 @@ def test_the_best_sae_of_a_sweep_stands_for_it_also_where_another_was_stored(box
     detail.poll()
     for view in (*reader.jobs, detail.view):
         assert (view.fvu, view.loss, view.l0, view.tokens_per_s) == (0.1463, 1.463, 32.0, 500.0)
+        assert (view.heldout_fvu, view.heldout_l0, view.k) == (0.15, 33.0, "8…32")
         assert view.best_sae == "k=32"
     shutil.rmtree(box.data.run(job_id).root)
     again = JobsReader(box.data)
@@ -128,10 +131,25 @@ def test_the_best_sae_of_a_sweep_stands_for_it_also_where_another_was_stored(box
 
 def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
     swept = sweep(box, fvu=0.2184)
-    other = box.record(fvu=0.2)
+    other = box.record(fvu=0.01, heldout_fvu=0.2)
     reader = JobsReader(box.data)
     reader.poll()
     assert [job.id for job in find(reader.jobs, by="fvu")] == [swept, other]
+
+
+def test_a_job_that_an_older_version_finished_shows_the_held_out_values_of_its_run(box):
+    old = box.record(fvu=0.08, l0=32.0, step=500, state=JobState.FINISHED)
+    box.data.run(old).create()
+    with contextlib.closing(SeriesWriter(box.data.run(old).metrics_db)) as writer:
+        rows = [Row("fvu", 500, 0.08), Row("heldout_fvu", 500, 0.134), Row("heldout_l0", 500, 36.4)]
+        writer.write(rows, Heartbeat("finished", 500, 500, 64_000, time.time()))
+    without = box.record(fvu=0.01, state=JobState.FINISHED)
+    reader = JobsReader(box.data)
+    reader.poll()
+    views = {view.id: view for view in reader.jobs}
+    assert (views[old].fvu, views[old].heldout_fvu, views[old].heldout_l0) == (0.08, 0.134, 36.4)
+    assert [judged_value(views[job_id], "fvu") for job_id in (old, without)] == [(0.134, False), (0.01, True)]
+    assert [judged_value(views[job_id], "l0") for job_id in (old, without)] == [(36.4, False), (None, True)]
 
 
 def test_the_saes_of_a_sweep_are_in_the_order_of_its_file_or_else_by_size(box):

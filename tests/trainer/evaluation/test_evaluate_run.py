@@ -136,7 +136,7 @@ def test_a_model_card_tells_no_path_of_this_machine_and_where_nothing_is_left_ou
     assert "rows of more than" not in card
     figures = json.loads((run / "sae" / "card.json").read_text())["figures"]
     assert figures["rare"] is None
-    assert "dead, – rare, " in card
+    assert " rows, – rare, " in card
 
 
 def test_a_card_of_a_sweep_has_each_sae_and_leaves_a_strangers_readme_alone(

@@ -24,7 +24,7 @@ _SPEED = {
 }
 _NOTES = (list_of(str), "What a reader should know of it.")
 
-_SAE_OF_A_SWEEP = fields("SAE of a sweep", {"output_path": _OUTPUT} | metrics(held_out=True))
+_SAE_OF_A_SWEEP = fields("SAE of a sweep", {"output_path": _OUTPUT} | metrics())
 _RUN = fields(
     "Result of a run",
     {
@@ -33,7 +33,7 @@ _RUN = fields(
         "steps": (int | None, "Steps made; null: none was recorded."),
         "tokens": (int | None, "Tokens trained on; null: none was recorded."),
         "tokens_per_s": (float | None, "Tokens per second; null: not measured."),
-        **metrics(held_out=True),
+        **metrics(),
         "outlier_fraction": (float | None, "Share of rows of enormous norm, left out (0 to 1); null: not measured."),
         "not_finite_fraction": (float | None, "Share of rows that are not finite, left out; null: not measured."),
         **HOW_FAR,
@@ -182,6 +182,8 @@ _PLAN = typed(
         "text_parts": "Parts that the text is read in.",
         "model_gpus": "GPUs that only run a language model.",
         "model_why": 'Why so many; "": nothing to say.',
+        "lr": "Full learning rate of each SAE, by its label.",
+        "precision": 'Precision of the products; "": not settled.',
     },
 )
 _BENCH = fields(

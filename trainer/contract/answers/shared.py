@@ -11,7 +11,7 @@ from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
 from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Probing, Spliced, TextRows
 from trainer.contract.settings.catalog import METRICS
-from trainer.contract.settings.series import HELD_OUT, measured_names, result_metrics
+from trainer.contract.settings.series import HELD_OUT, measured_names
 
 Described = dict[str, tuple[Any, str]]
 FAILURE = typed(
@@ -43,15 +43,15 @@ REFUSAL = whole(
 def metric_words(name: str) -> str:
     """Return what a series of results is, in words."""
     metric = name.removeprefix(HELD_OUT)
-    series, where = METRICS[metric].series, ", on held-out data" if name != metric else ""
-    unit = " (0 to 1)" if series.is_share else f" ({series.unit})" if series.unit else ""
-    return f"{series.title}{unit}{where}; null: not measured."
+    entry, is_held_out = METRICS[metric], name != metric
+    unit = " (0 to 1)" if entry.series.is_share else f" ({entry.series.unit})" if entry.series.unit else ""
+    where = ", on held-out data" if is_held_out else ", of the last batches" if entry.held_out else ""
+    return f"{entry.summary.removesuffix('.')}{unit}{where}; null: not measured{' yet' * is_held_out}."
 
 
-def metrics(*, held_out: bool) -> Described:
+def metrics() -> Described:
     """Return the metrics of an SAE by name."""
-    names = measured_names() if held_out else list(result_metrics())
-    return {name: (float | None, metric_words(name)) for name in names}
+    return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
 # What both commands that import an SAE answer beside the rest.
@@ -90,7 +90,7 @@ _FIGURES = typed(
         "l2_ratio": "Norm of the reconstruction over that of the row, on average; null: not defined.",
         "relative_reconstruction_bias": "Scale by which reconstructions fit best, below 1 where they shrink; null: not"
         " defined.",
-        "dead": "Share of latents that never fired (0 to 1); null: not defined.",
+        "dead": "Share of latents that did not fire on these rows (0 to 1); null: not defined.",
         "dead_error": "Its standard error; null: not defined.",
         "rare": "Share of latents that fire on fewer than one row in 100,000 (0 to 1); null: fewer rows were measured.",
         "dense_1": "Share of latents that fire on more than 1 % of the rows (0 to 1); null: not defined.",

@@ -41,6 +41,9 @@ class Plan(msgspec.Struct, frozen=True):
     text_parts: Count = 1
     model_gpus: Count = 0
     model_why: str = ""
+    # What the job's settings came to: the full learning rate of each SAE by its label, and the precision.
+    lr: dict[str, Share] = {}
+    precision: str = ""
 
     def sentence(self) -> str:
         """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""

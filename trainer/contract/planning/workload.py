@@ -13,7 +13,7 @@ import msgspec
 
 from trainer.contract.planning.hardware import CPU, auto_precision, usual_capability
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
+from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train, dead_after
 from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import DataShape
@@ -91,13 +91,12 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def dead_after_tokens(self) -> int:
-        """After how many silent tokens a latent counts as dead: 10 million, or a tenth of a short run."""
+        """After how many silent tokens a latent counts as dead."""
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
         """Return after how many silent tokens a latent counts as dead in a run of so many steps."""
-        asked = self.job.sae.dead_after_tokens
-        return min(10_000_000, steps * self.tokens_per_step // 10) if asked == "auto" else asked
+        return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property
     def chooses_latents(self) -> bool:

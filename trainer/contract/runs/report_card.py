@@ -318,7 +318,7 @@ def summary(card: Card) -> str:
     one = card.figures
     missed = f" ({asked_l0(one.l0, card.target_l0)})" if abs(l0_miss(one.l0, card.target_l0)) > MOST_L0_MISS else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
-    latents = f"{one.dead:.1%} never fire, {one.dense_10:.1%} dense"
+    latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
     all_notes = (_of_dimensions(card), card.data.heavy, copies_sentence(card.data.copies), _of_zero_rows(card.data))
     unfinished = card.training.unfinished if card.training else ""
     notes = "".join(f"; {note}" for note in (*all_notes, unfinished) if note)
@@ -360,7 +360,8 @@ def facts(card: Card) -> list[tuple[str, str]]:
     """Return each figure with its name, as people read them."""
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
-    dead, rare = _with_error(one.dead, one.dead_error, ".1%"), _known(one.rare, ".1%")
+    silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
+    rare = _known(one.rare, ".1%")
     over = clustered(one.n_clusters, one.clustered_by)
     told = [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
@@ -369,7 +370,8 @@ def facts(card: Card) -> list[tuple[str, str]]:
         ("cosine", f"{one.cosine:.4f}"),
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        ("latents", f"{dead} dead, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
+        # Only a training sees enough rows to call a latent dead.
+        ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),

@@ -49,6 +49,8 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
     # and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
     dense_matrices: float = 0
     dense_weights: float = 0
+    # Curves that show nothing new of it: a loss that is the FVU, an L0 that is set.
+    redundant_curves: tuple[str, ...] = ()
 
 
 class FollowingRates(msgspec.Struct, frozen=True):
@@ -166,6 +168,7 @@ ARCHITECTURES = {
         # sparsify's; SAELens knows none with k latents per token.
         transcodes="one width",
         encoder_follows=True,
+        redundant_curves=("loss", "l0"),
     ),
     "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
@@ -173,6 +176,7 @@ ARCHITECTURES = {
         architectures.BatchTopKKnobs,
         per_batch=True,
         encoder_follows=True,
+        redundant_curves=("loss",),
     ),
     "matryoshka_batch_topk": ArchitectureEntry(
         "trainer.saes.matryoshka:MatryoshkaBatchTopK",
@@ -294,9 +298,9 @@ METRICS = {
     ),
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
-        "Share of latents that count as dead.",
+        "Share of latents that have not fired within the tokens after which they count as dead.",
         # The axis goes up to 1 % at least: one dead latent of thousands must not look like a cliff.
-        Series("dead fraction", "dead", better="lower", format=".1%", curve=Axis(least_top=0.01), prominence="result"),
+        Series("dead", "dead", better="lower", format=".1%", curve=Axis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",

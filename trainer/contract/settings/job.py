@@ -95,6 +95,11 @@ class Data(msgspec.Struct, frozen=True):
         return wanted if wanted >= world_size else 0
 
 
+def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
+    """Return after how many silent tokens a latent is dead; auto: 10 million, or a tenth of a short run."""
+    return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
+
+
 class Sae(msgspec.Struct, frozen=True):
     """The dictionary to learn."""
 

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trainer.contract import wording
-from trainer.contract.settings.catalog import METRICS, Axis, MetricEntry, Series
+from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, Axis, MetricEntry, Series
 
 # The metric by which runs, checkpoints and the SAEs of a sweep are judged.
 CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
-LR = Series("learning rate", format=".1e", curve=None, prominence="result")
+LR = Series("learning rate", format=".1e", prominence="result")
+TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
+_OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
+# How other series are called that a run stores: parts of its loss, and what was measured of the run itself.
+_TITLES = {
+    "mse": "squared error",
+    "inner_mse": "squared error of the inner SAEs",
+    "auxk": "AuxK loss",
+    "sparsity": "sparsity loss",
+    "gate_l1": "L1 loss of the gate",
+    "gate_mse": "squared error of the gate",
+    "grad_norm": "gradient norm",
+    "skipped_steps": "skipped steps",
+    "outlier_fraction": "outliers left out",
+    "not_finite_fraction": "rows left out as not finite",
+    "memory_bytes": "memory of the fullest rank, bytes",
+    "step_ms": "step, ms",
+    "expected_step_ms": "step as expected, ms",
+    "busy_ms": "computing, ms",
+    "data_ms": "waiting for data, ms",
+    "rank_tokens_per_s": "tokens/s of the rank",
+    "rank_memory_bytes": "memory of the rank, bytes",
+}
 HELD_OUT = "heldout_"
+# What marks a value of the last batches where a held-out one is expected: the run has not been evaluated yet.
+OF_BATCH = "~"
 # Series with a value for every rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
@@ -42,25 +68,44 @@ def key_metrics() -> dict[str, Series]:
     return {name: series for name, series in result_metrics().items() if series.prominence == "key"}
 
 
-def curves() -> dict[str, Series]:
-    """Return the series of which a job's screen has a curve, in the order in which it has them."""
-    return {"loss": LOSS, **{name: entry.series for name, entry in METRICS.items() if entry.series.curve}}
+def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
+    """Return the series of which a job's screen has a curve, the most telling first.
+
+    Of a job with SAEs of these architectures, those that show nothing new of any of them are left out.
+    """
+    of_metrics = {name: entry.series for name, entry in METRICS.items() if entry.series.curve}
+    redundant = [set(ARCHITECTURES[name].redundant_curves) for name in architectures if name in ARCHITECTURES]
+    left_out = set.intersection(*redundant) if redundant else set()
+    found = {CRITERION: of_metrics.pop(CRITERION), **of_metrics, **_OTHERS}
+    return {name: series for name, series in found.items() if name not in left_out}
 
 
 def measured_names() -> list[str]:
-    """Return the names of all results of an SAE: its metrics, and these on held-out data."""
-    return [*result_metrics(), *(held_out(name) for name in held_out_metrics())]
+    """Return the names of all results of an SAE: its metrics, before each that on held-out data where there is one."""
+    return [each for name in result_metrics() for each in with_held_out(name)]
 
 
 def with_held_out(name: str) -> list[str]:
-    """Return the name of a metric and, where it is measured on held-out data too, the name of that."""
-    return [name, held_out(name)] if name in held_out_metrics() else [name]
+    """Return the name of a metric, after that of its values on held-out data where there are any."""
+    return [held_out(name), name] if name in held_out_metrics() else [name]
 
 
 def series_named(name: str) -> Series:
     """Return the series that is stored by this name; a plain one where no metric is called so."""
     entry = METRICS.get(name.removeprefix(HELD_OUT))
-    return entry.series if entry else Series(name, curve=None, prominence="minor")
+    if entry:
+        return entry.series
+    return _OTHERS.get(name) or Series(_TITLES.get(name, name), curve=None, prominence="minor")
+
+
+def title_of(name: str) -> str:
+    """Return how people read the name of a series in the store: `fvu` is `batch FVU`, `heldout_fvu` `held-out FVU`."""
+    base, _, label = name.partition("@")
+    is_error = base.endswith(ERROR)
+    base = base.removesuffix(ERROR) if is_error else base
+    where = "held-out " if base.startswith(HELD_OUT) else "batch " if base in held_out_metrics() else ""
+    title = f"{where}{series_named(base).title}{', standard error' if is_error else ''}"
+    return f"{title}, {label}" if label else title
 
 
 def log_words(value: float, series: Series) -> str:

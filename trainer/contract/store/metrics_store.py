@@ -216,9 +216,17 @@ class SeriesReader:
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
-    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE, and while nothing is measured."""
-    fvu = {name.removeprefix("fvu@"): value for name, value in latest.items() if name.startswith("fvu@")}
+    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE, and while nothing is measured.
+
+    The FVU is held out; that of the last batches decides only while no SAE has another.
+    """
+    fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
     return min(fvu, key=fvu.__getitem__, default="")
+
+
+def _of_saes(latest: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return the newest values of a metric by the label of the SAE."""
+    return {key.removeprefix(f"{name}@"): value for key, value in latest.items() if key.startswith(f"{name}@")}
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:

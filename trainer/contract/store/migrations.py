@@ -98,6 +98,12 @@ def control_005(db: Database) -> None:
         db.table("jobs").add_column(name, float)
 
 
+def control_006(db: Database) -> None:
+    """Add a job's newest values on held-out data."""
+    for name in ("heldout_fvu", "heldout_l0"):
+        db.table("jobs").add_column(name, float)
+
+
 def metrics_001(db: Database) -> None:
     """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -137,7 +143,7 @@ def gpu_002(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005),
+    "control": (control_001, control_002, control_003, control_004, control_005, control_006),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }

@@ -18,7 +18,7 @@ _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
 # The columns that hold newest values of a run; those of other series stay in the run's own store.
-VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
+VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu", "heldout_l0")
 R = TypeVar("R")
 
 # Bounds of what a row may hold: code that uses the values, like the calendar for times, would fail beyond them.
@@ -99,6 +99,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     energy_s: Duration | None = None
     energy_known_s: Duration | None = None
     energy_counted_s: Duration | None = None
+    # Of rows that no step has seen; `fvu` and `l0` are of the last batches.
+    heldout_fvu: float | None = None
+    heldout_l0: float | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.settings.series import held_out, held_out_metrics, title_of
 from trainer.reporting.mirrors.base import Mirror, MirroredRun
+
+# The heading of the charts that TensorBoard shows under Custom Scalars.
+HEADLINE = "held out"
 
 
 class TensorBoard(Mirror):
@@ -24,6 +29,11 @@ class TensorBoard(Mirror):
             label: SummaryWriter(str(self._folder / _as_folder(label)), purge_step=purge) for label in run.settings
         }
 
+        for writer in self._writers.values():
+            writer.add_custom_scalars(
+                {HEADLINE: {title_of(held_out(name)): _pair(name) for name in held_out_metrics()}}
+            )
+
     @property
     def place(self) -> str:
         return f"tensorboard --logdir {self._folder}"
@@ -39,6 +49,11 @@ class TensorBoard(Mirror):
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def _pair(name: str) -> list[Any]:
+    """Return a chart with the held-out values of a metric and those of batches."""
+    return ["Multiline", [held_out(name), name]]
 
 
 def _as_folder(label: str) -> str:

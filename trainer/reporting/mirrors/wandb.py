@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.reporting.mirrors.base import PROJECT, Mirror, MirroredRun
 
 
@@ -52,6 +53,9 @@ class WandB(Mirror):
                 settings=settings,
             )
 
+            if table.get("data", {}).get("held_out_tokens") != 0:
+                _put_first(self._runs[label])
+
     @property
     def place(self) -> str:
         first = next(iter(self._runs.values()))
@@ -68,6 +72,13 @@ class WandB(Mirror):
     def close(self) -> None:
         for run in self._runs.values():
             run.finish()
+
+
+def _put_first(run: Any) -> None:
+    """Have W&B sum up a run by its held-out values: those of the last batches stay curves."""
+    for name in held_out_metrics():
+        run.define_metric(held_out(name), summary="last")
+        run.define_metric(name, summary="none")
 
 
 def _mode() -> Literal["offline"] | None:

@@ -1,0 +1,61 @@
+"""What the SAEs of a job are like, read from its job file without parsing all of it."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.contract.store.rows import Job
+from trainer.contract.wording import count
+
+# A TOML parser takes half a millisecond for a whole job file, of which a list may have a thousand.
+_SECTION = re.compile(r"^\[sae\][ \t]*$(.*?)(?=^\[|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def k_words(config: str) -> str:
+    """Return `32`, or `8…64` for a sweep; "" where a job trains no SAE."""
+    return _span([str(k) for k in sorted(_numbers(_settings(config).get("k")))])
+
+
+def d_sae_words(config: str, d_in: int | None) -> str:
+    """Return `1,536`, or `768…3072` for a sweep; "" while the width of the data is not known, where it counts."""
+    settings = _settings(config)
+    widths = _numbers(settings.get("d_sae"))
+    if not any(widths):
+        widths = [round(factor * d_in) for factor in _numbers(settings.get("expansion_factor"))] if d_in else []
+    return f"{widths[0]:,}" if len(set(widths)) == 1 else _span([count(width) for width in sorted(widths)])
+
+
+def dead_after_words(job: Job) -> str:
+    """Return `in 20,000 tokens`, in which a dead latent has not fired; "" while that is not known, or is swept."""
+    # Imported only here: a list of jobs does without.
+    from trainer.contract.settings.job import dead_after
+
+    asked = _settings(job.config).get("dead_after_tokens", "auto")
+    total = round(job.tokens / job.step * job.total_steps) if job.step and job.total_steps else 0
+    if not (isinstance(asked, int) or (asked == "auto" and total)):
+        return ""
+    return f"in {dead_after(asked, total):,} tokens"
+
+
+@functools.lru_cache(maxsize=4096)
+def _settings(config: str) -> dict[str, Any]:
+    """Return the section on the SAE; nothing where there is none, or none that can be read."""
+    section = _SECTION.search(config)
+    try:
+        return tomllib.loads(section[1]) if section else {}
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Return a setting's value, or the several of a sweep; without anything but numbers."""
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+
+
+def _span(words: Sequence[str]) -> str:
+    return f"{words[0]}…{words[-1]}" if len(set(words)) > 1 else words[0] if words else ""

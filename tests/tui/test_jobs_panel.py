@@ -1,0 +1,71 @@
+"""What a row of the table of jobs says, and which columns there is room for."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.shape import d_sae_words, dead_after_words, k_words
+from sae_tui.panels.jobs import COLUMNS, job_row
+from sae_tui.widgets.table import _fit_columns
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.states import JobState
+
+
+def job(state: JobState = JobState.RUNNING, **fields: object) -> JobView:
+    usual = {"id": 1, "name": "run", "config": "", "user": "me", "host": "here", "device": "cpu", "gpu_source": "none"}
+    return JobView(state=state, **(usual | fields))
+
+
+def cells(view: JobView) -> dict[str, tuple[str, str]]:
+    return {column.title: cell for column, cell in zip(COLUMNS, job_row(view).cells, strict=True)}
+
+
+def config(**sae: object) -> str:
+    return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
+
+
+def test_a_row_has_held_out_values_and_before_them_those_of_the_batches_dim_and_marked() -> None:
+    fresh = cells(job(fvu=0.0801, l0=32.0))
+    assert (fresh["FVU"], fresh["L0"]) == (("~0.0801", "dim"), ("~32", "dim"))
+    measured = cells(job(fvu=0.0801, heldout_fvu=0.1341, l0=32.0, heldout_l0=36.4, dead_fraction=0.004))
+    assert (measured["FVU"], measured["L0"]) == (("0.1341", "text"), ("36.4", "text"))
+    assert measured["DEAD"] == ("0.4%", "text")
+    assert cells(job())["FVU"] == ("–", "text")
+
+
+def test_a_finished_job_shows_how_long_it_took_and_no_full_bar() -> None:
+    took = {"started": 100.0, "ended": 129.0, "attempt": 1, "progress": 1.0}
+    assert cells(job(JobState.FINISHED, **took))["PROGRESS"] == ("29 s", "dim")
+    assert "━" in cells(job(JobState.STOPPED, **took))["PROGRESS"][0]
+    # `started` is then its latest start.
+    assert "━" in cells(job(JobState.FINISHED, **(took | {"attempt": 2})))["PROGRESS"][0]
+
+
+@pytest.mark.parametrize(
+    ("width", "dropped", "name"),
+    [
+        (80, {"STEP", "LOSS", "DEAD", "D_SAE", "TOK/S", "GPUS", "L0"}, range(18, 24)),
+        (118, {"STEP", "LOSS"}, range(18, 26)),
+        (196, set(), range(18, 100)),
+    ],
+)
+def test_columns_drop_by_width_and_the_name_takes_no_more_than_it_needs(width, dropped, name) -> None:
+    widths = {column.title: size for column, size in _fit_columns(COLUMNS, width).items()}
+    assert {column.title for column in COLUMNS} - widths.keys() == dropped
+    assert widths["NAME"] in name
+    assert sum(size + 1 for size in widths.values()) <= width
+
+
+def test_a_sweep_shows_from_where_to_where_its_saes_go() -> None:
+    assert (k_words(config(k=32)), d_sae_words(config(d_sae=1536), None)) == ("32", "1,536")
+    assert (k_words(config(k=[32, 8, 16])), d_sae_words(config(d_sae=[768, 24576]), None)) == ("8…32", "768…24.6k")
+    assert [d_sae_words(config(expansion_factor=8.0), d_in) for d_in in (576, None)] == ["4,608", ""]
+    assert k_words("not [ toml") == k_words("[sae]\nk = \n") == d_sae_words("", 8) == ""
+
+
+def test_what_dead_means_is_known_once_the_number_of_tokens_is() -> None:
+    steps = {"step": 100, "total_steps": 400, "tokens": 51_200}
+    assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "in 20,000 tokens"
+    assert dead_after_words(job(config=config(), **steps)) == "in 20,480 tokens"
+    assert dead_after_words(job(config=config())) == ""
