@@ -24,7 +24,8 @@ from support.real_model import D_MODEL, FILE, needs_model, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
-N_JUDGED = 4
+# Contexts that SAELens evaluates too, and their tokens: the model reads them ten times.
+N_JUDGED, SHORT = 4, 32
 # Our figures of all tokens, and what SAELens calls them.
 OF_SAELENS = {
     "ce": "ce_loss_without_sae",
@@ -196,20 +197,20 @@ def judge_as_saelens(chain: Chain) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
     model = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
     text = "".join(json.loads(line)["text"] for line in (chain.folder / "text.jsonl").open())
-    ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * CONTEXT])["input_ids"][: N_JUDGED * CONTEXT]).view(-1, CONTEXT)
+    ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * SHORT])["input_ids"][: N_JUDGED * SHORT]).view(-1, SHORT)
     # Each context is a document of its own.
     (chain.folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
     job = chain.write(
         "judge.toml",
         model={"path": str(FILE), "hooks": [STREAM]},
-        text={"path": "ids.jsonl", "context": CONTEXT},
+        text={"path": "ids.jsonl", "context": SHORT},
         extract={"n_tokens": ids.numel()},
     )
     (card,) = chain.trainer("eval", "sae-run", "--model", job, "--tokens", ids.numel(), "--contexts", 0)["cards"]
     sae = sae_lens.SAE.load_from_disk(chain.folder / "saelens")
     proxy = HookedProxyLM(model, tokenizer, hook_names=[sae.cfg.metadata.hook_name])
     contexts = Dataset.from_list([{"input_ids": row} for row in ids.tolist()])
-    store = sae_lens.ActivationsStore.from_sae(proxy, sae, contexts, streaming=False, context_size=CONTEXT)
+    store = sae_lens.ActivationsStore.from_sae(proxy, sae, contexts, streaming=False, context_size=SHORT)
     config = get_eval_everything_config(
         batch_size_prompts=N_JUDGED, n_eval_reconstruction_batches=1, n_eval_sparsity_variance_batches=1
     )
