@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from trainer.activations.mixture import MixedOrder, MixedSplit
+from trainer.activations.open_source import continue_from, open_source
 from trainer.activations.order import Order
 from trainer.activations.shards import Shards
 from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
 from trainer.activations.texts import Texts
 from trainer.activations.training_data import open_data
 from trainer.contract.errors import UserError
+from trainer.contract.runs.data_record import record_of
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 
@@ -194,3 +196,22 @@ def test_which_rows_depend_on_each_other_is_known_by_their_texts_or_else_by_thei
     assert found.of == "texts"
     _, expected = np.unique(held_out // 50, return_inverse=True)
     assert found.labels.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("knows_texts", [True, False])
+def test_a_folder_that_grows_keeps_what_is_held_out_also_by_shards_that_know_no_texts(
+    knows_texts: bool, activations: Path, make_job: MakeJob
+) -> None:
+    with_documents(activations)
+    job = make_job()
+    before, record = split_by(job), record_of(job.hooks.values())
+    # The last text goes on in the new shard.
+    more = {"activations": torch.randn(500, 16)}
+    documents = {"document": (2990 + torch.arange(500)) // 50} if knows_texts else {}
+    save_file(more | documents, activations / "c.safetensors")
+    source = open_source(job)
+    continue_from(source, job, record)
+    grown = open_data(source, job, Parallel(torch.device("cpu")))
+    assert grown.hold_out == "texts"
+    assert grown.split.held_out.tolist() == before.held_out.tolist()
+    assert grown.n_held_out == 150
