@@ -189,6 +189,8 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
     """Say what is new in the data of a run; raise `JobFileError` where a shard is no longer what it was."""
+    if run.checkpoint is None:
+        return []
     before = run.state.data_before
     news = news_of_data(before, record_of(job.hooks.values(), before))
     return [news] if news else []
