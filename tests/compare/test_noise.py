@@ -12,10 +12,20 @@ from sae_tui.compare.run import Sae
 from sae_tui.compare.tables import Line, results
 from trainer.contract.runs.row_sums import RowSums, paired_error
 from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 def run(number: int, fvu: float, error: float | None = None, sums: RowSums | None = None, **settings) -> Sae:
-    job = Job(id=number, name="x", config="", user="ada", host="here", device="cpu", gpu_source="none")
+    job = Job(
+        id=number,
+        name="x",
+        config="",
+        user="ada",
+        host="here",
+        device="cpu",
+        gpu_source="none",
+        state=JobState.FINISHED,
+    )
     latest = {"card_fvu": fvu} | ({"card_fvu_error": error} if error is not None else {})
     return Sae(str(number), job, "", {"train.seed": number} | settings, latest, sums)
 
