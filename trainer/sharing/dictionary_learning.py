@@ -259,7 +259,7 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
     """Return what activations must exceed; below 0 where it was never set, so that all that is positive is active."""
     stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
-    if stored is not None and stored.numel() == 1:
+    if stored is not None and stored.numel() == 1 and not stored.is_complex():
         return float(stored)
     if said is not None:
         return said

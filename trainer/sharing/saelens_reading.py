@@ -140,7 +140,7 @@ def _without_extras(
     factor = tensors.pop("finetuning_scaling_factor", tensors.pop("scaling_factor", None))
     if architecture in _BATCHED:
         bar = tensors.pop("topk_threshold", torch.ones(2))
-        if bar.numel() != 1 or "b_enc" not in tensors:
+        if bar.numel() != 1 or not bar.is_floating_point() or "b_enc" not in tensors:
             raise UserError(f"{file} has no topk_threshold; write the SAE again with SAELens' `save_inference_model`")
         tensors["threshold"] = torch.full_like(tensors["b_enc"].float(), float(bar))
     return tensors, _used_factor(factor, config, tensors, file)
@@ -158,7 +158,7 @@ def _used_factor(
             f"{file}: scaling_factor is not 1 throughout, and the settings do not tell whether it is used; give "
             f"--config finetuning_scaling_factor=true or =false"
         )
-    if tuple(factor.shape) != (len(tensors.get("W_dec", ())),) or not factor.isfinite().all():
+    if factor.shape != tensors.get("W_dec", factor).shape[:1] or not factor.isfinite().all():
         raise UserError(f"{file}: scaling_factor is no finite number for each latent")
     return factor.float()
 
