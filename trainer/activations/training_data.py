@@ -489,7 +489,8 @@ class _StreamHook(HookRows):
         x, y = self._held_out
         if half is not None:
             own = torch.from_numpy(self.of_half(half))
-            x, y = (x[own], x[own]) if y is x else (x[own], y[own])
+            inputs = x[own]
+            x, y = inputs, inputs if y is x else y[own]
         for start in range(0, len(x), batch_size):
             inputs = x[start : start + batch_size]
             yield inputs, inputs if y is x else y[start : start + batch_size]
