@@ -188,7 +188,9 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     checkpoint = run_dir / "checkpoints" / "step-00000010"
     assert export(checkpoint, tmp_path / "out", "--json") == EXIT_FINISHED
     answer = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert answer == {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out")}
+    notes = ["taken at step 10 of 20 with the learning rate at 83%"]
+    expected = {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out"), "notes": notes}
+    assert answer == expected
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["training_tokens"] == 1280
     assert export(checkpoint, tmp_path / "again", "--best") == EXIT_USAGE
     assert capsys.readouterr().err.startswith("--best: takes a run folder")
