@@ -24,11 +24,12 @@ from tqdm import tqdm
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.cli import main
 from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
+from trainer.contract.planning.plan import read_plan
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
-from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.parser import make_parser
 from trainer.ranks.devices import Device
 from trainer.ranks.foreground import BAR, Foreground, new_run
@@ -72,6 +73,11 @@ def test_a_run_in_the_foreground_prints_its_result_as_the_last_line_and_keeps_wh
     assert load_file(Path(result["output_path"]) / "sae_weights.safetensors")["W_enc"].shape == (16, 64)
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert load_job(run_dir / "job.toml").launch.gpus == "cpu:2"
+    plan = read_plan(run_dir / "attempt1" / "plan.json")
+    assert plan
+    with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
+        rates = [point.value or 0.0 for point in reader.points("lr")]
+    assert 0 < max(rates) <= plan.lr[""] * (1 + 1e-6)
     assert main(["estimate", str(job_file), "--set", "launch.gpus=cpu:2", "--json"]) == EXIT_FINISHED
     assert json.loads(capsys.readouterr().out)["is_measured"]
     assert stat.S_IMODE((tmp_path / "home" / "data").stat().st_mode) == 0o700

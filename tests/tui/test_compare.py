@@ -107,7 +107,7 @@ async def test_the_curves_have_a_glyph_and_their_newest_value_each(make_app, job
         plot = "".join(drawn.splitlines()[1:-2])
         assert plot.count("●") >= 1
         assert plot.count("▲") >= 2
-        assert "10" in drawn
+        assert "50" in drawn
         assert "400" in drawn
 
 

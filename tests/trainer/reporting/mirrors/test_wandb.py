@@ -29,6 +29,8 @@ def test_who_is_not_logged_in_gets_a_run_for_each_sae_to_upload_later(
         assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
         assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
         assert run["config"]["sae"]["k"] == int(label[-1])
+        # What W&B lists of a run is held out.
+        assert run["sums_up"] == {"heldout_fvu": True, "heldout_l0": True, "fvu": False, "l0": False}
         ids[label] = run["id"], run["group"]
     assert ids["k=2"][0] != ids["k=4"][0]
     assert ids["k=2"][1] == ids["k=4"][1]
@@ -49,12 +51,14 @@ def runs(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def contents(file: Path) -> dict[str, Any]:
-    run: dict[str, Any] = {"curves": {}}
+    run: dict[str, Any] = {"curves": {}, "sums_up": {}}
     for record in records(file.read_bytes()):
         if record.HasField("run") and record.run.display_name:
             config = {one.key: json.loads(one.value_json) for one in record.run.config.update}
             run |= {"id": record.run.run_id, "name": record.run.display_name, "group": record.run.run_group}
             run |= {"config": config}
+        if record.HasField("metric") and record.metric.HasField("summary"):
+            run["sums_up"][record.metric.name] = record.metric.summary.last and not record.metric.summary.none
         if record.HasField("history"):
             for item in record.history.item:
                 name = item.key or "/".join(item.nested_key)
