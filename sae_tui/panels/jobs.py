@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from sae_tui.format import bar, count, duration, number, percent
 from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.reader import JobView, is_loading
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
+from trainer.contract.runs.report_card import PART_TITLES
 from trainer.contract.store.states import JobState
 
 MARK = "●"
+# How the key of the row of an evaluation ends; it begins with the id of its job.
+_EVALUATION = " evaluation"
 _STEP_WIDTH = 9
 COLUMNS = (
     Column("JOB", 5, right=True),
@@ -48,7 +51,8 @@ class JobsPanel(KeyedTable):
         self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
         self._made |= made
-        self.show_rows([*above, *(row for _, _, row in made.values()), *below])
+        rows = [one for job, _, row in made.values() for one in (row, *evaluation_rows(job))]
+        self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
         """Return the row made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
@@ -66,8 +70,9 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor; None for one of another host."""
-        return int(self.cursor) if self.cursor is not None and self.cursor.isdecimal() else None
+        """The id of the job under the cursor, or of the one that is evaluated there; None for one of another host."""
+        job_id = (self.cursor or "").removesuffix(_EVALUATION)
+        return int(job_id) if job_id.isdecimal() else None
 
 
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
@@ -104,6 +109,12 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
     if job.state == JobState.QUEUED:
         empty: Span = ("", "text")
         return Row(str(job.id), (*head, (waits(job), "dim"), *[empty] * 6, (devices(job), "label")), spill=3)
+    if is_loading(job):
+        blank: Span = ("", "text")
+        return Row(str(job.id), (*head, (job.phase, "dim"), *[blank] * 6, (devices(job), "label")), spill=3)
+    if job.state is JobState.IMPORTED:
+        figures: tuple[Span, ...] = ((number(job.fvu), "text"), ("", "text"), ("", "text"))
+        return Row(str(job.id), (*head, *[("", "text")] * 4, *figures, (devices(job), "label")))
     return Row(
         key=str(job.id),
         cells=(
@@ -118,6 +129,17 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
             (devices(job), "label"),
         ),
     )
+
+
+def evaluation_rows(job: JobView) -> list[Row]:
+    """Return the row of the evaluation of a job that goes on; none where there is none."""
+    if (now := job.evaluation) is None:
+        return []
+    empty: Span = ("", "text")
+    words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")
+    what = ", ".join(PART_TITLES[part] for part in now.parts if part in PART_TITLES)
+    cells = (empty, (f"  └ {what}", "dim"), (words, style), *[empty] * 7, (now.where.removeprefix("the "), "label"))
+    return [Row(f"{job.id}{_EVALUATION}", cells, spill=2)]
 
 
 def devices(job: JobView) -> str:

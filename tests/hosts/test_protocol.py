@@ -22,6 +22,7 @@ from sae_tui.hosts.protocol import (
     Log,
     Message,
     decode,
+    far_job,
     jobs_message,
     log_messages,
 )
@@ -173,3 +174,13 @@ def test_a_host_with_long_texts_stays_below_the_longest_line() -> None:
     assert message.jobs[0].id == MOST_JOBS
     for told in log_messages([text] * 500):
         assert isinstance(decode(line_of(told)), Log)
+
+
+def test_an_imported_job_is_finished_to_an_older_app_and_imported_to_this_one() -> None:
+    where = {"config": "", "user": "ada", "host": "h", "device": "cpu", "gpu_source": "none"}
+    job = JobView(id=1, name="theirs", state=JobState.IMPORTED, **where)
+    sent = far_job(job)
+    assert sent.state is JobState.FINISHED
+    (message,) = [decode(msgspec.json.encode(jobs_message([job], "")))]
+    assert isinstance(message, Jobs)
+    assert message.jobs[0].view("h").state is JobState.IMPORTED

@@ -10,16 +10,18 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import Holders, holders
 from sae_tui.jobs.evaluation.outcome import ENDS
+from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
+from sae_tui.jobs.going import Evaluations, Going
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.log_tail import tail
-from trainer.contract.settings.series import result_metrics
+from trainer.contract.settings.series import CRITERION, held_out, result_metrics
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import Point, SeriesReader
+from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
@@ -38,7 +40,7 @@ class JobView(Job, frozen=True, kw_only=True):
 
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
     `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
-    of metrics that the row has no column for, by name.
+    of metrics that the row has no column for, by name. `evaluation` is that of its SAEs, while one goes on.
     """
 
     phase: str = ""
@@ -48,6 +50,12 @@ class JobView(Job, frozen=True, kw_only=True):
     stop_requested: bool = False
     best_sae: str = ""
     others: Mapping[str, float] = {}
+    evaluation: Going | None = None
+
+
+def is_loading(job: JobView) -> bool:
+    """Tell whether a job runs but has not begun: it loads its model, or prepares."""
+    return job.state == JobState.RUNNING and job.phase in BEFORE_FIRST_STEP
 
 
 def newest_value(job: Job, name: str) -> float | None:
@@ -78,6 +86,7 @@ class JobsReader:
         self._passed_over = ""
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
+        self._evaluations = Evaluations(data)
         self._still: dict[int, tuple[Job, JobView]] = {}
 
     @property
@@ -92,10 +101,11 @@ class JobsReader:
     def poll(self) -> bool:
         """Read what is new and tell whether anything changed; costs microseconds where nothing did."""
         changed = self._store.poll(self._read)
-        news = [live.poll() for live in self._live.values()]
+        news = [self._evaluations.poll(), *(live.poll() for live in self._live.values())]
         if not changed and not any(news):
             return False
-        self.jobs = tuple(self._view(job) for job in self._rows)
+        going = self._evaluations.going
+        self.jobs = tuple(_evaluated(self._view(job), going.get(job.id)) for job in self._rows)
         return True
 
     def close(self) -> None:
@@ -109,10 +119,19 @@ class JobsReader:
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
+        if job.state is JobState.IMPORTED:
+            # Its card changes without its row.
+            return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
             cached = self._still[job.id] = (job, self._still_view(job))
         return cached[1]
+
+    def _imported_view(self, job: Job) -> JobView:
+        """Return the view of an SAE of another tool, with the figures of its report card."""
+        view = _view(job, None, False)
+        cards = read_cards(self._data.sae(job.id))
+        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that does not run: its row.
@@ -156,6 +175,19 @@ class JobsReader:
             self._live[job_id] = LiveRun(self._data.run(job_id))
 
 
+def _with_card(view: JobView, card: ReportCard) -> JobView:
+    own = card.figures
+    held_out_values = {held_out(CRITERION): own.fvu, held_out("l0"): own.l0}
+    others = {name: value for name, value in held_out_values.items() if value is not None and card.data.is_held_out}
+    return msgspec.structs.replace(
+        view, fvu=own.fvu, l0=own.l0, tokens=card.tokens or view.tokens, others={**view.others, **others}
+    )
+
+
+def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
+    return view if evaluation is None else msgspec.structs.replace(view, evaluation=evaluation)
+
+
 class JobReader:
     """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
@@ -165,12 +197,13 @@ class JobReader:
         self.ranks: tuple[Rank, ...] = ()
         self.series: dict[tuple[str, int], list[Point]] = {}
         self.events: tuple[Event, ...] = ()
-        self._paths = data.run(job_id)
+        self._paths, self._sae = data.run(job_id), data.sae(job_id)
         self._store = _Store(data)
         self._live = LiveRun(self._paths)
         self._row: Job | None = None
         self._asked = False
         self._told: list[Event] = []
+        self._evaluations = Evaluations(data)
 
     @property
     def problem(self) -> str:
@@ -183,10 +216,12 @@ class JobReader:
     def poll(self) -> bool:
         """Read what is new and tell whether anything changed; never raise."""
         changed = self._store.poll(self._read)
-        news = self._live.poll()
+        # Both are read each time.
+        news = any([self._live.poll(), self._evaluations.poll()])
         if self._row is None or not (changed or news):
             return False
-        self.view = _view(self._row, self._live, self._asked)
+        going = self._evaluations.going.get(self.job_id)
+        self.view = _evaluated(self._row_view(self._row), going)
         run_events: list[Event] = []
         if self._live.reader:
             try:
@@ -196,6 +231,11 @@ class JobReader:
                 self._live.close()
         self.events = _merge_events(self._told, run_events)
         return True
+
+    def _row_view(self, job: Job) -> JobView:
+        view = _view(job, self._live, self._asked)
+        cards = read_cards(self._sae) if job.state is JobState.IMPORTED else []
+        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
         """Return the last lines a rank has written; reads from the end of the file."""

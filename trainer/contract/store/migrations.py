@@ -136,8 +136,16 @@ def gpu_002(db: Database) -> None:
     db.execute("ALTER TABLE gpu_metrics ADD COLUMN energy REAL")
 
 
+def control_006(db: Database) -> None:
+    """Give jobs of imported SAEs that have not trained a state of their own."""
+    imported = "SELECT job_id FROM events WHERE kind = 'imported'"
+    db.execute(
+        f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
+    )
+
+
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005),
+    "control": (control_001, control_002, control_003, control_004, control_005, control_006),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }
