@@ -131,7 +131,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
             control.add_event(imported, "evaluated", "is evaluated")
         await wait_until(pilot, lambda: "FVU 0.25" in app.screen.query_one(Headline).plain)
         shown = app.screen.query_one(Headline).plain
-        assert "trained on 100k tokens  FVU 0.2500  L0 32" in shown
+        assert "trained on 100.0k tokens  FVU 0.25  L0 32" in shown
         assert "0/?" not in shown
         assert "tok/s" not in shown
 
