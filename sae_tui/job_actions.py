@@ -14,6 +14,7 @@ from sae_tui.jobs import edits, environment, store_access
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation.offer import Asked, Offer, offer_of
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
@@ -153,7 +154,13 @@ class JobActions:
     def stop(self, job_id: int) -> None:
         """Ask a running job to save and stop; asked again, offer to end it at once."""
         job = self.job(job_id)
-        if job is None or self.refused() or self._has_ended(job):
+        if job is None or self.refused():
+            return
+        if job.evaluation:
+            question = f"Stop the evaluation of job {job_id} ({job.name})? What was measured before stays."
+            self.ask(question, "Stop it", functools.partial(request.stop, self._known.data, job_id))
+            return
+        if self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
             lost = "Rows since its last shard" if extracts(job.config) else "Steps since its last checkpoint"
@@ -203,16 +210,29 @@ class JobActions:
 
     # evaluating
 
-    def evaluate(self, job_id: int) -> None:
+    def offer_evaluation(self, job_id: int) -> Offer | None:
+        """Return which parts of an evaluation there are and how long they take; None where there is no such job.
+
+        Raise `UserError` where the job cannot be evaluated now.
+        """
+        job = self.job(job_id)
+        if job is None:
+            return None
+        return offer_of(self._known.data, job, self._idle_card(job), cuda=self._known.monitor.cuda)
+
+    def evaluate(self, job_id: int, asked: Asked) -> None:
         """Start the evaluation of a job's SAEs; that it is over is news of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
-            self.do(functools.partial(self._evaluate, job))
+            self.do(functools.partial(self._evaluate, job, asked))
 
-    def _evaluate(self, job: Job) -> str:
+    def _evaluate(self, job: Job, asked: Asked) -> str:
+        card = self._idle_card(job) if asked.on_gpu else None
+        return request.evaluate(self._known.data, asked.request(job, card))
+
+    def _idle_card(self, job: Job) -> request.Card | None:
         known = self._known
-        card = request.idle_card(known.data, job, known.choices(), known.monitor.source_name)
-        return request.evaluate(known.data, request.Request(job.id, card=card))
+        return request.idle_card(known.data, job, known.choices(), known.monitor.source_name)
 
     # deleting
 

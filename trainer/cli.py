@@ -25,6 +25,7 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ranks_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import take_back_signals
+from trainer.contract.progress import Progress
 from trainer.contract.runs import cuda_variables
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import (
@@ -150,7 +151,8 @@ def _extract(flags: argparse.Namespace) -> int:
 def _inspect(flags: argparse.Namespace) -> int:
     from trainer.measuring.inspection import inspect_data, table
 
-    facts = inspect_data(flags.data)
+    with Progress("inspecting"):
+        facts = inspect_data(flags.data)
     _say(msgspec.json.encode(facts).decode() if flags.json else table(facts))
     return EXIT_FAILED if any(finding.severity == "error" for finding in facts.findings) else EXIT_FINISHED
 
@@ -250,7 +252,8 @@ def _quality(values: dict[str, Any]) -> str:
 
 def _export(flags: argparse.Namespace) -> int:
     push = _push_of(flags)
-    done, lines = _exported(flags)
+    with Progress("exporting"):
+        done, lines = _exported(flags)
     if not flags.json:
         _say("\n".join(lines))
     if push:
@@ -306,7 +309,8 @@ def _import(flags: argparse.Namespace) -> int:
     from trainer.training.import_sae import import_sae
 
     given = Given(parsed_config(flags.config), flags.transcoder)
-    done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format, given)
+    with Progress("importing"):
+        done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format, given)
     if flags.json:
         _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
         return EXIT_FINISHED
@@ -333,6 +337,7 @@ def _eval(flags: argparse.Namespace) -> int:
         data=flags.data,
         is_probed=flags.probe,
         n_sets=flags.sets,
+        keeps_rows=flags.keep_rows,
     )
     for card in [] if flags.json else cards:
         _say("\n".join(card["lines"]))
@@ -354,9 +359,10 @@ def _bench(flags: argparse.Namespace) -> int:
     # Without a job file there is no data to look at.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
-    figures = measure(
-        job, shape, flags.steps, world_size=ranks_of(job, len(uuids) or wanted_devices(job)), gpu_uuids=uuids
-    )
+    with Progress(f"measuring {flags.steps} steps"):
+        figures = measure(
+            job, shape, flags.steps, world_size=ranks_of(job, len(uuids) or wanted_devices(job)), gpu_uuids=uuids
+        )
     _say(json.dumps(figures) if flags.json else table(figures))
     return EXIT_FINISHED
 
@@ -366,7 +372,8 @@ def _probe(flags: argparse.Namespace) -> int:
 
     world_size, uuids = parse_target(flags.gpus)
     module = "trainer.measuring.probe_rank"
-    figures = run_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
+    with Progress("measuring"):
+        figures = run_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
     _say(json.dumps(figures) if flags.json else probe_table(figures))
     return EXIT_FINISHED
 
@@ -395,7 +402,8 @@ def _self_test(flags: argparse.Namespace) -> int:
 
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_any(flags.job, flags.overrides)
-    estimate = ExtractionEstimate.of(job) if isinstance(job, ExtractJob) else _estimate_of_training(job)
+    with Progress("estimating"):
+        estimate = ExtractionEstimate.of(job) if isinstance(job, ExtractJob) else _estimate_of_training(job)
     _say(json.dumps(estimate.as_json()) if flags.json else "\n".join(estimate.lines()))
     return EXIT_FINISHED
 

@@ -172,7 +172,8 @@ of 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16
 two classes of texts, beside one on all activations, over 3 splits of the texts of
 sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the
 standard error of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE
-is probed all the same, without loss. All is written beside the weights as card.json and as a model card, README.md,
+is probed all the same, without loss. An evaluation adds to the card and replaces only what it measures again; the
+card before stays in .cards. All is written beside the weights as card.json and as a model card, README.md,
 where those are of this checkpoint; so are the texts in which each latent fires most, where the data tells the tokens of
 its rows or a language model streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U,
 with the weight of the final norm folded into W_U. `sae-tui features` shows them.

@@ -76,13 +76,16 @@ def make_parser() -> Parser:
         help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
     )
     judge.add_argument(
-        "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
+        "--tokens", type=_count, metavar="N", help="of --model: how many it reads; 0 none; default 32768, on a CPU 4096"
     )
     judge.add_argument(
         "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
     )
     judge.add_argument(
         "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
+    )
+    judge.add_argument(
+        "--keep-rows", action="store_true", help="do not measure rows again where the card has them of these weights"
     )
     judge.add_argument(
         "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"

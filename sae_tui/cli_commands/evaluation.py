@@ -22,8 +22,16 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
     request.refuse(context.data, job)
     if flags.probe and flags.model is None:
         raise UserError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
-    card = None if flags.cpu else _card(context, job)
-    asked = request.Request(flags.id, _model(flags.model), card, is_probed=flags.probe)
+    if flags.no_splice and not flags.probe:
+        raise UserError("--no-splice: goes with --probe; without both nothing is measured in the model")
+    wants_gpu = job.device == "cuda" and not flags.cpu
+    asked = request.Request(
+        flags.id, _model(flags.model), _card(context, job) if wants_gpu else None, is_probed=flags.probe,
+        waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
+        is_spliced=not flags.no_splice,
+    )  # fmt: skip
+    if not asked.parts:
+        raise UserError("--keep-rows: leaves nothing to measure; give --model or --probe too")
     message, went_well = request.evaluate(context.data, asked), True
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sae_tui.cli_commands import cards
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, show_table
 from sae_tui.jobs.evaluation.outcome import NO_TOKENS
 from sae_tui.jobs.features import (
+    counts,
     features_in,
     features_of_job,
     has_features,
@@ -35,11 +37,15 @@ def features(context: Context, flags: argparse.Namespace) -> int:
         else:
             _show(feature, read)
         return Exit.DONE
-    latents = read.order(flags.sort) if flags.search is None else search(read, flags.search)
+    firing, others = (read.order(flags.sort), []) if flags.search is None else search(read, flags.search)
+    latents = [*firing, *others]
     shown = [read.feature(latent) for latent in latents[: flags.limit]]
     if context.as_json:
         show_json(shown)
         return Exit.DONE
+    say(f"{read.n_latents:,} latents on {read.n_rows:,} rows: {counts(read)}")
+    if flags.search is not None:
+        say(f"fire on it: {len(firing):,} · only in their texts: {len(others):,}")
     rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
     show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
     if len(shown) < len(latents):
@@ -55,7 +61,7 @@ def _file(context: Context, flags: argparse.Namespace) -> Path:
             job = control.job(job_id)
         if not has_features(context.data, job_id) and not may_tell_tokens(job.config):
             raise UserError(f"job {job_id}: {NO_TOKENS}")
-        files = features_of_job(context.data, job_id)
+        files = _of_card(context, job_id, flags.card) if flags.card else features_of_job(context.data, job_id)
     else:
         files = features_in(Path(flags.run).expanduser())
     if flags.sae is None and len(files) == 1:
@@ -64,6 +70,12 @@ def _file(context: Context, flags: argparse.Namespace) -> Path:
         labels = ", ".join(f'"{label}"' for label in files)
         raise UserError(f"--sae: takes one of {labels}" if len(files) > 1 else "--sae: there is one SAE only")
     return files[flags.sae]
+
+
+def _of_card(context: Context, job_id: int, number: int) -> dict[str, Path]:
+    if files := cards.features_of(context, job_id, number):
+        return files
+    raise UserError(f"--card: what the latents of card {number} fired on is not stored any more")
 
 
 def _show(feature: Feature, read: Features) -> None:

@@ -9,6 +9,7 @@ from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch.importing import import_sae
 from trainer.contract.exits import Exit
+from trainer.contract.progress import Progress
 
 
 def take_in(context: Context, flags: argparse.Namespace) -> int:
@@ -19,9 +20,11 @@ def take_in(context: Context, flags: argparse.Namespace) -> int:
     arguments += ["--transcoder"] if flags.transcoder else []
     source = name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
     python = context.settings.python
-    job_id, imported = import_sae(
-        context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python
-    )
+    with Progress("importing", to_descriptor=False) as progress:
+        job_id, imported = import_sae(
+            context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python,
+            on_reached=progress.reach,
+        )  # fmt: skip
     if context.as_json:
         facts = {name: getattr(imported, name) for name in ("architecture", "notes", "check", "warnings")}
         show_json({"id": job_id, "format": imported.form, **facts})

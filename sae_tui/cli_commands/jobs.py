@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sae_tui.cli_commands import cards
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import (
     UNKNOWN,
@@ -24,15 +25,16 @@ from sae_tui.jobs import edits
 from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.output import name_of_output
+from sae_tui.jobs.output import extracts, name_of_output
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, judged_value, newest_value
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
 from sae_tui.jobs.view.shape import dead_after_words
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
+from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.runs.report_card import Card, as_table, facts, summary, title_lines
@@ -51,7 +53,10 @@ POLL_S = 0.25
 WATCH_S = 1.0
 RECONCILE_EVERY_S = 2.0
 # Of a report card: what JSON has, and which facts are printed.
-_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training")
+_OF_CARD = (
+    "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
+    "parts",
+)  # fmt: skip
 _KEY_FACTS = ("training", "overfitting", "FVU", "L0", "latents", "CE score", "KL score", "probing (AUC)")
 # How the command ends that has waited for a job.
 EXITS = {
@@ -59,6 +64,7 @@ EXITS = {
     JobState.STOPPED: Exit.STOPPED,
     JobState.FAILED: Exit.JOB_FAILED,
     JobState.LOST: Exit.JOB_LOST,
+    JobState.IMPORTED: Exit.DONE,
 }
 
 
@@ -120,13 +126,15 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     _reconcile(context)
     reader = _reader(context, flags.id)
+    if flags.cards or flags.card:
+        return cards.show_card(context, flags.id, flags.card) if flags.card else cards.show_cards(context, flags.id)
     assert reader.view is not None
-    cards = list(whole_cards(context.data.sae(flags.id)).values())
+    now = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
         shown = _fields(reader.view) | energy_of(reader.view, context.settings)._asdict()
         shown |= _how_far(reader)
         shown |= {"events": reader.events, "ranks": reader.ranks}
-        show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(cards)})
+        show_json(shown | {"cause": examine(context.data, reader.view), "card": _card_fields(now)})
         return code
     postmortem = examine(context.data, reader.view)
     values = _field_texts(reader.view) | _best_sae_values(reader.view)
@@ -135,7 +143,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     if postmortem:
         values["error"] = postmortem.error
     show_fields((_field_title(name), value) for name, value in values.items())
-    _show_cards(cards)
+    _show_cards(now)
     if postmortem:
         _show_cause(postmortem, flags.id)
     if reader.events:
@@ -158,22 +166,25 @@ def _how_far(reader: JobReader) -> dict[str, float | int | None]:
     return newest | {BEST_STEP: None if step is None else int(step)}
 
 
-def _card_fields(cards: Sequence[Card]) -> list[dict[str, Any]]:
+def _card_fields(told: Sequence[Card]) -> list[dict[str, Any]]:
     """Return what was measured of each SAE; its texts are what `sae-tui features` shows."""
-    tables = map(as_table, cards)
+    tables = map(as_table, told)
     return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
 
 
-def _show_cards(cards: Sequence[Card]) -> None:
+def _show_cards(told: Sequence[Card]) -> None:
     """Print what matters most of a report card; of a sweep a line for each."""
-    if not cards:
+    if not told:
         return
     say()
-    if len(cards) > 1:
-        show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in cards])
+    if len(told) > 1:
+        show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in told])
         return
-    say(f"Report card, {text(title_lines(cards[0])[1])}:")
-    show_fields((title, value) for title, value in facts(cards[0]) if title in _KEY_FACTS)
+    _, rows, *when = title_lines(told[0])
+    say(f"Report card, {text(rows)}:")
+    for line in when:
+        say(text(line))
+    show_fields((title, value) for title, value in facts(told[0]) if title in _KEY_FACTS)
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
@@ -209,7 +220,12 @@ def stop(context: Context, flags: argparse.Namespace) -> int:
     _reconcile(context)
     if flags.kill and flags.finish:
         raise UsageError("--finish: does not go with --kill, which ends the job at once")
-    act = edits.finish if flags.finish else edits.kill if flags.kill else edits.stop
+    if flags.evaluation and (flags.kill or flags.finish):
+        raise UsageError("--evaluation: does not go with --kill or --finish, which are about the job")
+    if flags.evaluation:
+        from sae_tui.jobs.evaluation.request import stop as act
+    else:
+        act = edits.finish if flags.finish else edits.kill if flags.kill else edits.stop
     message = act(context.data, flags.id)
     if context.as_json:
         view = _reader(context, flags.id).view
@@ -225,7 +241,8 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     assert reader.view is not None
     if flags.rank >= reader.view.world_size:
         raise UserError(f"job {flags.id} has no rank {flags.rank}; --rank takes 0 to {reader.view.world_size - 1}")
-    path = context.data.run(flags.id).log(flags.rank)
+    run = context.data.run(flags.id)
+    path = run.evaluation_log if flags.evaluation else run.log(flags.rank)
     follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
     lines = tail(path, flags.lines)
     if context.as_json and not flags.follow:
@@ -234,9 +251,12 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     for line in lines:
         say(line)
     if not lines and not flags.follow:
-        warn(f"rank {flags.rank} of job {flags.id} has written nothing")
+        who = "the evaluation" if flags.evaluation else f"rank {flags.rank}"
+        warn(f"{who} of job {flags.id} has written nothing")
     while flags.follow:
         ended = reader.view is None or reader.view.state.is_final
+        if flags.evaluation:
+            ended = reader.view is None or reader.view.evaluation is None
         for line in follower.new_lines():
             say(line)
         if ended:
@@ -272,12 +292,14 @@ def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) ->
     """
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
-    while reader.view and not reader.view.state.is_final:
-        time.sleep(POLL_S)
-        if time.monotonic() >= reconcile_at:
-            _reconcile(context)
-            reconcile_at = time.monotonic() + RECONCILE_EVERY_S
-        reader.poll()
+    with Progress(f"job {job_id}", to_descriptor=False) as progress:
+        while reader.view and not reader.view.state.is_final:
+            progress.reach(_reached(reader.view))
+            time.sleep(POLL_S)
+            if time.monotonic() >= reconcile_at:
+                _reconcile(context)
+                reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+            reader.poll()
     if reader.view is None:
         raise UserError(f"job {job_id} was deleted while it was waited for")
     view = reader.view
@@ -285,6 +307,17 @@ def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) ->
     if is_told and not context.as_json:
         say(f"job {job_id} {ENDED[view.state]}{_what_came_of(view)}")
     return view
+
+
+def _reached(job: JobView) -> Reached:
+    """Return how far a job is: what it waits for, what it does before its first step, or its steps."""
+    if job.state == JobState.QUEUED:
+        return Reached(f"waits: {waits(job)}")
+    if not job.step or not job.total_steps:
+        return Reached(job.phase or describe_state(job).word)
+    unit = "row" if extracts(job.config) else "step"
+    rate = f" at {job.tokens_per_s:,.0f} {'rows' if unit == 'row' else 'tok'}/s" if job.tokens_per_s else ""
+    return Reached(f"{unit} {job.step:,} of {job.total_steps:,}{rate}", job.progress, job.eta_s)
 
 
 def _reader(context: Context, job_id: int) -> JobReader:
@@ -312,7 +345,23 @@ _AFTER_METRICS = (
 
 def _fields(job: JobView) -> dict[str, Any]:
     before, after = ({name: getattr(job, name) for name in names} for names in (_BEFORE_METRICS, _AFTER_METRICS))
-    return before | _values(job) | after | {"best_sae": job.best_sae or None}
+    return before | _values(job) | after | {"best_sae": job.best_sae or None, "evaluation": _evaluation(job)}
+
+
+def _evaluation(job: JobView) -> dict[str, Any] | None:
+    """Return the evaluation of a job that goes on; None where there is none."""
+    if (now := job.evaluation) is None:
+        return None
+    return {
+        "parts": now.parts,
+        "stage": now.reached.stage,
+        "progress": now.reached.share,
+        "eta_s": now.reached.left_s,
+        "device": now.device,
+        "gpu_ids": [] if now.gpu_index is None else [now.gpu_index],
+        "waits_for": now.waits_for or None,
+        "started": now.began,
+    }
 
 
 def _values(job: JobView) -> dict[str, float | None]:
@@ -330,7 +379,8 @@ def _field_title(name: str) -> str:
 def _field_texts(job: JobView) -> dict[str, object]:
     """Return the fields as a person reads them; JSON has the values themselves."""
     fields = _fields(job)
-    del fields["best_sae"]
+    del fields["best_sae"], fields["evaluation"]
+    fields |= {"evaluation": job.evaluation.words} if job.evaluation else {}
     return {name: _field_text(job, name, value) for name, value in fields.items()}
 
 
@@ -368,10 +418,11 @@ def _show_table(jobs: Sequence[JobView]) -> None:
 def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
-    done = f"{100 * job.progress:.0f}%"
+    done = None if job.state is JobState.IMPORTED else f"{100 * job.progress:.0f}%"
+    step = None if job.state is JobState.IMPORTED else job.step
     values = (_judged_text(job, name) for name in _listed())
-    state = describe_state(job).word
-    return (job.id, job.name, state, job.step, done, job.k, job.d_sae, *values, rate, _time_left(job), on)
+    state = job.phase if is_loading(job) else describe_state(job).word
+    return (job.id, job.name, state, step, done, job.k, job.d_sae, *values, rate, _time_left(job), on)
 
 
 def _listed() -> list[str]:

@@ -94,9 +94,19 @@ COMMAND_EXAMPLES = {
         "export 7 --out my-sae --only k=32",
     ],
     "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
-    "job": ["job 7", "job 7 --wait     once it has ended", "job 7 --json | jq .heldout_fvu"],
-    "stop": ["stop 7", "stop 7 --finish    let it cool down first: most of the quality comes then", "stop 7 --kill"],
-    "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
+    "job": [
+        "job 7",
+        "job 7 --wait     once it has ended",
+        "job 7 --json | jq .heldout_fvu",
+        "job 7 --cards    the report cards that its SAE has had; job 7 --card 2 shows one",
+    ],
+    "stop": [
+        "stop 7",
+        "stop 7 --finish    let it cool down first: most of the quality comes then",
+        "stop 7 --kill",
+        "stop 7 --evaluation",
+    ],
+    "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20", "logs 7 --evaluation -f"],
     "jobs": [
         "jobs",
         "jobs --watch --json",
@@ -124,9 +134,13 @@ COMMAND_EXAMPLES = {
     "note": ["note 7 'loss spike at step 4000'"],
     "rm": ["rm 7 9", "rm 7 --yes"],
     "repair": ["repair"],
-    "eval": ["eval 7 --wait", "eval 7 --model auto      also in the language model that its data is from"],
+    "eval": [
+        "eval 7 --wait",
+        "eval 7 --model auto      also in the language model that its data is from",
+        "eval 7 --model auto --probe --keep-rows     adds both to what was measured on rows",
+    ],
     "features": [
-        "features 7                     the latents of job 7, the most frequent first",
+        "features 7                     the latents of job 7, those that say most first",
         "features 7 --search king       those that fire on kings",
         "features 7 1234                the texts in which latent 1234 fires most",
     ],
@@ -346,6 +360,11 @@ def _add_job_commands(add: Add) -> None:
     for command in (show, stop, logs):
         _job_id(command)
     _add_wait(show)
+    stop.add_argument("--evaluation", action="store_true", help="the evaluation of its SAEs, not the job")
+    logs.add_argument("--evaluation", action="store_true", help="of the evaluation of its SAEs")
+    show.add_argument("--cards", action="store_true", help="list the report cards that its SAEs have had")
+    which = "the report card of this number, as --cards lists them"
+    show.add_argument("--card", type=positive, metavar="N", help=which)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
     early = f"cool down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and end as finished".replace("%", "%%")
     stop.add_argument("--finish", action="store_true", help=early)
@@ -378,17 +397,23 @@ def _add_finding(add: Add) -> None:
     spliced = "also what its language model loses with the SAE in it: auto, or an extraction's job file"
     judge.add_argument("--model", metavar="auto", help=spliced)
     judge.add_argument("--probe", action="store_true", help="of --model: what 1 and 16 latents tell of labelled texts")
-    judge.add_argument("--cpu", action="store_true", help="take no GPU; default: an idle one, for a job that had one")
+    keep = "do not measure rows again where the card has them of these weights"
+    judge.add_argument("--keep-rows", action="store_true", help=keep)
+    judge.add_argument("--no-splice", action="store_true", help="of --model: only for --probe and promoted tokens")
+    judge.add_argument("--cpu", action="store_true", help="take no GPU; default: a free one, for a job that had one")
     judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
     latents = add("features", "features.features", "Show what the latents of an SAE fire on")
     run = latents.add_argument("run", metavar="RUN", help="a job's id, or the folder of an SAE or run")
     run.completer = completion.job_ids  # type: ignore[attr-defined]
     latents.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help="only this one, with its contexts")
     latents.add_argument("--sae", metavar="LABEL", help="which SAE of a sweep, such as k=16")
-    latents.add_argument("--sort", choices=get_args(Order), default="density", help="default: %(default)s")
+    order = "sparse: those on 0.01 to 1 %% of the rows first, by largest activation, dense ones last; default: sparse"
+    latents.add_argument("--sort", choices=get_args(Order), default="sparse", help=order)
     latents.add_argument(
         "--search", metavar="WORDS", help="those with these words in their contexts; first those that fire most on them"
     )
+    which = "of the report card of this number, as `sae-tui job ID --cards` lists them"
+    latents.add_argument("--card", type=positive, metavar="N", help=which)
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="only so many; default: %(default)s")
 
 

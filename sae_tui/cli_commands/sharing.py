@@ -8,6 +8,7 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.launch.exporting import export_sae
 from trainer.contract.exits import Exit
+from trainer.contract.progress import Progress
 
 
 def export(context: Context, flags: argparse.Namespace) -> int:
@@ -15,7 +16,8 @@ def export(context: Context, flags: argparse.Namespace) -> int:
     given = {"--best": flags.best, "--force": flags.force}
     arguments = ["--format", flags.format, *(flag for flag, is_given in given.items() if is_given)]
     arguments += [word for label in flags.only for word in ("--only", label)]
-    done = export_sae(context.data, flags.id, flags.out, arguments)
+    with Progress(f"exporting job {flags.id}", to_descriptor=False) as progress:
+        done = export_sae(context.data, flags.id, flags.out, arguments, on_reached=progress.reach)
     if context.as_json:
         show_json(done)
         return Exit.DONE

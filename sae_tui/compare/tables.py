@@ -152,8 +152,8 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: Sae) -> bool:
-    """Tell whether an SAE comes from elsewhere and was not trained on here: its job is over and never began."""
-    return sae.job.state is JobState.FINISHED and sae.job.started is None and not sae.job.step
+    """Tell whether an SAE comes from another tool and was not trained further here."""
+    return sae.job.state is JobState.IMPORTED
 
 
 def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]:

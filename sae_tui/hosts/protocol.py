@@ -113,11 +113,16 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     error: str | None = None
     tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()
     note: str = ""
+    # As a state an app of an older version would not know it.
+    imported: bool = False
 
     def view(self, host: str) -> JobView:
         """Return it as a job of this host; what was not sent of it is empty."""
         device: Literal["cuda", "cpu"] = "cuda" if self.gpu_ids else "cpu"
-        return JobView(config="", host=host, device=device, gpu_source="auto", **msgspec.structs.asdict(self))
+        fields = msgspec.structs.asdict(self)
+        if fields.pop("imported"):
+            fields["state"] = JobState.IMPORTED
+        return JobView(config="", host=host, device=device, gpu_source="auto", **fields)
 
 
 class Jobs(msgspec.Struct, frozen=True, tag="jobs"):
@@ -148,7 +153,9 @@ def far_card(sample: GpuSample, holder: str, use: str) -> Card:
 
 def far_job(job: JobView) -> FarJob:
     """Return what is sent of a job."""
-    fields = {name: getattr(job, name) for name in FarJob.__struct_fields__}
+    fields = {name: getattr(job, name) for name in FarJob.__struct_fields__ if name != "imported"}
+    if job.state is JobState.IMPORTED:
+        fields |= {"state": JobState.FINISHED, "imported": True}
     fields["progress"] = min(1.0, max(0.0, job.progress))
     fields |= {"after": job.after[:_MOST_AFTER], "tags": job.tags[:_MOST_TAGS], "gpu_ids": job.gpu_ids[:MOST_GPUS]}
     return _clean(FarJob(**fields), LONGEST_TEXT)

@@ -19,7 +19,7 @@ from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 from trainer.contract.store.job_store import ENDING, Control, RequestKind
 from trainer.contract.store.rows import Job
-from trainer.contract.store.states import JobState
+from trainer.contract.store.states import DONE, JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40
@@ -76,7 +76,7 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 def release(data: DataDir, control: Control, job_id: int) -> str:
     """Take the hold or the pause off a queued job; it still waits for anything else that it waits for."""
     job = control.job(job_id)
-    resumes = job.state.is_final and job.state != JobState.FINISHED
+    resumes = job.state.is_final and job.state not in DONE
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     is_held = job.held or "pause" in control.open_requests(job_id)
     # A pause that its supervisor has not seen yet would hold it again.

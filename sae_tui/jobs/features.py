@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import FEATURES, Context, Feature, Features, Moved
+from trainer.contract.runs.features import DENSE, FEATURES, Context, Feature, Features, Moved
 
 # How much of a latent's contexts its line in a list tells.
 MOST_TOKENS = 6
@@ -44,11 +44,20 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
     raise UserError(problem)
 
 
-def search(features: Features, words: str) -> list[int]:
-    """Return the latents with these words in their contexts; raise `UserError` where there are none."""
-    if latents := features.search(words):
-        return latents
+def search(features: Features, words: str) -> tuple[list[int], list[int]]:
+    """Return the latents that fire on these words, and those that only have them in their contexts.
+
+    Raise `UserError` where there are none.
+    """
+    found = features.search_apart(words)
+    if any(found):
+        return found
     raise UserError(f'no stored context has a token with "{words}"')
+
+
+def counts(features: Features) -> str:
+    """Write how many latents there are that tell least: `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 
 def strongest_tokens(feature: Feature) -> str:

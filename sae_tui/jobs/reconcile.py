@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sae_tui.jobs import going
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.output import output_of
@@ -43,13 +44,24 @@ def reconcile(data: DataDir) -> list[int]:
         orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job)]
     finally:
         reader.close()
-    if not orphaned:
+    cut_off = going.left_behind(data)
+    if not (orphaned or cut_off):
         return []
     control = Control(data.control_db)
     try:
+        for job_id in cut_off:
+            _record_cut_off(data, control, job_id)
         return [job.id for job in orphaned if _mend(data, control, job)]
     finally:
         control.close()
+
+
+def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
+    """Record that the process that evaluated a job was killed."""
+    going.remove(data, job_id)
+    if control.state(job_id) is not None:
+        message = f"was not evaluated: it was ended before; see {data.run(job_id).evaluation_log}"
+        control.add_event(job_id, going.FAILED, message, "warning")
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:

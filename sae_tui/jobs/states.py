@@ -28,6 +28,7 @@ _SHOWN = {
     JobState.FINISHED: Shown("finished", "✓", "good"),
     JobState.FAILED: Shown("failed", "✗", "bad"),
     JobState.LOST: Shown("lost", "?", "bad"),
+    JobState.IMPORTED: Shown("imported", "↓", "accent"),
 }
 HELD = Shown("held", "‖", "dim")
 PAUSED = Shown("paused", "‖", "dim")
@@ -37,6 +38,7 @@ ENDED = {
     JobState.STOPPED: "was stopped",
     JobState.FAILED: "failed",
     JobState.LOST: "was lost",
+    JobState.IMPORTED: "was imported",
 }
 
 

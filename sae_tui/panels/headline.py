@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gibibytes, measure, percent, wrap
+from sae_tui.format import bar, count, duration, fit, gibibytes, measure, number, percent, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import extracts
@@ -20,6 +20,7 @@ from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract.settings.series import OF_BATCH, held_out_metrics, key_metrics, series_named
 from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 class Headline(DetailPanel):
@@ -56,6 +57,8 @@ def headline_title(detail: JobDetail, width: int) -> Line:
 def headline(detail: JobDetail, width: int) -> list[Line]:
     """Return how far the job is, and what it is doing, its result or the reason of its end."""
     job, member = detail.view, detail.member
+    if job.state is JobState.IMPORTED:
+        return [_imported(job), *_ending(detail, width)]
     unit, rate = ("row", "rows/s") if extracts(job.config) else ("step", "tok/s")
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
@@ -79,6 +82,16 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
 
 def _cells(line: Line) -> int:
     return sum(cell_len(text) for text, _ in line)
+
+
+def _imported(job: JobView) -> Line:
+    """Return the figures of the report card of an SAE of another tool; before it has one, what makes it."""
+    if job.heldout_fvu is None:
+        return ((" not evaluated yet; e measures FVU and L0", "dim"),)
+    figures = [f"trained on {count(job.tokens)} tokens"] if job.tokens else []
+    figures += [f"FVU {number(job.heldout_fvu)}"]
+    figures += [] if job.heldout_l0 is None else [f"L0 {number(job.heldout_l0)}"]
+    return ((" " + "  ".join(figures), "text"),)
 
 
 def _metrics(detail: JobDetail, member: str) -> Iterator[Span]:
@@ -141,7 +154,9 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
     # A job in line says why it is there, not what its last attempt did in the end.
     message, style = waits(job) or states.phase_words(job), "dim"
-    if detail.postmortem:
+    if job.evaluation:
+        message, style = f"{'◌' if job.evaluation.waits_for else '▶'} {job.evaluation.words}", "good"
+    elif detail.postmortem:
         # The reason stands in the panel below.
         message = _failure_text(job)
     elif job.error:

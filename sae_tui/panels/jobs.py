@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from sae_tui.format import bar, count, duration, measure, number, percent
 from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView, judged_value
+from sae_tui.jobs.view.reader import JobView, is_loading, judged_value
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
+from trainer.contract.runs.report_card import PART_TITLES
 from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 MARK = "●"
+# How the key of the row of an evaluation ends; it begins with the id of its job.
+_EVALUATION = " evaluation"
 _STEP_WIDTH = 9
+_EMPTY: Span = ("", "text")
 COLUMNS = (
     Column("JOB", 5, right=True),
     Column("NAME", 18, grow=True),
@@ -53,7 +57,8 @@ class JobsPanel(KeyedTable):
         self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
         self._made |= made
-        self.show_rows([*above, *(row for _, _, row in made.values()), *below])
+        rows = [one for job, _, row in made.values() for one in (row, *evaluation_rows(job))]
+        self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
         """Return the row made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
@@ -71,8 +76,9 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor; None for one of another host."""
-        return int(self.cursor) if self.cursor is not None and self.cursor.isdecimal() else None
+        """The id of the job under the cursor, or of the one that is evaluated there; None for one of another host."""
+        job_id = (self.cursor or "").removesuffix(_EVALUATION)
+        return int(job_id) if job_id.isdecimal() else None
 
 
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
@@ -109,10 +115,12 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
         (f"{sign} {word}", style),
     )
     if job.state == JobState.QUEUED:
-        empty: Span = ("", "text")
-        n_empty = len(COLUMNS) - len(head) - 2
-        cells = (*head, (waits(job), "dim"), *[empty] * n_empty, (devices(job), "label"))
-        return Row(str(job.id), cells, spill=len(head))
+        return _spread(job, head, (waits(job), "dim"))
+    if is_loading(job):
+        return _spread(job, head, (job.phase, "dim"))
+    if job.state is JobState.IMPORTED:
+        figures = (judged_span(job, "fvu"), judged_span(job, "l0"), *[_EMPTY] * 3)
+        return Row(str(job.id), (*head, *[_EMPTY] * 4, *figures, (devices(job), "label")))
     return Row(
         key=str(job.id),
         cells=(
@@ -130,6 +138,12 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
     )
 
 
+def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
+    """Return the row of a job without figures, with words in their place."""
+    cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
+    return Row(str(job.id), cells, spill=len(head))
+
+
 def _progress(job: JobView) -> tuple[Span, Span]:
     """Return the bar with its share; of a job that has made all its steps how long it took, where that is known."""
     whole: Span = (percent(100 * job.progress), "text")
@@ -144,6 +158,17 @@ def judged_span(job: JobView, name: str) -> Span:
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
+
+
+def evaluation_rows(job: JobView) -> list[Row]:
+    """Return the row of the evaluation of a job that goes on; none where there is none."""
+    if (now := job.evaluation) is None:
+        return []
+    words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")
+    what = ", ".join(PART_TITLES[part] for part in now.parts if part in PART_TITLES)
+    head = (_EMPTY, (f"  └ {what}", "dim"), _EMPTY, _EMPTY, (words, style))
+    cells = (*head, *[_EMPTY] * (len(COLUMNS) - len(head) - 1), (now.where.removeprefix("the "), "label"))
+    return [Row(f"{job.id}{_EVALUATION}", cells, spill=len(head) - 1)]
 
 
 def devices(job: JobView) -> str:

@@ -45,10 +45,18 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
+        # From which latent on they only have what is searched for in their texts.
+        self._n_firing = 0
 
-    def show_latents(self, features: Features, latents: Sequence[int], latent: int | None = None) -> None:
-        """Replace the list; put the cursor on `latent`, or on the first where that is not in it."""
-        self._features, self.latents = features, latents
+    def show_latents(
+        self, features: Features, firing: Sequence[int], others: Sequence[int] = (), latent: int | None = None
+    ) -> None:
+        """Replace the list; put the cursor on `latent`, or on the first where that is not in it.
+
+        A line stands between the latents that fire on what is searched for and the `others`.
+        """
+        latents = [*firing, *others]
+        self._features, self.latents, self._n_firing = features, latents, len(firing)
         place = latents.index(latent) if latent in latents else 0
         self.set_reactive(LatentList.cursor, place)
         self._draw()
@@ -68,15 +76,24 @@ class LatentList(LineView, can_focus=True):
         self.post_message(self.Moved(self.latent))
 
     def _show_cursor(self) -> None:
-        visible_rows, top = max(1, self.size.height - 1), round(self.scroll_y)
-        if not top <= self.cursor < top + visible_rows:
-            self.scroll_to(y=self.cursor - (visible_rows - 1) * (self.cursor > top), animate=False, force=True)
+        visible_rows, top, here = max(1, self.size.height - 1), round(self.scroll_y), self._line_of(self.cursor)
+        if not top <= here < top + visible_rows:
+            self.scroll_to(y=here - (visible_rows - 1) * (here > top), animate=False, force=True)
+
+    @property
+    def _border(self) -> int | None:
+        """The line between the latents that fire on what is searched for and the others; None where there is none."""
+        return self._n_firing if self._n_firing < len(self.latents) else None
+
+    def _line_of(self, place: int) -> int:
+        return place + (self._border is not None and place >= self._n_firing)
 
     def on_click(self, event: events.Click) -> None:
         at = event.get_content_offset(self)
         row = -1 if at is None else at.y - 1 + round(self.scroll_y)
-        if 0 <= row < len(self.latents):
-            self.cursor = row
+        place = row - (self._border is not None and row > self._n_firing)
+        if 0 <= place < len(self.latents) and row != self._border:
+            self.cursor = place
 
     def on_resize(self) -> None:
         self._draw()
@@ -91,15 +108,20 @@ class LatentList(LineView, can_focus=True):
         features, latents, width = self._features, self.latents, self.size.width
         if not width or features is None:
             return
-        here, mark = self.cursor, "cursor" if self.has_focus else "here"
+        border, n_firing = self._border, self._n_firing
+        apart = f"── fire on it: {n_firing:,} ── only in their texts: {len(latents) - n_firing:,} "
+        here, mark = self._line_of(self.cursor), "cursor" if self.has_focus else "here"
 
         def line(index: int) -> Line:
             if not index:
                 return ((_row(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), width), "label"),)
+            if index - 1 == border:
+                return ((fit(apart.ljust(width, "─"), width), "label"),)
+            place = index - 1 - (border is not None and index - 1 > border)
             style = f"text {mark}" if index - 1 == here else "text"
-            return ((_row(_cells(features.feature(latents[index - 1])), width), style),)
+            return ((_row(_cells(features.feature(latents[place])), width), style),)
 
-        self.show(LazyLines(1 + len(latents), line))
+        self.show(LazyLines(1 + len(latents) + (border is not None), line))
 
 
 def _cells(feature: Feature) -> tuple[str, str, str, str]:

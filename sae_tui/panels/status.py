@@ -111,7 +111,8 @@ def summary(
         jobs = [*jobs, *(job for view in connected for job in view.jobs)]
     waiting = sum(job.state is JobState.QUEUED for job in jobs)
     running = sum(not job.state.is_final for job in jobs) - waiting
-    return f"{gpus} · {running} running · {waiting} waiting"
+    evaluated = sum(job.evaluation is not None for job in jobs)
+    return f"{gpus} · {running} running{f' · {evaluated} evaluating' if evaluated else ''} · {waiting} waiting"
 
 
 def _gpus(samples: Sequence[GpuSample], hidden: str) -> str:

@@ -11,6 +11,7 @@ from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.report_card import CardPanel
+from sae_tui.screens.evaluate import Evaluates
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
@@ -18,7 +19,7 @@ from sae_tui.widgets.frame import FramedScreen, HeadingLine
 from trainer.contract.runs.report_card import Card
 
 
-class CardScreen(FramedScreen):
+class CardScreen(Evaluates, FramedScreen):
     """Shows the whole card of an SAE; it is read again once the job has ended or was evaluated."""
 
     BINDINGS = [
@@ -28,7 +29,7 @@ class CardScreen(FramedScreen):
                 tooltip="The card of the SAE of the sweep before"),
         Binding("f", "open_features", "Features", id="card.features", tooltip="What the latents of its SAE fire on"),
         Binding("e", "evaluate", "Evaluate", id="card.evaluate",
-                tooltip="Measure it again, on more rows; goes on if you quit"),
+                tooltip="Asks what to measure: rows, in the model, probes"),
     ]  # fmt: skip
 
     class Found(Message):
@@ -96,7 +97,7 @@ class CardScreen(FramedScreen):
         self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))
 
     def action_evaluate(self) -> None:
-        self.session.actions.evaluate(self.job_id)
+        self.ask_to_evaluate()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the key for a sweep's SAEs only where there are several."""

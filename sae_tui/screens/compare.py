@@ -71,9 +71,11 @@ class CompareScreen(FramedScreen):
     CompareScreen.-all #views > *, CompareScreen #views > .-chosen { display: block; }
     """
 
-    def __init__(self, session: Session, job_ids: Sequence[int]) -> None:
+    def __init__(self, session: Session, job_ids: Sequence[int], *, only_curves: bool = False) -> None:
         super().__init__(name="compare")
         self.session, self.job_ids = session, tuple(job_ids)
+        # One SAE has nothing to differ from.
+        self._only_curves = only_curves
         self.comparison, self.view = Comparison(), View()
         self.chosen, self.alone = next(iter(VIEWS)), False
         self._runs: Runs | None = None
@@ -149,6 +151,10 @@ class CompareScreen(FramedScreen):
     def _draw_tabs(self) -> None:
         width = self.size.width
         ids = f"job{'s' * (len(self.job_ids) > 1)} {', '.join(map(str, self.job_ids))}"
+        if self._only_curves:
+            words = (self._problem, "warn") if self._problem else (f" {ids}", "dim")
+            self.query_one("#tabs", LineView).show([((fit(words[0], width), words[1]),)])
+            return
         tabs = [(f" {key} {title} ", "title swapped" if name == self.chosen else "label")
                 for key, (name, title) in enumerate(VIEWS.items(), 1)]  # fmt: skip
         room = width - sum(len(text) for text, _ in tabs)
@@ -158,12 +164,18 @@ class CompareScreen(FramedScreen):
     def _arrange(self) -> None:
         """Show the chosen view, or all where there is room."""
         width, height = self.size
-        self.set_class(width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not self.alone, "-all")
+        self.set_class(
+            width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not (self.alone or self._only_curves), "-all"
+        )
         for name in VIEWS:
             self.query_one(f"#{name}").set_class(name == self.chosen, "-chosen")
         entitle(self.query_one(DifferencesPanel), "Settings that differ")
         entitle(self.query_one(ResultsPanel), "Results")
         self._draw_tabs()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the views only where there are several."""
+        return action != "view" or not self._only_curves
 
     def action_view(self, name: str) -> None:
         self.alone = name == self.chosen and not self.alone

@@ -323,9 +323,11 @@ class Dashboard(FramedScreen):
         if self._others and self._others.open_log():
             return
         if job := self.query_one(JobEdits).selected:
+            from sae_tui.jobs.view.logs import EVALUATION
             from sae_tui.screens.log import LogScreen
 
-            self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
+            source = EVALUATION if job.evaluation else "0"
+            self.app.push_screen(LogScreen(self.session, job.id, job.world_size, source))
 
     def action_open_features(self) -> None:
         job = self.query_one(JobEdits).selected

@@ -15,12 +15,12 @@ from textual.widgets import Label
 from sae_tui.format import fit
 from sae_tui.jobs.evaluation.outcome import has_features
 from sae_tui.jobs.evaluation.request import offer
-from sae_tui.jobs.features import features_of_job, search
+from sae_tui.jobs.features import counts, features_of_job, search
 from sae_tui.jobs.view.watcher import NewsOfJob
 from sae_tui.panels.latents import LatentDetail, LatentList
+from sae_tui.screens.evaluate import Evaluates
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
-from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen, entitle
 from trainer.contract.errors import UserError
@@ -28,7 +28,12 @@ from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order
 
 ORDERS: tuple[Order, ...] = get_args(Order)
-WORDS: dict[Order, str] = {"density": "most frequent first", "largest": "strongest first", "latent": "by number"}
+WORDS: dict[Order, str] = {
+    "sparse": "0.01 to 1 % first",
+    "density": "most frequent first",
+    "largest": "strongest first",
+    "latent": "by number",
+}
 
 
 class Opened(Message):
@@ -55,14 +60,15 @@ def open_features(data: DataDir, job_id: int) -> Opened:
     return Opened({label: Features(file) for label, file in features_of_job(data, job_id).items()})
 
 
-class FeaturesScreen(FramedScreen):
+class FeaturesScreen(Evaluates, FramedScreen):
     """Goes through the latents of one SAE at a time."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
                 tooltip="Only latents with these words in their texts; first those that fire on them"),
-        Binding("s", "next_order", "Sort", id="features.sort", tooltip="By density, by largest activation, by number"),
+        Binding("s", "next_order", "Sort", id="features.sort",
+                tooltip="0.01 to 1 % first, by density, by largest activation, by number"),
         Binding("g", "go_to", "Go to", id="features.go", tooltip="To the latent of a number"),
         Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
                 tooltip="To the latent with the most similar decoder direction"),
@@ -125,17 +131,15 @@ class FeaturesScreen(FramedScreen):
             self.query_one(LatentDetail).show_instead(event.problem)
             if event.question and not self._asked:
                 self._asked = True
-                self.app.push_screen(Confirm(event.question, yes="Evaluate"), self._evaluate)
+                self.ask_to_evaluate(self._say_that_it_goes_on)
             return
         if self.member not in event.opened:
             self.member = next(iter(event.opened))
         self.refresh_bindings()
         self._show()
 
-    def _evaluate(self, answer: bool | None) -> None:
-        if answer:
-            self.query_one(LatentDetail).show_instead(f"Job {self.job_id} is being evaluated …")
-            self.session.actions.evaluate(self.job_id)
+    def _say_that_it_goes_on(self) -> None:
+        self.query_one(LatentDetail).show_instead(f"Job {self.job_id} is being evaluated …")
 
     @property
     def _features(self) -> Features | None:
@@ -144,19 +148,20 @@ class FeaturesScreen(FramedScreen):
     def _show(self, latent: int | None = None) -> None:
         """List the latents as they are asked for, with the cursor on `latent`."""
         if self._features is not None:
-            latents = search(self._features, self.words) if self.words else self._features.order(self.order)
-            self._list(latents, latent)
+            apart = search(self._features, self.words) if self.words else (self._features.order(self.order), [])
+            self._list(*apart, latent)
 
-    def _list(self, latents: Sequence[int], latent: int | None) -> None:
+    def _list(self, latents: Sequence[int], others: Sequence[int], latent: int | None) -> None:
         if self._features is not None:
-            self.query_one(LatentList).show_latents(self._features, latents, latent)
+            self.query_one(LatentList).show_latents(self._features, latents, others, latent)
             self._title()
 
     def _title(self) -> None:
         shown = len(self.query_one(LatentList).latents)
         which = f"with '{self.words}' in their texts" if self.words else WORDS[self.order]
         latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
-        parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features"]
+        rest = counts(self._features) if self._features and not self.words else ""
+        parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features", rest]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
         entitle(self.query_one(LatentList), "Latents")
 
@@ -189,12 +194,12 @@ class FeaturesScreen(FramedScreen):
         if words is None or self._features is None:
             return
         try:
-            latents = search(self._features, words) if words else self._features.order(self.order)
+            apart = search(self._features, words) if words else (self._features.order(self.order), [])
         except UserError as error:
             self.notify(f"{error}.".capitalize(), severity="warning", markup=False)
             return
         self.words = words
-        self._list(latents, None)
+        self._list(*apart, None)
 
     def action_go_to(self) -> None:
         self.app.push_screen(Ask("Go to latent", "its number"), self._go_to)
@@ -210,7 +215,7 @@ class FeaturesScreen(FramedScreen):
             self.notify(f"Latent {int(text)} has not fired.", severity="warning")
         else:
             self.words = ""
-            self._list(latents, int(text))
+            self._list(latents, [], int(text))
 
     def action_go_to_nearest(self) -> None:
         latent = self.query_one(LatentList).latent

@@ -13,10 +13,13 @@ from textual.widget import Widget
 from sae_tui.jobs.energy import energy_words
 from sae_tui.jobs.features import has_features
 from sae_tui.jobs.output import extracts
+from sae_tui.jobs.view.logs import EVALUATION
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.card import CardScreen
-from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.compare import CompareScreen, is_sweep
+from sae_tui.screens.evaluate import Evaluates
+from sae_tui.screens.export import ExportDialog
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.metrics import MetricsScreen
@@ -29,10 +32,15 @@ if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
 
 
+# In the footer what one came for is first.
+_KEYS = [
+    f"job.{name}"
+    for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")
+] + ["job.all_metrics", "job.clone"]
 _BESIDE_FROM = 120  # columns that the settings need to stand beside the rest
 
 
-class JobScreen(FramedScreen):
+class JobScreen(Evaluates, FramedScreen):
     """Follows one job; every panel pulls from the detail that the watcher keeps."""
 
     BINDINGS = [
@@ -45,7 +53,7 @@ class JobScreen(FramedScreen):
         Binding("v", "open_card", "Card", id="job.card", tooltip="The report card of its SAE: all that was measured"),
         Binding("f", "open_features", "Features", id="job.features", tooltip="What the latents of its SAE fire on"),
         Binding("e", "evaluate", "Evaluate", id="job.evaluate",
-                tooltip="Its report card, and what its latents fire on; goes on if you quit"),
+                tooltip="Asks what to measure of its SAE: rows, in the model, probes"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
         Binding("m", "next_member(1)", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
         Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
@@ -53,10 +61,11 @@ class JobScreen(FramedScreen):
         Binding("i", "toggle_settings", "Info", id="job.settings", tooltip="Its settings, its tags and its note"),
         Binding("enter", "open_defaults", "Defaults", show=False, id="job.defaults",
                 tooltip="Show the settings at their defaults too, or hide them"),
-        Binding("a", "open_metrics", "All metrics", show=False, id="job.all_metrics",
+        Binding("a", "open_metrics", "All metrics", id="job.all_metrics",
                 tooltip="Every metric at once: find, zoom, read out"),
-        Binding("c", "compare", "Metrics", show=False, id="job.metrics",
+        Binding("c", "compare", "Curve", id="job.metrics",
                 tooltip="A metric of it, over steps, tokens or time, smoothed or on a logarithmic scale"),
+        Binding("x", "export", "Export", id="job.export", tooltip="Write its SAE for other tools"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     JobScreen SettingsPanel { display: none; }
@@ -157,12 +166,18 @@ class JobScreen(FramedScreen):
             return Offer()
         verbs = offers_for(detail.view, readonly=self.session.readonly)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
-        hidden |= {"job.clone", "job.evaluate"} if self.session.readonly else set()
-        has_no_sae = extracts(detail.view.config)
+        hidden |= {"job.clone", "job.evaluate", "job.export"} if self.session.readonly else set()
+        job, data = detail.view, self.session.data
+        has_sae = not extracts(job.config) and data.exported_folder(job.id) is not None
         # A card is of what a job has left at its end.
-        hidden |= {"job.evaluate", "job.card"} if has_no_sae or not detail.view.state.is_final else set()
-        hidden |= set() if has_features(self.session.data, self.job_id) else {"job.features"}
-        return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
+        hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export"}
+        hidden |= {"job.evaluate"} if job.evaluation else set()
+        hidden |= set() if has_features(data, self.job_id) else {"job.features"}
+        hidden |= set() if job.world_size > 1 else {"job.rank"}
+        words = {f"job.{verb}": word for verb, word in verbs.items()}
+        words["job.metrics"] = "Compare" if is_sweep(job) else "Curve"
+        words["job.settings"] = "Settings" if self.has_class("-beside") else "Info"
+        return Offer(_KEYS, frozenset(hidden), words)
 
     def action_stop_job(self) -> None:
         self.session.actions.stop(self.job_id)
@@ -184,10 +199,16 @@ class JobScreen(FramedScreen):
         if detail and detail.view.id == self.job_id:
             n_ranks = detail.view.world_size
             # The job may have been resumed on fewer ranks.
-            self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
+            source = EVALUATION if detail.view.evaluation else str(min(self.log_rank, n_ranks - 1))
+            self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, source))
 
     def action_evaluate(self) -> None:
-        self.session.actions.evaluate(self.job_id)
+        self.ask_to_evaluate()
+
+    def action_export(self) -> None:
+        detail = self.session.detail
+        if detail and detail.view.id == self.job_id and not self.session.actions.refused():
+            self.app.push_screen(ExportDialog(self.session, detail.view))
 
     def action_open_card(self) -> None:
         self.app.push_screen(CardScreen(self.session, self.job_id, self.member))
@@ -219,7 +240,10 @@ class JobScreen(FramedScreen):
         self._panels["settings"].focus()
 
     def action_compare(self) -> None:
-        self.app.push_screen(CompareScreen(self.session, [self.job_id]))
+        """Open the large curve; of a sweep also what its SAEs differ in."""
+        detail = self.session.detail
+        is_one = detail is not None and not is_sweep(detail.view)
+        self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Offer the key for a sweep's SAEs only where there are several."""

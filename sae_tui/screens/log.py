@@ -12,7 +12,7 @@ from textual.message import Message
 from textual.widgets import Input
 
 from sae_tui.jobs.states import describe_state
-from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
+from sae_tui.jobs.view.logs import EVALUATION, LogLine, LogReader, log_sources
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
@@ -139,7 +139,9 @@ class LogScreen(FramedScreen):
 
     @property
     def _whose(self) -> str:
-        return {ALL: "all ranks", "supervisor": "the supervisor"}.get(self.source, f"rank {self.source}")
+        return {ALL: "all ranks", "supervisor": "the supervisor", EVALUATION: "the evaluation"}.get(
+            self.source, f"rank {self.source}"
+        )
 
     def _title(self) -> None:
         """Write the title, beginning with whose log it is: the name of a job can be as long as it likes."""

@@ -10,12 +10,14 @@ from textual.binding import Binding
 from textual.widgets import Input
 
 from sae_tui.format import count
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.metric_grid import Metric, MetricGrid, metrics_of
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.frame import FramedScreen
+from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 _ZOOM = 2.0
@@ -109,8 +111,15 @@ class MetricsScreen(FramedScreen):
         grid.show_metrics(shown, span, self._cursor, None if self._alone else self._chosen - first)
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
         steps = f"steps {count(self._span[0])} to {count(self._span[1])}" if self._span else ""
-        nothing = "" if found else "no such metric" if detail.series else "no values yet"
+        nothing = "" if found else "no such metric" if detail.series else self._why_empty(detail.view)
         listed.say(problem or " · ".join(filter(None, [nothing, place if len(shown) < len(found) else "", steps])))
+
+    @staticmethod
+    def _why_empty(job: JobView) -> str:
+        """Say why a job has no metric."""
+        if job.state is JobState.IMPORTED:
+            return "its SAE was imported and has not trained here, so it has no curves; e on the job measures it"
+        return "it has measured nothing" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[Metric], str]:
         """Return the metrics that the expression finds, all of them while it is none, and what is wrong with it."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sae_tui.jobs.view.reader import JobView
 from trainer.contract.store.rows import Job
-from trainer.contract.store.states import JobState
+from trainer.contract.store.states import DONE, JobState
 
 _ALIVE = {"open": "Open", "stop": "Stop", "pause": "Pause", "log": "Log", "clone": "Clone"}
 _STOPPING = {"open": "Open", "stop": "End now", "log": "Log", "clone": "Clone"}
 _WAITING = {"hold": "Hold", "stop": "Cancel", "after": "After", "sooner": "Sooner", "open": "Open", "clone": "Clone"}
 _HELD = {"continue": "Resume", "hold": "Release", "stop": "Cancel", "after": "After", "open": "Open", "clone": "Clone"}
+# While its SAEs are evaluated: the key that stops a job stops that.
+_EVALUATED = {"open": "Open", "stop": "Stop", "log": "Log", "clone": "Clone"}
 _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compare", "delete": "Delete"}
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
 
@@ -28,10 +31,12 @@ def offers_for(job: Job, *, readonly: bool = False) -> Mapping[str, str]:
 
 
 def _offers(job: Job) -> Mapping[str, str]:
+    if isinstance(job, JobView) and job.evaluation:
+        return _EVALUATED
     if job.state == JobState.QUEUED:
         return _HELD if job.held else _WAITING
     if job.state == JobState.STOPPING:
         return _STOPPING
     if not job.state.is_final:
         return _ALIVE
-    return _FINISHED if job.state == JobState.FINISHED else _ENDED
+    return _FINISHED if job.state in DONE else _ENDED

@@ -38,10 +38,11 @@ def put(folder: Path) -> None:
 
 
 def test_latents_are_listed_in_the_order_asked_for(shell: Shell, job_id: int) -> None:
-    head, *rows = shell.run("features", job_id).stdout.splitlines()
+    counts, head, *rows = shell.run("features", job_id, "--sort", "density").stdout.splitlines()
+    assert counts == "2 latents on 100 rows: 0 dense (on more than 10% of the rows), 0 never fire"
     assert head.split() == ["LATENT", "DENSITY", "LARGEST", "FIRES", "ON"]
     assert [row.split() for row in rows] == [["1", "8.000%", "3.00", "the"], ["0", "3.000%", "4.00", "Lämb"]]
-    *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[1:]
+    *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[2:]
     assert [row.split()[0] for row in rows] == ["0"]
     assert more == "1 more; --limit N shows as many"
 
@@ -59,7 +60,8 @@ def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
 def test_characters_that_are_spread_over_tokens_are_read_and_found(shell: Shell, job_id: int) -> None:
     (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(SPREAD))
     assert "    4.00  [ 天]气" in shell.run("features", job_id, 0).stdout
-    _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
+    *_, apart, _, row = shell.run("features", job_id, "--search", "天气").stdout.splitlines()
+    assert apart == "fire on it: 1 · only in their texts: 0"
     assert row.split()[0] == "0"
     assert row.split()[3] == "天"
 

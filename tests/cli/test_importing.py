@@ -39,13 +39,18 @@ def test_an_sae_of_another_tool_is_evaluated_compared_and_trained_on_as_a_job(sh
     assert 0 < check["fvu"] < 1
     (job,) = shell.json("jobs", "#theirs")
     assert (job["name"], job["state"], job["step"], job["output_path"]) == (
-        "theirs", "finished", 0, str(shell.data.sae(2)),
+        "theirs", "imported", 0, str(shell.data.sae(2)),
     )  # fmt: skip
     mine, theirs = shell.json("compare", 1, 2)["runs"]
     assert (theirs["fvu"], theirs["card_fvu"]) == (None, None)
     for job_id in (1, 2):
         shell.run("eval", job_id, "--wait")
+    (job,) = shell.json("jobs", "state:imported")
     mine, theirs = shell.json("compare", 1, 2)["runs"]
+    assert (job["fvu"], job["l0"]) == (theirs["card_fvu"], theirs["card_l0"])
+    assert shell.json("job", 2)["fvu"] == job["fvu"]
+    row = next(line.split() for line in shell.run("jobs").stdout.splitlines() if "theirs" in line)
+    assert row[2:5] == ["imported", "-", "-"]
     assert theirs["card_fvu"] == pytest.approx(mine["card_fvu"], rel=1e-4)
     assert (theirs["card_l0"], theirs["card_rows"]) == (mine["card_l0"], mine["card_rows"])
     text = shell.run("compare", 1, 2).stdout
@@ -93,4 +98,4 @@ def test_an_imported_job_is_in_the_list_again_after_its_store_was_lost(shell: Sh
     shell.run("import", foreign, "--data", SAMPLE)
     shell.data.control_db.unlink()
     shell.run("repair")
-    assert [(job["id"], job["state"]) for job in shell.json("jobs")] == [(2, "finished"), (1, "finished")]
+    assert [(job["id"], job["state"]) for job in shell.json("jobs")] == [(2, "imported"), (1, "finished")]

@@ -72,7 +72,7 @@ def test_a_job_file_of_another_version_is_compared_by_what_it_says() -> None:
 
 
 def test_an_sae_without_curves_is_compared_by_its_report_card(data: DataDir, pair: tuple[int, int]) -> None:
-    imported = record_job(data, "theirs", JobState.FINISHED, config=job_file(k=16))
+    imported = record_job(data, "theirs", JobState.IMPORTED, config=job_file(k=16))
     with closing(Runs(data, [pair[0], imported])) as runs:
         assert points_of(runs.read("fvu")) == (("batch L0", "batch FVU"), [(16.0, 0.2), None])
         for job_id, fvu in ((pair[0], 0.25), (imported, 0.24)):

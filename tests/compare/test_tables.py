@@ -159,7 +159,7 @@ def test_how_an_imported_sae_would_be_trained_is_no_difference() -> None:
     def settings(n_steps: int) -> dict[str, object]:
         return {"sae.k": n_steps, "train.n_steps": n_steps, "launch.gpus": n_steps, "parallel.mode": n_steps}
 
-    theirs = sae(1, settings(1), state=JobState.FINISHED, step=0)
+    theirs = sae(1, settings(1), state=JobState.IMPORTED, step=0)
     mine = [sae(number, settings(number), state=JobState.FINISHED, started=1.0, device="cuda") for number in (2, 3)]
     assert [line.title for line in differences([theirs, mine[0]])] == ["sae.k"]
     lines = {line.title: line.words() for line in differences([theirs, *mine])}

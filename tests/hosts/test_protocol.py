@@ -22,6 +22,7 @@ from sae_tui.hosts.protocol import (
     Log,
     Message,
     decode,
+    far_job,
     jobs_message,
     log_messages,
 )
@@ -184,3 +185,13 @@ def test_held_out_values_are_told_and_an_older_host_that_tells_none_is_read() ->
     assert (far.fvu, far.heldout_fvu, far.heldout_l0, far.k, far.d_sae) == (0.08, 0.1341, 36.4, "32", "1,536")
     (older,) = decode(b'{"type":"jobs","jobs":[{"id":7,"name":"far","state":"running","fvu":0.08}]}').jobs
     assert (judged_value(older.view("gpu1"), "fvu"), older.view("gpu1").k) == ((0.08, True), "")
+
+
+def test_an_imported_job_is_finished_to_an_older_app_and_imported_to_this_one() -> None:
+    where = {"config": "", "user": "ada", "host": "h", "device": "cpu", "gpu_source": "none"}
+    job = JobView(id=1, name="theirs", state=JobState.IMPORTED, **where)
+    sent = far_job(job)
+    assert sent.state is JobState.FINISHED
+    (message,) = [decode(msgspec.json.encode(jobs_message([job], "")))]
+    assert isinstance(message, Jobs)
+    assert message.jobs[0].view("h").state is JobState.IMPORTED

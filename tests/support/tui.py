@@ -107,6 +107,8 @@ def record_job(
         "gpu_source": "simulated",
         "created": NOW,
     }
+    # An imported SAE has not run.
+    usual |= {"state": state, "ended": NOW} if state is JobState.IMPORTED else {}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     put_store(data.control_db, "control")
     control = Control(data.control_db)
@@ -116,7 +118,7 @@ def record_job(
     own: dict[str, Any] = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     if state is JobState.QUEUED and supervisor:
         control.update(job_id, **own)
-    if state is not JobState.QUEUED:
+    if state not in (JobState.QUEUED, JobState.IMPORTED):
         leased = list(zip(job.gpu_ids, job.gpu_uuids, strict=True))
         assert control.lease(control.job(job_id), leased, started=NOW, **own)
         assert state is JobState.STARTING or control.transition(job_id, JobState.RUNNING)

@@ -17,12 +17,13 @@ from sae_tui.app import SaeApp
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.evaluation.outcome import DONE
 from sae_tui.panels.latents import LatentDetail, LatentList, _last_cells, feature_lines
+from sae_tui.screens.evaluate import EvaluateDialog
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.widgets.ask import Ask
-from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.report_card import ROWS
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
@@ -74,13 +75,13 @@ async def test_latents_are_listed_and_one_is_told_with_its_contexts(
         largest = ["LARGEST"] * (size[0] > 100), ["3.00"] * (size[0] > 100), ["4.00"] * (size[0] > 100)
         assert listed(screen) == [
             ["LATENT", "DENSITY", *largest[0], "FIRES", "ON"],
-            ["1", "8.000%", *largest[1], "the"],
             ["0", "3.000%", *largest[2], "Lämb"],
+            ["1", "8.000%", *largest[1], "the"],
         ]
-        assert title(screen) == "Job 1 · 2 latents, most frequent first"
+        counts = "0 dense (on more than 10% of the rows), 0 never fire"
+        told = f"Job 1 · 2 latents, 0.01 to 1 % first · {counts}"
+        assert title(screen).removesuffix("…") == told[: len(title(screen).removesuffix("…"))]
         detail = screen.query_one(LatentDetail)
-        await wait_until(pilot, lambda: "Latent 1" in detail.plain)
-        await pilot.press("down")
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
         # The strongest tokens stand below each other.
@@ -94,10 +95,15 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
         view = screen.query_one(LatentList)
-        await pilot.press("s")
-        await wait_until(pilot, lambda: title(screen).endswith("strongest first"))
+        await pilot.press("down", "s", "s")
+        await wait_until(pilot, lambda: "strongest first" in title(screen))
         # The cursor stays on its latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
+        await ask(pilot, app, "slash", "the")
+        await wait_until(pilot, lambda: "── fire on it: 1 ── only in their texts: 1 ─" in view.plain)
+        assert (list(view.latents), view.latent) == ([1, 0], 1)
+        await pilot.press("down")
+        assert (view.latent, view.plain.splitlines()[3].split()[0]) == (0, "0")
         await ask(pilot, app, "slash", "läMB")
         await wait_until(pilot, lambda: title(screen) == "Job 1 · 1 latent, with 'läMB' in their texts")
         assert view.latents == [0]
@@ -138,7 +144,7 @@ async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, d
         screen = await opened(pilot, app)
         await wait_until(pilot, lambda: "k=16" in title(screen))
         await pilot.press("m")
-        await wait_until(pilot, lambda: "k=8" in title(screen) and listed(screen)[1][-1] == "other")
+        await wait_until(pilot, lambda: "k=8" in title(screen) and listed(screen)[2][-1] == "other")
 
 
 async def test_without_an_sae_the_screen_says_so(make_app: MakeApp, data: DataDir) -> None:
@@ -166,16 +172,16 @@ async def test_an_evaluation_is_offered_where_there_was_none_and_its_end_fills_t
         app.session.go.open_job(job_id)
         await wait_until(pilot, lambda: app.screen.name == "job")
         await pilot.press("f")
-        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query_one("#question").painted)
-        assert "Evaluate it now?" in app.screen.question
-        await pilot.press("y")
+        await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: asked)
         screen = app.screen
-        await wait_until(pilot, lambda: asked == [request.Request(job_id)])
+        assert [(one.job_id, one.parts) for one in asked] == [(job_id, (ROWS,))]
         (data.sae(job_id) / FEATURES).write_bytes(features_file())
         with closing(Control(data.control_db)) as control:
             control.add_event(job_id, DONE, "is evaluated: FVU 0.2")
         await wait_until(pilot, lambda: last_notice(app) == "Job 1 is evaluated: FVU 0.2")
-        await wait_until(pilot, lambda: "Latent 1" in screen.query_one(LatentDetail).plain)
+        await wait_until(pilot, lambda: "Latent 0" in screen.query_one(LatentDetail).plain)
 
 
 async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
@@ -183,6 +189,8 @@ async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one.job_id), "")[1])
+    data.run(job_id).create()
+    (data.sae(job_id) / "cfg.json").touch()
     running = record_job(data, "b", JobState.RUNNING)
     record_metrics(data, running)
     app = make_app(4)
@@ -193,7 +201,11 @@ async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
             await wait_until(pilot, lambda one=one: app.session.detail and app.session.detail.view.id == one)
             await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
             assert ("e Evaluate" in app.screen.query_one(Footer).plain) == is_offered
-        await pilot.press("e")
+        for key in ("escape", "enter"):
+            await pilot.press("e")
+            await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
+            assert asked == []
+            await pilot.press(key)
         await wait_until(pilot, lambda: asked == [job_id])
 
 

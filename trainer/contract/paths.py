@@ -105,6 +105,8 @@ class DataDir:
         self.settings_file = root / "settings.toml"
         self.box_file = root / "box.json"
         self.trash = root / "trash"
+        # How far the evaluations are that go on now, a file for each.
+        self.evaluations = root / "evaluations"
 
     def alerts(self, host: str) -> Path:
         """Return the file of a host's alerts, which only an app of that host writes."""

@@ -6,18 +6,19 @@ import math
 import threading
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from trainer.activations.base import Source, StreamSource
 from trainer.activations.training_data import TrainingData, open_data
 from trainer.contract.errors import first_line
-from trainer.contract.runs.report_card import Card, summary
+from trainer.contract.runs.report_card import FIRES_ON, Card, summary
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.series import CRITERION, error_of, held_out
 from trainer.contract.settings.tokens_of_data import folder_of, tells_tokens
 from trainer.contract.store.metrics_store import FINISHED, JUDGING, Row
-from trainer.evaluation.card import with_latents, write_card
-from trainer.evaluation.contexts import contexts_of, texts_of, write_features
+from trainer.evaluation.card import timer, write_card
+from trainer.evaluation.contexts import Contexts, contexts_of, texts_of
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.rows import BATCH, Rows, StopAsked
@@ -106,22 +107,29 @@ class Cards:
         source, sae = self._source.of_hook(hook), read_exported(folder, device)
         card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
         try:
-            self._write_features(folder, label, sae)
-            card = with_latents(card, folder)
+            timed = timer(self._at.step, self._parallel.device)
+            if contexts := self._contexts(label, sae):
+                data = str(self._folder(label))
+                tensors = contexts.tensors(sae.directions, read_tokens(Path(data)))
+                part = timed(contexts.n_rows, "rows", text=data, settings={"contexts": N_CONTEXTS})
+                return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
         except Exception as error:
             rank_log.say(f"what the latents of {folder} fire on was not found: {first_line(error)}")
-        write_card(folder, card)
-        return card
+        return write_card(folder, card)
 
-    def _write_features(self, folder: Path, label: str, sae: ExportedSae) -> None:
-        """Write on what the latents of an SAE fire, in as many rows as are measured, where its data tells its tokens.
+    def _folder(self, label: str) -> Path | None:
+        """Return the folder of the activations that an SAE was trained on."""
+        return folder_of([*self._job.hooks.values()][self._trainer.learners[label].hook])
+
+    def _contexts(self, label: str, sae: ExportedSae) -> Contexts | None:
+        """Return on what the latents of an SAE fire, in as many rows as are measured, where its data tells its tokens.
 
         Each latent is compared with all others, which costs as much as that many rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
-        data = folder_of([*self._job.hooks.values()][learner.hook])
+        data = self._folder(label)
         if data is None or not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
-            return
+            return None
 
         def acts_of(x: Tensor) -> Acts:
             if self._stop.is_set():
@@ -129,10 +137,7 @@ class Cards:
             # At the scale of the training, as those of an evaluation are.
             return DenseActs(sae.encode(x.to(sae.W_dec.device)).values * learner.sae.acts_scale)
 
-        outliers = self._trainer.outliers[learner.hook]
-        contexts = contexts_of(acts_of, texts_of(data, most), outliers, sae.d_sae, N_CONTEXTS)
-        if contexts:
-            write_features(folder, contexts.tensors(sae.directions, read_tokens(data)))
+        return contexts_of(acts_of, texts_of(data, most), self._trainer.outliers[learner.hook], sae.d_sae, N_CONTEXTS)
 
     def _held_out(self) -> TrainingData:
         """Return the data with the held-out rows of all ranks; of a stream this rank has only its own."""

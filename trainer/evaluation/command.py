@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
-from trainer.contract.errors import UsageError
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.paths import RunPaths
-from trainer.contract.runs.report_card import Card, as_table, lines
-from trainer.evaluation.card import with_latents, write_card
-from trainer.evaluation.contexts import write_features
+from trainer.contract.progress import Planned, Progress
+from trainer.contract.runs.evaluation_time import planned
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.report_card import (
+    FIRES_ON,
+    IN_MODEL,
+    PROBES,
+    PROMOTED,
+    ROWS,
+    Card,
+    as_table,
+    lines,
+    read_card,
+)
+from trainer.contract.settings.job_file import members
+from trainer.evaluation.card import write_card
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
-from trainer.evaluation.evaluate_run import evaluations_of
+from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
+from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
 from trainer.sharing.saelens import exported_tokens
+from trainer.training.export_checkpoint import checkpoint_of, output_of
 
 # Texts to keep of each latent where nobody says how many.
 N_CONTEXTS = 20
@@ -32,10 +50,12 @@ def evaluate(
     data: str | None = None,
     is_probed: bool = False,
     n_sets: int | None = None,
+    keeps_rows: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
+    With `keeps_rows` rows are measured only where that was not done yet of these weights.
     With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
     SAE. Raise `UserError` where something cannot be read.
@@ -47,31 +67,67 @@ def evaluate(
     if is_probed and model is None:
         raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
     if is_folder_of_saes(path):
-        of_runs = {"--best": best, "--model": model is not None, "--contexts": n_contexts is not None}
+        of_runs = {
+            "--keep-rows": keeps_rows,
+            "--best": best,
+            "--model": model is not None,
+            "--contexts": n_contexts is not None,
+        }
         for flag, is_given in of_runs.items():
             if is_given:
                 raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
-        return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
+        with Progress("evaluating"):
+            return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
     if data:
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is none; a run has its own data")
-    told, n_contexts = [], N_CONTEXTS if n_contexts is None else n_contexts
+    n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
-    evaluations = evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens, n_sets=n_sets)
-    for folder, card, features in evaluations:
-        there = exported_tokens(folder)
-        is_same = there == card.tokens
-        if is_same:
-            if n_contexts and (tensors := features(n_contexts)):
-                write_features(folder, tensors)
-            card = with_latents(card, folder)
-            write_card(folder, card)
+    on = _device(device)
+    evaluations = evaluations_of(
+        path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows
+    )
+    asked = {
+        ROWS: not keeps_rows, FIRES_ON: n_contexts and not keeps_rows, IN_MODEL: model and n_tokens != 0,
+        PROMOTED: model, PROBES: n_sets,
+    }  # fmt: skip
+    with Progress("evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on)):
+        return [_written_to_run(one, n_contexts) for one in evaluations]
+
+
+def _planned(path: Path, parts: Sequence[str], device: torch.device) -> dict[str, Planned]:
+    """Return how long each part of an evaluation of a run is expected to take."""
+    with contextlib.suppress(UserError):
+        run_dir, _ = checkpoint_of(path.absolute(), best=False)
+        job, output = evaluated_job(RunPaths(run_dir).job_file), output_of(run_dir)
+        cards = [card for label in members(job) if (card := read_card(output / label))]
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return planned(job, parts, device=device.type, name=name, cards=cards)
+    return {}
+
+
+def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
+    """Write the card of an SAE of a run where that has exported it."""
+    card, there = one.card, exported_tokens(one.folder)
+    notes = []
+    if card.probing is not None and card.spliced is None and IN_MODEL not in card.parts:
+        notes.append("no loss: the language model predicts no next token")
+    if is_same := there == card.tokens:
+        card = _with_features(one, n_contexts)
+        notes.append(f"written to {one.folder}")
+    else:
         reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
-        note = f"written to {folder}" if is_same else f"not written: {reason} in {folder}"
-        has_no_loss = card.probing is not None and card.spliced is None
-        notes = ["no loss: the language model predicts no next token", note] if has_no_loss else [note]
-        written_to = str(folder) if is_same else None
-        told.append({"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to})
-    return told
+        notes.append(f"not written: {reason} in {one.folder}")
+    written_to = str(one.folder) if is_same else None
+    return {"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to}
+
+
+def _with_features(one: Evaluation, n_contexts: int) -> Card:
+    """Write a card and what its latents fire on, and return the card that is then in the folder."""
+    if ROWS not in one.card.parts and (one.folder / FEATURES).exists():
+        n_contexts = 0
+    tensors, parts = one.features(n_contexts) if n_contexts or ROWS not in one.card.parts else ({}, {})
+    card = msgspec.structs.replace(one.card, parts=one.card.parts | parts)
+    return write_card(one.folder, card, tensors)
 
 
 def is_folder_of_saes(path: Path) -> bool:
@@ -80,8 +136,7 @@ def is_folder_of_saes(path: Path) -> bool:
 
 
 def _written(folder: Path, card: Card) -> dict[str, Any]:
-    card = with_latents(card, folder)
-    write_card(folder, card)
+    card = write_card(folder, card)
     note = f"written to {folder}"
     return {"card": as_table(card), "lines": [*lines(card), note], "written_to": str(folder)}
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -84,11 +84,11 @@ class Contexts:
         self._d_sae, self._n_contexts = d_sae, n_contexts
         self._entries = [(torch.zeros(0, dtype=torch.int32), torch.zeros(0))]
         self._best, self._token_ids, self._acts = _no_contexts(d_sae, 0)
-        self._n_rows = 0
+        self.n_rows = 0
 
     def add(self, text: Text, entries: Entries) -> None:
         """Take a text, and where the latents fire in it."""
-        self._n_rows += entries.n_rows
+        self.n_rows += entries.n_rows
         if not len(entries.values):
             return
         self._entries.append((entries.latents.int(), entries.values))
@@ -128,7 +128,7 @@ class Contexts:
             "cosines": cosines,
             "token_ids": self._token_ids,
             "acts": self._acts,
-            "n_rows": torch.tensor([self._n_rows]),
+            "n_rows": torch.tensor([self.n_rows]),
             "before": torch.tensor([BEFORE]),
             **moved,
             **of_texts,
@@ -216,13 +216,45 @@ def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, T
     return ids, entries.values[place].where((keys[place] == wanted) & is_same, 0.0)
 
 
-def write_features(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write what latents fire on beside an SAE's weights, whole or not at all; raise `UserError` where that fails."""
+def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
+    """Write what latents fire on next to an SAE's weights, whose identity is `weights`, whole or not at all.
+
+    Raise `UserError` where the disk does not take it.
+    """
     file = folder / FEATURES
     try:
-        write_whole(file, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_whole(file, save(whole, {"weights": weights}))
     except OSError as error:
         raise not_written(file, error.strerror or str(error), error.errno) from None
+
+
+def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
+    """Return what `write_features` takes: `tensors`, and of an older file of the same weights all that they lack.
+
+    They may lack what latents fire on, or the tokens that these promote.
+    """
+    if older is None:
+        return dict(tensors)
+    before = load_file(older)
+    both = before | dict(tensors)
+    texts = dict(_bytes_of_texts(before)) | dict(_bytes_of_texts(tensors))
+    return both | _table_of_texts(texts) | _index(both["token_ids"], torch.tensor(sorted(texts), dtype=torch.int32))
+
+
+def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[str, Tensor]:
+    """Return the tokens that latents promote with their texts, to be added to what `Contexts.tensors` has returned."""
+    ids = [one.flatten() for one in moved.values() if one.dtype == torch.int32]
+    return {**moved, **_texts(torch.cat(ids), tokens)} if ids else {}
+
+
+def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
+    """Yield the tokens whose bytes are told, and these."""
+    if "text_ids" in tensors:
+        text, begin = bytes(tensors["text"].tolist()), 0
+        for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):
+            yield token, text[begin:end]
+            begin = end
 
 
 @torch.no_grad()
@@ -241,8 +273,12 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
 
 def _texts(token_ids: Tensor, tokens: Sequence[bytes]) -> dict[str, Tensor]:
     """Return the bytes of the tokens that occur: their numbers, ascending, and where their bytes end in `text`."""
-    ids = [one for one in token_ids.unique().tolist() if 0 <= one < len(tokens)]
-    encoded = [tokens[one] for one in ids]
+    return _table_of_texts({one: tokens[one] for one in token_ids.unique().tolist() if 0 <= one < len(tokens)})
+
+
+def _table_of_texts(texts: Mapping[int, bytes]) -> dict[str, Tensor]:
+    ids = sorted(texts)
+    encoded = [texts[one] for one in ids]
     ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
     return {
         "text_ids": torch.tensor(ids, dtype=torch.int32),

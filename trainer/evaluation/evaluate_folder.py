@@ -14,13 +14,15 @@ from trainer.contract.errors import JobFileError, UsageError, UserError
 from trainer.contract.output import complain
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import printable_lines
+from trainer.contract.runs.card_versions import weights_of
 from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
 from trainer.contract.runs.how_far import from_metadata
 from trainer.contract.runs.recipe import read_recipe
-from trainer.contract.runs.report_card import Card
+from trainer.contract.runs.report_card import ROWS, Card
 from trainer.contract.settings.hook_names import other_place
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
+from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import measure, recovery
@@ -97,12 +99,13 @@ def card_of(
 ) -> Card:
     """Measure the SAE of a folder on rows of a source; raise `UserError` where it is not one of such rows."""
     _refuse_other_widths(sae, source, folder)
-
+    timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     try:
         batches = partial(rows.batches, sae.measuring_half)
         figures = measure(sae.reconstruct, batches, sae.W_dec, rows.grouped, sae.dimension_scales)
     except ValueError as error:
         raise UserError(f"data: {error}") from None
+    data = rows.describe(source.place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
     return Card(
         name=name,
         label=label,
@@ -110,13 +113,15 @@ def card_of(
         step=step,
         tokens=sae.tokens,
         origin={fact: sae.metadata[fact] for fact in _ORIGIN if fact in sae.metadata},
-        data=rows.describe(source.place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on),
+        data=data,
         figures=figures,
         sums=rows.sums,
         recovery=recovery(source, sae.W_dec),
         recipe=read_recipe(sae.metadata),
         threshold_set_on=str(sae.metadata.get(SET_ON, "")),
         training=from_metadata(sae.metadata),
+        weights=weights,
+        parts={ROWS: rows_part(timed, figures, data)},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,15 +17,32 @@ from trainer.activations.open_source import continue_from, open_source
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
+from trainer.contract.progress import advance, stage
+from trainer.contract.runs.card_versions import of_weights, weights_of
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.runs.report_card import Card, Figures, Probing, Spliced
+from trainer.contract.runs.evaluation_time import LOADING
+from trainer.contract.runs.report_card import (
+    FIRES_ON,
+    IN_MODEL,
+    PART_TITLES,
+    PROBES,
+    PROMOTED,
+    ROWS,
+    Card,
+    Figures,
+    Part,
+    Probing,
+    Spliced,
+)
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.job_file import load_extraction
 from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.sources import SourceKnobs
 from trainer.contract.settings.tokens_of_data import folder_of
-from trainer.evaluation.contexts import acts_of, contexts_of, texts_of
+from trainer.evaluation.card import rows_part, timer
+from trainer.evaluation.contexts import MOST_ROWS, Text, acts_of, contexts_of, moved_alone, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import measure, recovery
 from trainer.evaluation.probe_sets import read_sets
@@ -36,21 +53,22 @@ from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.token_bytes import read_tokens
 from trainer.saes.sparse_acts import Acts
+from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, how_far_of_sae, learners_of, output_of, recipe_of_run
 from trainer.training.learner import Learner
 from trainer.training.thresholds import SET_ON, threshold_facts
 
 
 class Evaluation(NamedTuple):
-    """An SAE's card, and the folder that it belongs into.
+    """An SAE's card, of which only the parts that were measured have an entry in `parts`, and the folder it belongs to.
 
-    `features(n)` returns what `trainer.contract.runs.features` reads, with `n` texts for each latent; None where the
-    data does not tell its tokens.
+    `features(n)` returns what `trainer.contract.runs.features` reads, with `n` texts for each latent, and its parts;
+    with 0 only the tokens that latents promote. It is empty where the data does not tell its tokens.
     """
 
     folder: Path
     card: Card
-    features: Callable[[int], dict[str, Tensor] | None]
+    features: Callable[[int], tuple[dict[str, Tensor], dict[str, Part]]]
 
 
 def evaluations_of(
@@ -61,12 +79,14 @@ def evaluations_of(
     model: str | None = None,
     n_tokens: int | None = None,
     n_sets: int = 0,
+    keeps_rows: bool = False,
 ) -> Iterator[Evaluation]:
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
     `model` is the job file of an extraction, or "auto" for the one that wrote the data or the model that streamed it:
-    the SAE is then measured in its language model too, on about `n_tokens`, and probed on `n_sets` sets of texts that
-    it reads. Raise `UserError` where something cannot be read.
+    the SAE is then measured in its language model too, on about `n_tokens` (0: not), and probed on `n_sets` sets of
+    texts that it reads. With `keeps_rows` rows are not measured again where the card in the folder has them of the same
+    weights. Raise `UserError` where something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
@@ -81,10 +101,12 @@ def evaluations_of(
     # The SAEs of a hook come one after the other.
     @functools.lru_cache(maxsize=1)
     def model_of_hook(hook: int) -> SplicedModel:
+        stage(LOADING)
         return _language_model(str(model), knobs[hook], source.of_hook(hook), device, only_reads=bool(sets))
 
     @functools.lru_cache(maxsize=1)
     def probes_of_hook(hook: int) -> DenseProbes:
+        stage(PART_TITLES[PROBES], sum(len(one.texts) for one in sets))
         read = model_of_hook(hook).last_rows
         return probe_rows([LabelledRows(one.name, read(one.texts), one.labels) for one in sets])
 
@@ -98,8 +120,25 @@ def evaluations_of(
         for label, learner in learners_of(job, tensors, state, device):
             own, of_hook = source.of_hook(learner.hook), rows[learner.hook]
             texts = partial(texts_of_hook, learner.hook)
+            folder = output_of(run_dir) / label
+            weights = weights_of(folder) if exported_tokens(folder) == position.tokens else ""
+            version = of_weights(folder, weights, position.tokens) if keeps_rows and weights else None
             language_model = None if model is None else model_of_hook(learner.hook)
-            figures = _measure(learner, of_hook)
+            parts: dict[str, Part] = {}
+            begin = partial(timer, position.step, device)
+            if version:
+                data, figures = version.card.data, version.card.figures
+            else:
+                timed = begin()
+                figures = _measure(learner, of_hook)
+                data = of_hook.describe(own.place, figures.n_tokens, learner.sae.dimension_scales)
+                parts[ROWS] = rows_part(timed, figures, data)
+            spliced = _splice(language_model, learner, own, n_tokens, begin, parts)
+            timed = begin()
+            probing = _probe(probes_of_hook(learner.hook), learner) if sets else None
+            if probing and language_model:
+                settings = {"sets": probing.n_sets, "seeds": probing.n_seeds}
+                parts[PROBES] = timed(probing.n_texts, "texts", model=language_model.name, settings=settings)
             card = Card(
                 name=job.name,
                 label=label,
@@ -107,18 +146,20 @@ def evaluations_of(
                 step=position.step,
                 tokens=position.tokens,
                 origin=state.origin_of(label),
-                data=of_hook.describe(own.place, figures.n_tokens, learner.sae.dimension_scales),
+                data=data,
                 figures=figures,
-                sums=of_hook.sums,
+                sums=of_hook.sums if ROWS in parts else None,
                 recovery=recovery(own, learner.sae.raw_decoder()),
-                spliced=_splice(language_model, learner, own, n_tokens),
-                probing=_probe(probes_of_hook(learner.hook), learner) if sets else None,
+                spliced=spliced,
+                probing=probing,
                 recipe=recipe_of_run(run_dir, state, label, learner.sae.d_in),
                 threshold_set_on=str(threshold_facts(learner.sae).get(SET_ON, "")),
                 training=how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
+                weights=weights,
+                parts=parts,
             )
-            features = partial(_features, learner, of_hook, texts, language_model)
-            yield Evaluation(output_of(run_dir) / label, card, features)
+            features = partial(_features, learner, of_hook, texts, language_model, begin)
+            yield Evaluation(folder, card, features)
 
 
 def _features(
@@ -126,21 +167,35 @@ def _features(
     rows: Rows,
     texts: Callable[[], Path | None],
     language_model: SplicedModel | None,
+    begin: Callable[[], Callable[..., Part]],
     n_contexts: int,
-) -> dict[str, Tensor] | None:
-    """Return what the latents fire on, and of a language model at hand what they promote.
-
-    None where the data does not tell its tokens.
-    """
+) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    """Return what the latents fire on, and of a language model at hand what they promote, with the parts of both."""
     path = texts()
     if path is None or not path.is_dir():
-        return None
-    sae = learner.sae
-    contexts = contexts_of(partial(acts_of, learner), texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
-    if contexts is None:
-        return None
+        return {}, {}
+    parts: dict[str, Part] = {}
+    sae, timed = learner.sae, begin()
     moved = language_model.moved_tokens(sae.raw_decoder()) if language_model else {}
-    return contexts.tensors(sae.W_dec, read_tokens(path), moved)
+    if moved and language_model:
+        parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=language_model.name)
+    stage(PART_TITLES[FIRES_ON], min(MOST_ROWS, inspect_shards(path).n_tokens))
+    if not n_contexts:
+        return moved_alone(moved, read_tokens(path)), parts
+    timed = begin()
+    contexts = contexts_of(
+        partial(acts_of, learner), _counted(texts_of(path)), rows.outliers, len(sae.W_dec), n_contexts
+    )
+    if contexts is None:
+        return {}, {}
+    parts[FIRES_ON] = timed(contexts.n_rows, "rows", text=str(path), settings={"contexts": n_contexts})
+    return contexts.tensors(sae.W_dec, read_tokens(path), moved), parts
+
+
+def _counted(texts: Iterable[Text]) -> Iterator[Text]:
+    for text in texts:
+        yield text
+        advance(len(text.x))
 
 
 def _language_model(
@@ -164,13 +219,23 @@ def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
 
 
 def _splice(
-    language_model: SplicedModel | None, learner: Learner, source: Source, n_tokens: int | None
+    language_model: SplicedModel | None,
+    learner: Learner,
+    source: Source,
+    n_tokens: int | None,
+    begin: Callable[[], Callable[..., Part]],
+    parts: dict[str, Part],
 ) -> Spliced | None:
-    if language_model is None or not language_model.has_loss:
+    if language_model is None or not language_model.has_loss or n_tokens == 0:
         return None
     mean = source.meta.get("mean" if source.d_out is None else "mean_out")
     is_row = isinstance(mean, list) and len(mean) == learner.sae.d_out
-    return language_model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
+    timed = begin()
+    reconstruct = partial(_reconstruct, learner)
+    spliced = language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
+    settings = {"tokens": n_tokens, **language_model.settings}
+    parts[IN_MODEL] = timed(spliced.n_tokens, "tokens", text=spliced.text, model=language_model.name, settings=settings)
+    return spliced
 
 
 def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:

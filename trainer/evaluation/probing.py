@@ -7,7 +7,6 @@ standardised here, since the raw rows of some models have a few columns that are
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
-from trainer.contract.runs.report_card import Auc, Probing
+from trainer.contract.progress import track
+from trainer.contract.runs.report_card import PART_TITLES, PROBES, Auc, Probing
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -53,7 +52,7 @@ def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
     with _one_thread():
         aucs = [
             [_auc_of(one.rows.double().numpy(), _split(one.labels, seed)) for seed in SEEDS]
-            for one in _bar(sets, "dense probes")
+            for one in track(sets, "dense probes")
         ]
     return DenseProbes(list(sets), np.array(aucs))
 
@@ -61,7 +60,7 @@ def probe_rows(sets: Sequence[LabelledRows]) -> DenseProbes:
 def probe(dense: DenseProbes, encode: Encode) -> Probing:
     """Train probes on an SAE's latents for every set, seed and k."""
     with _one_thread():
-        aucs = np.array([_of_latents(one, encode) for one in _bar(dense.sets, "probes")])
+        aucs = np.array([_of_latents(one, encode) for one in track(dense.sets, PART_TITLES[PROBES])])
     names = [one.name for one in dense.sets]
     return Probing(
         n_sets=len(names),
@@ -163,7 +162,3 @@ def _summary(names: list[str], aucs: Floats) -> Auc:
         set_error=float(of_sets.std(ddof=1)) / len(names) ** 0.5 if len(names) > 1 else None,
         of_sets=dict(zip(names, of_sets.tolist(), strict=True)),
     )
-
-
-def _bar(sets: Sequence[LabelledRows], what: str) -> Any:
-    return tqdm(sets, what, disable=not sys.stderr.isatty(), leave=False)

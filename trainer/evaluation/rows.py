@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from trainer.activations.base import Indices, Pair, Source, norms_of, on_device
 from trainer.activations.copies import copies_in
@@ -20,7 +18,8 @@ from trainer.activations.heavy_dimensions import changed_scales, heavy_dimension
 from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HALVES, HookRows, open_data
 from trainer.contract.errors import UserError
-from trainer.contract.runs.report_card import Data
+from trainer.contract.progress import track
+from trainer.contract.runs.report_card import ROWS, Data
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.figures import Grouped, by_label
@@ -88,10 +87,7 @@ class Rows:
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
         n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
-        # In the log of a rank it would be a line for each batch.
-        for x, y, labels in tqdm(
-            self._stored(measuring_half), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()
-        ):
+        for x, y, labels in track(self._stored(measuring_half), ROWS, n_batches):
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
             moved = on_device((x, y), self._device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -11,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 import torch
-from tqdm import tqdm
 
+from trainer.contract.progress import advance, stage
 from trainer.contract.settings.hooks import ends_of
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import SourceKnobs
@@ -21,6 +20,7 @@ from trainer.extraction.extraction import extract
 from trainer.extraction.model_stream import job_of_stream
 from trainer.extraction.peers import Alone
 
+READING_TEXTS = "reading the text again"
 # Rows that a language model reads once more: on a CPU that takes it a minute or two.
 N_ROWS = {"cuda": 2**16, "cpu": 2**13}
 
@@ -39,7 +39,13 @@ def rows_with_tokens(knobs: SourceKnobs, device: torch.device) -> Iterator[Path 
     job, n = job_of_stream(knobs, [hook]), N_ROWS[device.type]
     with tempfile.TemporaryDirectory(prefix="sae-tui-texts-") as folder:
         job = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output=folder, n_tokens=n))
-        with tqdm(total=n, desc="texts", leave=False, disable=not sys.stderr.isatty()) as bar:
-            peers = Alone(threading.Event(), lambda kept: bar.update(kept - bar.n))
-            extract(job, device, peers, lambda _: None)
+        stage(READING_TEXTS, n)
+        so_far = 0
+
+        def tell(kept: int) -> None:
+            nonlocal so_far
+            advance(kept - so_far)
+            so_far = kept
+
+        extract(job, device, Alone(threading.Event(), tell), lambda _: None)
         yield job.folder(hook)

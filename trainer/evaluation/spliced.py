@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,12 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
-from tqdm import tqdm
 
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.runs.report_card import AllTokens, Spliced
+from trainer.contract.progress import advance, stage
+from trainer.contract.runs.evaluation_time import MODEL_TOKENS
+from trainer.contract.runs.report_card import IN_MODEL, PART_TITLES, AllTokens, Spliced
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
@@ -39,8 +39,6 @@ from trainer.extraction.state import State
 
 # Tokens whose logits are held at once, twice, in fp32.
 TOKENS_AT_ONCE = 1024
-# Tokens that are read where nothing else is said: they go through the model six times, on a CPU for minutes.
-N_TOKENS = {"cuda": 32_768, "cpu": 4096}
 # Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
 _IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
@@ -170,22 +168,33 @@ class SplicedModel:
         self._in_stream = only.hooks[-1].site in _IN_STREAM
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
+    @property
+    def name(self) -> str:
+        return self._job.model.path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What of the extraction changes what is measured."""
+        return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
+
     @torch.inference_mode()
     def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
         """Read about `n_tokens` tokens, twice spliced: with rows like those extracted, and with all rows, as SAELens.
 
         `reconstruct` takes rows [n, d_in] in fp32 and those that they are for, `mean` [d_out] is these rows' mean.
-        Without a number there are as many as `N_TOKENS` has for the device. Raise `UserError` where no token counts.
+        Without a number there are as many as `MODEL_TOKENS` has for the device. Raise `UserError` where none counts.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         own, whole = View(reconstruct, names, mean), View(reconstruct, names[:2])
-        wanted = n_tokens or N_TOKENS[self._model.device.type]
+        wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
         text, is_unseen = self._batches(wanted)
         n_batches = -(-wanted // max(TOKENS_AT_ONCE, self._job.text.context))
         left_out = self._left_out()
-        for batch in tqdm(text, total=n_batches, desc="spliced", disable=not sys.stderr.isatty(), leave=False):
+        stage(PART_TITLES[IN_MODEL], n_batches * (1 + len(names) + (2 if left_out else 0)))
+        for batch in text:
             reading, logits = self._read(batch)
             own.clean.add(reading, logits)
+            advance()
             if left_out:
                 whole.clean.add(everything := self._everything(reading, batch), logits)
             del logits
@@ -218,6 +227,7 @@ class SplicedModel:
         for name, change in view.changes.items():
             with self._model.replacing(partial(_replaced, reading.counts, change)):
                 view.of_each[name].add(reading, self._model.logits(batch))
+            advance()
 
     def _everything(self, reading: Reading, batch: Batch) -> Reading:
         """Return a reading in which every token counts."""

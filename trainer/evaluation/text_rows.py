@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from trainer.contract.errors import UserError
+from trainer.contract.progress import advance
 from trainer.contract.settings.knobs import show
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import Batch, Tokenizer
@@ -30,13 +29,12 @@ def last_rows(model: LanguageModel, texts: Sequence[str], context: int) -> Tenso
     # Texts of one length need no filling, with which not every model reads a text as it does alone.
     groups = list(_of_one_length(pieces))
     rows: dict[int, Tensor] = {}
-    with tqdm(total=len(texts), desc="texts", disable=not sys.stderr.isatty(), leave=False) as bar:
-        for numbers in groups:
-            batch = _batch([pieces[number] for number in numbers])
-            length = batch.ids.shape[1]
-            flat = torch.tensor([at * length + places[number] for at, number in enumerate(numbers)])
-            rows |= dict(zip(numbers, model.rows(batch, flat)[0].float().cpu(), strict=True))
-            bar.update(len(numbers))
+    for numbers in groups:
+        batch = _batch([pieces[number] for number in numbers])
+        length = batch.ids.shape[1]
+        flat = torch.tensor([at * length + places[number] for at, number in enumerate(numbers)])
+        rows |= dict(zip(numbers, model.rows(batch, flat)[0].float().cpu(), strict=True))
+        advance(len(numbers))
     return torch.stack([rows[number] for number in range(len(texts))])
 
 

@@ -17,6 +17,7 @@ from trainer.activations.heavy_dimensions import HeavyDimensions, heavy_dimensio
 from trainer.activations.outliers import Outliers
 from trainer.activations.shards import Shards
 from trainer.activations.training_data import HowHeldOut, IndexedData
+from trainer.contract.progress import stage
 from trainer.contract.runs.report_card import copies_sentence, held_out_words
 from trainer.contract.settings.job import MAX_NORM, Data
 from trainer.contract.settings.shards import inspect_shards
@@ -84,6 +85,7 @@ class Inspection(msgspec.Struct, frozen=True):
 def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
     """Look at a folder or file of shards; raise `JobFileError` naming data.path where they cannot be read."""
     shard_set, source = inspect_shards(path), Shards(path=str(path))
+    stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
     # Where all are too large for fp32, that is what is wrong with them.

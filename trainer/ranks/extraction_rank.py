@@ -10,7 +10,7 @@ import torch
 
 from trainer.contract.json_file import write_json
 from trainer.contract.settings.extract import ExtractJob
-from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.metrics_store import LOADING_MODEL, Row
 from trainer.extraction.extraction import Result, extract
 from trainer.extraction.peers import Alone, Peers
 from trainer.extraction.state import stored_state
@@ -34,7 +34,7 @@ def extract_rows(
     Ranks find each other in `folder`, which is new, and where rank 0 leaves what it came to.
     """
     n_stored = stored_state(job, size).n_stored
-    progress.beat("preparing", n_stored, n_stored)
+    progress.beat(LOADING_MODEL, n_stored, n_stored)
     reporter = Reporter(progress, device, job.extract.n_tokens, n_stored)
     peers = Peers(folder, rank, size, stop, reporter.advance) if size > 1 else Alone(stop, reporter.advance)
     result = extract(job, device, peers, rank_log.say)

@@ -64,7 +64,7 @@ class BatchTopK(TopK):
         self.register_buffer("threshold", torch.zeros(()))
         # Below 0 until they are set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
-        self.register_load_state_dict_pre_hook(_without_set_thresholds)
+        self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
         # Which of them is in use.
         self._used = 0
 

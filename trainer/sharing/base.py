@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from trainer.activations.heavy_dimensions import changed_scales
-from trainer.contract.errors import UsageError
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.hub_cache import is_plain_file
+from trainer.contract.runs.card_versions import archive, locked
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
@@ -194,10 +195,12 @@ def public_name(value: Any) -> Any:
 
 
 def forget_card(folder: Path) -> None:
-    """Remove the card of the weights that were here before."""
+    """Make the card of the weights that were here before an older version."""
     readme = folder / MODEL_CARD
-    with contextlib.suppress(OSError):
-        for name in (CARD, SUMS, FEATURES):
+    with contextlib.suppress(OSError), locked(folder):
+        with contextlib.suppress(UserError):
+            archive(folder)
+        for name in (CARD, FEATURES, SUMS):
             (folder / name).unlink(missing_ok=True)
         if readme.read_text(errors="replace").startswith(CARD_TITLE):
             readme.unlink()

@@ -18,6 +18,8 @@ from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.workload import Layout
+from trainer.contract.progress import stage, track
+from trainer.contract.runs.card_versions import FOLDER as VERSIONS
 from trainer.contract.runs.checkpoint_manifest import (
     MANIFEST,
     STATE,
@@ -80,6 +82,7 @@ def export_checkpoint(
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in labels_of(job, only)}
     refuse_to_overwrite(out, folders, force)
+    stage("reading the checkpoint")
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     notes = dict.fromkeys(_of_unfinished(run_dir, job, state))
@@ -89,7 +92,7 @@ def export_checkpoint(
         left_out = {label: reason for label, sae in saes([*folders]) if (reason := chosen.refusal(sae))}
         refuse_where_none_fits(form, left_out, folders)
         folders = {label: folder for label, folder in folders.items() if label not in left_out}
-        for label, sae in saes([*folders]):
+        for label, sae in track(saes([*folders]), "writing", len(folders)):
             notes |= dict.fromkeys(chosen.write(sae, folders[label]))
             _remove_other_formats(chosen, folders[label])
     notes |= dict.fromkeys(f"{label} is not written: {reason}" for label, reason in left_out.items())
@@ -256,7 +259,7 @@ def refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> Non
 
 def _strangers(folder: Path) -> list[str]:
     """Return the names in a folder that no export writes."""
-    ours = [CARD, SUMS, FEATURES, MODEL_CARD]
+    ours = [CARD, FEATURES, SUMS, MODEL_CARD, VERSIONS]
     for entry in catalog.FORMATS.values():
         ours += entry.load().files
     return [item.name for item in folder.iterdir() if not any(fnmatchcase(item.name, one) for one in ours)]

@@ -52,15 +52,15 @@ def export_set(
     checkpoints = [checkpoint_of(path.absolute(), best) for path in paths]
     if only and len(paths) > 1:
         raise UsageError("--only: names SAEs of one run; leave it out, or export one run")
-    members, steps, left_out, n_asked = [], {}, {}, 0
+    members, steps, left_out, asked = [], {}, {}, []
     for name, step, sae in _transcoders(checkpoints, only):
-        n_asked += 1
+        asked.append(name)
         if reason := chosen.refusal(sae):
             left_out[name] = reason
             continue
         members.append(member_of(sae))
         steps[layer_of(sae)] = step
-    refuse_where_none_fits(form, left_out, range(n_asked))
+    refuse_where_none_fits(form, left_out, asked)
     if reason := refusal_of_set(members):
         raise UsageError(f"--format: {reason}")
     chosen.write_set((sae for name, _, sae in _transcoders(checkpoints, only) if name not in left_out), out)

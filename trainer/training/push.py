@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.errors import UsageError, UserError
+from trainer.contract.progress import Progress
 from trainer.contract.settings import catalog
 from trainer.contract.wording import plural
 from trainer.sharing.base import MODEL_CARD
@@ -53,7 +55,9 @@ class Push:
         if not self._confirmed:
             _ask(f"Send {plural(len(files), 'file')}, {sum(sizes.values()):,} bytes, to be {visible}? [y/N] ", out)
         try:
-            place.send(files)
+            # On a terminal the hub's client shows its own.
+            with contextlib.nullcontext() if sys.stderr.isatty() else Progress("sending"):
+                place.send(files)
         except UserError as error:
             raise UserError(f"{error}; none of the files is there, and all are in {out}: try again") from None
         tell(f"sent to {place.url}")

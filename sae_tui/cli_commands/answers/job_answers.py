@@ -19,7 +19,7 @@ from trainer.contract.store.rows import Event, Rank
 from trainer.contract.store.states import JobState
 
 _ID = (int, "Id of the job.")
-_STATE = (word(*JobState), "State of the job; finished, stopped, failed and lost are ends.")
+_STATE = (word(*JobState), "State of the job; finished, stopped, failed, lost and imported are ends.")
 _MESSAGE = (str, "What was done, in a sentence.")
 ENERGY = {
     "energy_wh": "Energy of its GPUs, in Wh; null: not measured.",
@@ -66,6 +66,24 @@ _JOB: dict[str, tuple[object, str]] = {
     "estimated_memory_bytes": (int | None, "What a rank was to need, in bytes; null: not known."),
     "peak_memory_bytes": (int | None, "What the fullest rank took, in bytes; null: not measured."),
     "dropped": (int | None, "Rows of metrics that could not be stored; null: not known."),
+    "evaluation": (
+        or_null(
+            fields(
+                "Evaluation",
+                {
+                    "parts": (list_of(str), "What it measures: rows, model, probes."),
+                    "stage": (str, 'What it does now, in words; "": it starts.'),
+                    "progress": (float | None, "Share that is done (0 to 1); null: not known yet."),
+                    "eta_s": (float | None, "Time left, in s; null: not known yet."),
+                    "device": (word("cuda", "cpu"), "What it runs on."),
+                    "gpu_ids": (list_of(int), "Index of its GPU; none on the CPU, or before it has one."),
+                    "waits_for": (str | None, "What it waits for, in words; null: nothing."),
+                    "started": (float, "When it was asked for, in s since the epoch."),
+                },
+            )
+        ),
+        "The evaluation of its SAEs that goes on; null: none does.",
+    ),
     "best_sae": (str | None, "Of a sweep: which SAE loss and metrics are of; null: no sweep."),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
 }
@@ -111,7 +129,10 @@ _CAUSE = typed(
     },
     {name: list_of(str) for name in ("traceback", "log", "others")},
 )
-_OF_CARD = ("architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training")
+_OF_CARD = (
+    "architecture", "step", "tokens", "data", "figures", "recovery", "spliced", "probing", "training", "weights",
+    "parts",
+)  # fmt: skip
 _WHOLE_JOB = fields(
     "Job with all that happened to it",
     _JOB
@@ -126,6 +147,21 @@ _WHOLE_JOB = fields(
         ),
     },
 )
+_VERSION: dict[str, tuple[object, str]] = {
+    "number": (int, "Counts from 1."),
+    "sae": (str, 'Which SAE of a sweep; "" for a run of one.'),
+    "is_current": (bool, "Whether it is the card of now."),
+    "measured": (float | None, "When its newest part was measured, in s since the epoch; null: not known."),
+    "step": (int, "Step of the SAE; 0: not known."),
+    "tokens": (int, "Tokens it was trained on."),
+    "weights": (str, 'Identity of the weights; "": not known.'),
+    "fvu": (float, "Fraction of variance unexplained."),
+    "ce_score": (float | None, "Share of what zeros lose that reconstructions keep; null: not measured."),
+    "parts": (by_name(float), "When each part was measured, in s since the epoch."),
+    "has_features": (bool, "Whether it is stored what its latents fired on."),
+}
+_CARDS = list_of(fields("Version of a report card", _VERSION))
+_ONE_CARD = list_of(fields("One version in full", _VERSION | {"card": (card("Report card"), "The card.")}))
 _TOLD = fields("What was done", {"id": _ID, "message": _MESSAGE})
 _RESUMED = fields(
     "Resumed",
@@ -333,7 +369,7 @@ _REMOVED = fields("Deleted jobs", {"ids": (list_of(int), "Their ids."), "bytes":
 _REPAIRED = fields("Repaired", {"done": (list_of(str), "What was done, in sentences; none: nothing was amiss.")})
 ANSWERS: dict[str, Schema] = {
     "jobs": answer("sae-tui jobs --json; with --watch a line at every change", list_of(JOB)),
-    "job": answer("sae-tui job --json", _WHOLE_JOB),
+    "job": answer("sae-tui job --json; with --cards all versions of its report card", _WHOLE_JOB, _CARDS, _ONE_CARD),
     "logs": answer("sae-tui logs --json", _LOGS),
     "stop": answer("sae-tui stop --json", _STOPPED),
     "validate": answer("sae-tui validate --json", _VALIDATED),

@@ -1,32 +1,46 @@
 """The process that evaluates a job: `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
 
-It holds the run's evaluation lock and that of its GPU, runs the trainer's command, and records in the list of jobs how
-that ended.
+It holds the run's evaluation lock and that of its GPU, runs the trainer's command, tells how far that is, and records
+in the list of jobs how it ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from sae_tui.jobs import named_python
+import msgspec
+
+from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.evaluation.outcome import FAILED, STARTED, failure, outcome
-from sae_tui.jobs.evaluation.request import Request
-from sae_tui.jobs.supervisor_log import retry
+from sae_tui.jobs.evaluation.outcome import failure, outcome
+from sae_tui.jobs.evaluation.request import Card, Request
+from sae_tui.jobs.evaluation.turn import free_card
+from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
+from sae_tui.jobs.supervisor_log import note, retry
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.prctl import end_with_parent
+from trainer.contract.process import ProcessRef
+from trainer.contract.progress import ENV_DESCRIPTOR, Progress, read_reached
 from trainer.contract.store.job_store import Control
+
+# Seconds between two looks for a free GPU, or for a request to stop.
+LOOK_S = 0.5
+# What a trainer that was asked to end may take before it is killed.
+PATIENCE_S = 5.0
 
 
 class Evaluation:
@@ -40,31 +54,123 @@ class Evaluation:
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
             raise UserError("another one is going")
-        self._gpu = self._take_card()
-        card = request.card if self._gpu else None
-        self._tell(STARTED, f"is being evaluated on {f'GPU {card.index}' if card else 'the CPU'}")
+        # A request to stop an earlier one is not meant for this one.
+        self._answer_stop()
+        self._gpu: GpuLocks | None = None
+        self._card: Card | None = None
+        self._written_at = 0.0
+        self._going = Going(
+            job_id=request.job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=request.parts,
+            began=time.time(),
+        )  # fmt: skip
+        if request.card:
+            self._take(request.card)
+        self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
         """Evaluate by the Python of the request, or by this command, and record how that ended."""
-        python = self._request.python
-        card = self._request.card if self._gpu else None
-        pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
-        model = ["--model", self._request.model] if self._request.model else []
-        probe = ["--probe"] if self._request.is_probed else []
-        trainer = command or named_python.command(python, "eval")
-        argv = [*trainer, str(self._paths.root), "--device", "cuda" if card else "cpu", *model, *probe]
-        code = _run(argv, {**named_python.variables(python), **hide_all(), **pinned})
-        if code:
-            self._tell(FAILED, failure(self._paths, code), "warning")
-        else:
-            self._tell(*outcome(self._data, self._request.job_id))
+        try:
+            if not self._has_device():
+                return self._tell(STOPPED, "was not evaluated: stopped while it waited for a GPU")
+            self._tell(STARTED, f"is being evaluated on {self._going.where}")
+            code = self._run(command)
+            if code is None:
+                self._tell(STOPPED, "was not evaluated: stopped; what was measured before stays")
+            elif code:
+                self._tell(FAILED, failure(self._paths, code), "warning")
+            else:
+                self._tell(*outcome(self._data, self._request.job_id, self._request.parts))
+        finally:
+            going.remove(self._data, self._request.job_id)
 
-    def _take_card(self) -> GpuLocks | None:
-        """Reserve the GPU for as long as this process lives; None where another has got it, or none was chosen."""
-        if (card := self._request.card) is None or card.vendor not in VENDORS:
-            return None
+    def _has_device(self) -> bool:
+        """Wait for a free GPU where one is wanted; return False where a stop is asked for first."""
+        while self._request.waits and self._card is None:
+            if self._is_stopped():
+                return False
+            card, reason = free_card(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
+            if card and self._take(card):
+                self._write(msgspec.structs.replace(self._going, waits_for=""))
+                break
+            self._write(msgspec.structs.replace(self._going, waits_for=reason or "another process took the free GPU"))
+            time.sleep(LOOK_S)
+        return True
+
+    def _take(self, card: Card) -> bool:
+        """Reserve a GPU for as long as this process lives; return False where another process has it."""
         locks = GpuLocks(Path(card.locks), [card.uuid])
-        return locks if locks.take() else None
+        if card.vendor not in VENDORS or not locks.take():
+            return False
+        self._gpu, self._card = locks, card
+        self._going = msgspec.structs.replace(
+            self._going, device="cuda", gpu_index=card.index, gpu_uuid=card.uuid, waits_for=""
+        )
+        return True
+
+    def _run(self, command: Sequence[str]) -> int | None:
+        """Run the trainer and tell how far it is; return its exit code, None where it was stopped."""
+        python, card = self._request.python, self._card
+        pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
+        trainer = command or named_python.command(python, "eval")
+        argv = [*trainer, str(self._paths.root), "--device", "cuda" if card else "cpu", *self._request.flags]
+        reading, writing = os.pipe()
+        environment = {**named_python.variables(python), **hide_all(), **pinned, ENV_DESCRIPTOR: str(writing)}
+        process = _start(argv, environment, writing)
+        os.close(writing)
+        with (
+            Progress(f"evaluation of job {self._request.job_id}", to_descriptor=False) as progress,
+            open(reading, "rb", buffering=0) as lines,
+        ):
+            was_stopped = self._follow(process, lines.fileno(), progress)
+        code = process.wait()
+        return None if was_stopped else code
+
+    def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
+        """Tell how far the trainer is until it closes its descriptor or ends; return whether it was stopped."""
+        kept, is_open = b"", True
+        while is_open or process.poll() is None:
+            if self._is_stopped():
+                _end(process)
+                return True
+            if not is_open:
+                time.sleep(LOOK_S / 5)
+            elif select.select([descriptor], [], [], LOOK_S)[0]:
+                read = os.read(descriptor, 65536)
+                is_open = bool(read)
+                *whole, kept = (kept + read).split(b"\n")
+                for reached in filter(None, map(read_reached, whole[-1:])):
+                    progress.reach(reached)
+                    self._write(msgspec.structs.replace(self._going, reached=reached))
+            if not is_open:
+                # Its last words come now, and end the log.
+                progress.close()
+            self._write(self._going)
+        return False
+
+    def _write(self, now: Going) -> None:
+        """Write how far it is, where that has changed or was written some seconds ago."""
+        if now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S:
+            return
+        self._going, self._written_at = now, time.monotonic()
+        try:
+            going.write(self._data, now)
+        except (OSError, UserError) as error:
+            note(f"how far the evaluation is cannot be written: {error}")
+
+    def _is_stopped(self) -> bool:
+        """Tell whether a stop is asked for, or the job was deleted."""
+        try:
+            with contextlib.closing(Control(self._data.control_db, readonly=True)) as control:
+                return "stop-evaluation" in control.open_requests(self._request.job_id)
+        except UserError:
+            return False
+
+    def _answer_stop(self) -> None:
+        def answer() -> None:
+            with contextlib.closing(Control(self._data.control_db)) as control:
+                control.answer(self._request.job_id, "stop-evaluation")
+
+        retry("answering a request to stop", answer)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
         """Record an event of the job, unless it was deleted meanwhile."""
@@ -72,17 +178,31 @@ class Evaluation:
         def add() -> None:
             with contextlib.closing(Control(self._data.control_db)) as control:
                 if control.state(self._request.job_id) is not None:
+                    control.answer(self._request.job_id, "stop-evaluation")
                     control.add_event(self._request.job_id, kind, message, level)
 
         retry("recording the evaluation", add)
 
 
-def _run(argv: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command that ends with this process; return its exit code."""
+def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a command that ends with this process and tells its progress to a descriptor."""
     parent = os.getpid()
     return subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, cwd="/", env=environment, preexec_fn=lambda: end_with_parent(parent)
-    ).wait()
+        argv,
+        stdin=subprocess.DEVNULL,
+        cwd="/",
+        env=environment,
+        pass_fds=[descriptor],
+        preexec_fn=lambda: end_with_parent(parent),
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 def main(arguments: Sequence[str], command: Sequence[str] = ()) -> int:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
+from sae_tui.jobs.going import DONE, FAILED, STOPPED
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.log_tail import last_line
+from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 
-# The kinds of the events.
-STARTED, DONE, FAILED = "evaluating", "evaluated", "not-evaluated"
-ENDS = (DONE, FAILED)
+ENDS = (DONE, FAILED, STOPPED)
 NO_TOKENS = "what its latents fire on is not known, since its data does not tell its tokens"
 _NOT_WRITTEN = "not written: "
 
 
-def outcome(data: DataDir, job_id: int) -> tuple[str, str, str]:
-    """Return the kind, the message and the level of the event on an evaluation that went through."""
+def outcome(data: DataDir, job_id: int, parts: Sequence[str] = (ROWS,)) -> tuple[str, str, str]:
+    """Return the kind, the message and the level of the event on an evaluation of `parts` that went through."""
     last = last_line(data.run(job_id).evaluation_log)
     if last.startswith(_NOT_WRITTEN):
         return FAILED, f"is evaluated, but that is {last}; the log has the figures", "warning"
     if not (cards := read_cards(data.sae(job_id))):
         return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
-    return DONE, f"is evaluated: {_figures(cards)}; {_contexts(data, job_id)}", "info"
+    return DONE, f"is evaluated: {_figures(cards, parts)}; {_contexts(data, job_id)}", "info"
 
 
 def failure(paths: RunPaths, code: int) -> str:
@@ -33,12 +34,17 @@ def failure(paths: RunPaths, code: int) -> str:
     return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
 
 
-def _figures(cards: list[ReportCard]) -> str:
-    """Return the figures of the best SAE."""
+def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
+    """Return the figures of the best SAE that were asked for."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
-    return f"{f'{best.label} has ' * (len(cards) > 1)}FVU {best.figures.fvu:.4f} on {rows}"
+    told = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
+    if IN_MODEL in parts:
+        told.append(best.spliced.words if best.spliced else "no loss, since its model predicts no next token")
+    if PROBES in parts and best.probing:
+        told.append(best.probing.words)
+    return f"{f'{best.label} has ' * (len(cards) > 1)}{', '.join(told)}"
 
 
 def _contexts(data: DataDir, job_id: int) -> str:

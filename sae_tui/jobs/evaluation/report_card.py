@@ -6,8 +6,10 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.runs import report_card
+from trainer.contract.runs import card_versions, report_card
+from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.features import CARD
 from trainer.contract.runs.report_card import Card
 from trainer.contract.settings.series import error_of
@@ -24,13 +26,26 @@ class Figures(msgspec.Struct, frozen=True):
     dead_error: float | None = None
 
 
+def with_error(value: float | None, error: float | None) -> str:
+    """Write a figure as `0.953 ± 0.004`."""
+    if value is None:
+        return "not defined"
+    return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
 class Spliced(msgspec.Struct, frozen=True):
     """What a language model keeps with the SAE in it, by a model without these activations, with standard errors."""
 
-    ce_score: float
+    ce_score: float | None = None
     ce_score_error: float | None = None
     kl_score: float | None = None
     kl_score_error: float | None = None
+
+    @property
+    def words(self) -> str:
+        """Write both scores with their errors."""
+        ce, kl = with_error(self.ce_score, self.ce_score_error), with_error(self.kl_score, self.kl_score_error)
+        return f"CE score {ce}, KL score {kl}"
 
 
 class Auc(msgspec.Struct, frozen=True):
@@ -45,6 +60,12 @@ class Probing(msgspec.Struct, frozen=True):
 
     k: dict[str, Auc] = {}
 
+    @property
+    def words(self) -> str:
+        """Write the AUC by k with its error."""
+        of_each = (f"{with_error(one.auc, one.seed_error)} with k = {k}" for k, one in self.k.items())
+        return f"AUC {', '.join(of_each)}"
+
 
 class Data(msgspec.Struct, frozen=True):
     """Which rows were measured."""
@@ -58,6 +79,7 @@ class ReportCard(msgspec.Struct, frozen=True):
     figures: Figures
     data: Data
     label: str = ""
+    tokens: int = 0
     spliced: Spliced | None = None
     probing: Probing | None = None
 
@@ -94,6 +116,28 @@ def whole_cards(folder: Path) -> dict[str, Card]:
 def read_cards(folder: Path) -> list[ReportCard]:
     """Return the cards of the SAE in a folder, or of those of a sweep."""
     return [card for one in _folders(folder) if (card := read_card(one))]
+
+
+def versions_of(folder: Path) -> dict[str, list[Version]]:
+    """Return the cards that the SAE in a folder has and has had, or those of a sweep, by label; the newest first."""
+    older = (file.parent for file in folder.glob(f"*/{card_versions.FOLDER}"))
+    folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
+    told = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
+    return {label: versions for label, versions in told.items() if versions}
+
+
+def version_of(folder: Path, number: int) -> dict[str, Version]:
+    """Return the card of this number of the SAE in a folder, or of each of a sweep, by label.
+
+    Raise `UserError` where there is none.
+    """
+    told = versions_of(folder)
+    if shown := {label: one for label, versions in told.items() for one in versions if one.number == number}:
+        return shown
+    there = sorted({one.number for versions in told.values() for one in versions})
+    raise UserError(
+        f"--card: takes one of {', '.join(map(str, there))}" if there else "--card: there is no report card"
+    )
 
 
 def _folders(folder: Path) -> list[Path]:

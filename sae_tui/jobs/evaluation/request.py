@@ -12,7 +12,8 @@ from sae_tui.jobs import named_python
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.detach import start_detached
-from sae_tui.jobs.evaluation.outcome import DONE, ENDS, NO_TOKENS, STARTED, is_judged
+from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
+from sae_tui.jobs.going import DONE, STARTED, Evaluations
 from sae_tui.jobs.output import extracts, may_tell_tokens
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
@@ -20,7 +21,9 @@ from trainer.contract.errors import UserError
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.lock import is_held
+from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
@@ -43,7 +46,8 @@ class Card(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """What to evaluate: also spliced into the language model of job file `model`, and probed on texts that it reads.
 
-    Without a card on the CPU. `python` is that of the job, "" for the app's.
+    Without a card on the CPU, unless it `waits` for a free one of `gpu_source`. Parts that are not asked for stay as
+    they are on the card. `python` is that of the job, "" for the app's.
     """
 
     job_id: int
@@ -51,6 +55,24 @@ class Request(msgspec.Struct, frozen=True):
     card: Card | None = None
     is_probed: bool = False
     python: str = ""
+    waits: bool = False
+    gpu_source: str = "auto"
+    keeps_rows: bool = False
+    is_spliced: bool = True
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What is measured, by the names of a card's parts."""
+        asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
+        return tuple(part for part, is_asked in asked.items() if is_asked)
+
+    @property
+    def flags(self) -> list[str]:
+        """The flags of the trainer's command."""
+        model = ["--model", self.model] if self.model else []
+        flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows}
+        spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
+        return [*model, *spliced, *(flag for flag, is_given in flags.items() if is_given)]
 
 
 def evaluate(data: DataDir, request: Request) -> str:
@@ -60,8 +82,20 @@ def evaluate(data: DataDir, request: Request) -> str:
     request = msgspec.structs.replace(request, python=python_of(data, request.job_id))
     arguments = [*FOLLOWER, str(data.root), msgspec.json.encode(request).decode()]
     start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
+    if request.waits and not request.card:
+        return f"job {request.job_id} is evaluated once a GPU is free; that goes on if you quit"
     where = f"GPU {request.card.index}" if request.card else "the CPU"
     return f"job {request.job_id} is being evaluated on {where}; that goes on if you quit"
+
+
+def stop(data: DataDir, job_id: int) -> str:
+    """Ask the evaluation of a job to end, and return the sentence on it; raise `UserError` where none goes on."""
+    with existing(data, job_id) as control:
+        control.job(job_id)
+        if not is_going(data, job_id):
+            raise UserError(f"job {job_id} is not being evaluated")
+        control.request(job_id, "stop-evaluation")
+    return f"the evaluation of job {job_id} stops; what was measured before stays"
 
 
 def refuse(data: DataDir, job: Job) -> None:
@@ -111,9 +145,17 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
 
 
 def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
-    """Wait until the evaluation of a job is over; return whether it went well, and the sentence on it."""
-    while is_going(data, job_id):
-        time.sleep(POLL_S)
+    """Wait until the evaluation of a job is over, and show how far it is.
+
+    Return whether it went well, and the sentence on how it ended.
+    """
+    evaluations = Evaluations(data)
+    with Progress(f"evaluating job {job_id}", to_descriptor=False) as progress:
+        while is_going(data, job_id):
+            if evaluations.poll() and (now := evaluations.going.get(job_id)):
+                waits = Reached(f"waits: {now.waits_for}")
+                progress.reach(waits if now.waits_for else now.reached)
+            time.sleep(POLL_S)
     with existing(data, job_id) as control:
         events = [event for event in control.events(job_id) if event.kind in (STARTED, *ENDS)]
     if not events or events[-1].kind == STARTED:

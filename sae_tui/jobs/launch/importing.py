@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 import socket
-import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,14 +15,12 @@ import msgspec
 from sae_tui.jobs import named_python
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.launch.trainer_command import OnReached, answer_of
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError, sentence
-from trainer.contract.failure import told_failure
-from trainer.contract.json_file import decode_as
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.planning.gpu_vendors import hide_all
 from trainer.contract.printable import printable
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
@@ -55,6 +52,7 @@ def import_sae(
     gpu_source: str,
     tags: Iterable[str],
     python: str = "",
+    on_reached: OnReached | None = None,
 ) -> tuple[int, Imported]:
     """Make a job of the SAE in a folder, with `activations` to evaluate and train it on; return its id.
 
@@ -68,9 +66,10 @@ def import_sae(
     try:
         paths = ["--out", str(staged), "--data", str(activations)]
         # It needs torch, and so a process.
-        words = [str(folder), *paths, *_settings(python), *arguments, "--json"]
-        command, variables = named_python.command(python, "import", *words), named_python.variables(python)
-        imported = _run(command, variables, shows_progress=not os.path.lexists(folder))
+        words = [str(folder), *paths, *_settings(python), *arguments]
+        # It says itself which files it brings from the hub.
+        from_hub = not os.path.lexists(folder)
+        imported = answer_of("import", words, Imported, python=python, on_reached=on_reached, shows_errors=from_hub)
         with open_control(data) as control:
             job = _row(
                 RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
@@ -100,32 +99,12 @@ def _settings(python: str) -> list[str]:
     return ["--set", f"launch.python={named_python.whole(python)}"] if python else []
 
 
-def _run(argv: Sequence[str], variables: Mapping[str, str], *, shows_progress: bool) -> Imported:
-    """Run the trainer's import; with `shows_progress` it says itself which files it brings from the hub."""
-    # On the CPU: it computes next to nothing.
-    done = subprocess.run(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=None if shows_progress else subprocess.PIPE,
-        env={**variables, **hide_all()},
-    )
-    lines = (done.stderr or b"").decode(errors="replace").strip().splitlines()
-    if done.returncode:
-        reason = told_failure(done.stdout) or (lines[-1] if lines else "")
-        raise UserError(reason or f"`trainer import` ended with {done.returncode} and told nothing")
-    try:
-        return decode_as(done.stdout.splitlines()[-1], Imported)
-    except (ValueError, IndexError) as error:
-        raise UserError(f"`trainer import` answered what is not understood: {error}") from None
-
-
 def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) -> Job:
     config = read_plain_text(staged.job_file)
     job, now = load_job(staged.job_file, read=read_plain_text), time.time()
     shape = job.data_shape()
     return Job(
-        name=job.name, state=JobState.FINISHED, config=config, user=user_name(), host=socket.gethostname(),
+        name=job.name, state=JobState.IMPORTED, config=config, user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source=gpu_source, attempt=1, created=now, ended=now, d_in=shape.d_in, d_out=shape.d_out,
         tags=tags, note=note,
     )  # fmt: skip
@@ -140,6 +119,6 @@ def _place(data: DataDir, staged: Path, job: Job) -> None:
             source.rename(target)
             undo.callback(shutil.rmtree, target, ignore_errors=True)
         write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
-        write_ending(run.exit_file, Ending(JobState.FINISHED, job.ended or job.created, output_path=job.output_path))
+        write_ending(run.exit_file, Ending(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
         write_record(run, job)
         undo.pop_all()

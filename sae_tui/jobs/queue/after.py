@@ -9,7 +9,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control, Unreadable
 from trainer.contract.store.rows import Job
-from trainer.contract.store.states import JobState
+from trainer.contract.store.states import DONE, JobState
 from trainer.contract.wording import join_words
 
 
@@ -35,7 +35,7 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         state = state or JobState.FINISHED
         if not state.is_final:
             return f"{comes_after([other])}, which is {_word(control, other, state)}"
-        if state != JobState.FINISHED:
+        if state not in DONE:
             remedy = f"resume job {other}, or stop waiting for it: `sae-tui after {job.id}`"
             return f"{comes_after([other])}, which {ENDED[state]}; {remedy}"
     return ""

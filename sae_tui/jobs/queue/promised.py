@@ -17,7 +17,7 @@ from trainer.contract.settings.sources import each
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
-from trainer.contract.store.states import JobState
+from trainer.contract.store.states import DONE
 
 
 def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
@@ -26,7 +26,7 @@ def promised_by(data: DataDir, after: Iterable[int]) -> dict[str, Promise]:
     for job_id in after:
         with existing(data, job_id) as control:
             job = control.job(job_id)
-        if job.state != JobState.FINISHED:
+        if job.state not in DONE:
             promises |= _promises(job)
     return promises
 

@@ -16,7 +16,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import ENDING, Control, RequestKind
-from trainer.contract.store.metrics_store import JUDGING, WAITING, Heartbeat
+from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, JUDGING, WAITING, Heartbeat
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -24,7 +24,6 @@ TIMES_MEDIAN = 10
 PUBLISH_EVERY_S = 1.0
 # Importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
-_STARTING = ("resuming", "preparing")
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end at once",
     "stop": "was asked to stop: its ranks agree on a step and save",
@@ -126,7 +125,7 @@ class Watch:
     @property
     def _is_starting(self) -> bool:
         """Whether it loads and prepares, and has not done so for longer than that may take."""
-        is_before = self._beat is None or self._beat.phase in _STARTING
+        is_before = self._beat is None or self._beat.phase in BEFORE_FIRST_STEP
         return is_before and time.monotonic() < self._late_at
 
     @property

@@ -25,7 +25,7 @@ J = TypeVar("J", bound=Job)
 # What works or will soon comes first, then what went wrong.
 _STATES = (
     JobState.RUNNING, JobState.STALLED, JobState.STARTING, JobState.STOPPING, JobState.QUEUED, JobState.FAILED,
-    JobState.LOST, JobState.STOPPED, JobState.FINISHED,
+    JobState.LOST, JobState.STOPPED, JobState.FINISHED, JobState.IMPORTED,
 )  # fmt: skip
 _ARCHITECTURE = re.compile(r"^\s*architecture\s*=\s*(\[[^\]]*\]|.+)$", re.MULTILINE)
 

@@ -14,18 +14,20 @@ from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
 FIRST_LINES = 20_000
+EVALUATION = "evaluation"
 
 
 class LogLine(msgspec.Struct, frozen=True):
-    """A line and whose it is: "0" for rank 0, or "supervisor"."""
+    """A line and whose it is: "0" for rank 0, "supervisor" or "evaluation"."""
 
     source: str
     text: str
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return every log of a job by name, those that are not there yet included."""
-    return {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
+    """Return every log of a job by name, those that are not there yet included; of an evaluation once there was one."""
+    logs = {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
+    return logs | ({EVALUATION: paths.evaluation_log} if paths.evaluation_log.exists() else {})
 
 
 class LogReader:

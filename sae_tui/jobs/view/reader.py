@@ -10,6 +10,8 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import Holders, holders
 from sae_tui.jobs.evaluation.outcome import ENDS
+from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
+from sae_tui.jobs.going import Evaluations, Going
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.view.shape import d_sae_words, k_words
 from sae_tui.jobs.view.sweeps import labels
@@ -20,7 +22,7 @@ from trainer.contract.settings.series import held_out, held_out_metrics, measure
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import Point, SeriesReader
+from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
@@ -40,7 +42,7 @@ class JobView(Job, frozen=True, kw_only=True):
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
     `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
     of metrics that the row has no column for, by name. `k` and `d_sae` are as people read them, of a sweep from the
-    lowest to the highest.
+    lowest to the highest. `evaluation` is that of its SAEs, while one goes on.
     """
 
     phase: str = ""
@@ -52,6 +54,12 @@ class JobView(Job, frozen=True, kw_only=True):
     others: Mapping[str, float] = {}
     k: str = ""
     d_sae: str = ""
+    evaluation: Going | None = None
+
+
+def is_loading(job: JobView) -> bool:
+    """Tell whether a job runs but has not begun: it loads its model, or prepares."""
+    return job.state == JobState.RUNNING and job.phase in BEFORE_FIRST_STEP
 
 
 def newest_value(job: Job, name: str) -> float | None:
@@ -98,6 +106,7 @@ class JobsReader:
         self._passed_over = ""
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
+        self._evaluations = Evaluations(data)
         self._still: dict[int, tuple[Job, JobView]] = {}
 
     @property
@@ -112,10 +121,11 @@ class JobsReader:
     def poll(self) -> bool:
         """Read what is new and tell whether anything changed; costs microseconds where nothing did."""
         changed = self._store.poll(self._read)
-        news = [live.poll() for live in self._live.values()]
+        news = [self._evaluations.poll(), *(live.poll() for live in self._live.values())]
         if not changed and not any(news):
             return False
-        self.jobs = tuple(self._view(job) for job in self._rows)
+        going = self._evaluations.going
+        self.jobs = tuple(_evaluated(self._view(job), going.get(job.id)) for job in self._rows)
         return True
 
     def close(self) -> None:
@@ -129,10 +139,19 @@ class JobsReader:
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
+        if job.state is JobState.IMPORTED:
+            # Its card changes without its row.
+            return self._imported_view(job)
         cached = self._still.get(job.id)
         if cached is None or cached[0] != job:
             cached = self._still[job.id] = (job, self._still_view(job))
         return cached[1]
+
+    def _imported_view(self, job: Job) -> JobView:
+        """Return the view of an SAE of another tool, with the figures of its report card."""
+        view = _view(job, None, False)
+        cards = read_cards(self._data.sae(job.id))
+        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that does not run: its row.
@@ -177,6 +196,15 @@ class JobsReader:
             self._live[job_id] = LiveRun(self._data.run(job_id))
 
 
+def _with_card(view: JobView, card: ReportCard) -> JobView:
+    own = card.figures
+    return msgspec.structs.replace(view, heldout_fvu=own.fvu, heldout_l0=own.l0, tokens=card.tokens or view.tokens)
+
+
+def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
+    return view if evaluation is None else msgspec.structs.replace(view, evaluation=evaluation)
+
+
 class JobReader:
     """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
@@ -186,12 +214,13 @@ class JobReader:
         self.ranks: tuple[Rank, ...] = ()
         self.series: dict[tuple[str, int], list[Point]] = {}
         self.events: tuple[Event, ...] = ()
-        self._paths = data.run(job_id)
+        self._paths, self._sae = data.run(job_id), data.sae(job_id)
         self._store = _Store(data)
         self._live = LiveRun(self._paths)
         self._row: Job | None = None
         self._asked = False
         self._told: list[Event] = []
+        self._evaluations = Evaluations(data)
 
     @property
     def problem(self) -> str:
@@ -204,10 +233,12 @@ class JobReader:
     def poll(self) -> bool:
         """Read what is new and tell whether anything changed; never raise."""
         changed = self._store.poll(self._read)
-        news = self._live.poll()
+        # Both are read each time.
+        news = any([self._live.poll(), self._evaluations.poll()])
         if self._row is None or not (changed or news):
             return False
-        self.view = _view(self._row, self._live, self._asked)
+        going = self._evaluations.going.get(self.job_id)
+        self.view = _evaluated(self._row_view(self._row), going)
         run_events: list[Event] = []
         if self._live.reader:
             try:
@@ -217,6 +248,11 @@ class JobReader:
                 self._live.close()
         self.events = _merge_events(self._told, run_events)
         return True
+
+    def _row_view(self, job: Job) -> JobView:
+        view = _view(job, self._live, self._asked)
+        cards = read_cards(self._sae) if job.state is JobState.IMPORTED else []
+        return _with_card(view, min(cards, key=lambda card: card.figures.fvu)) if cards else view
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
         """Return the last lines a rank has written; reads from the end of the file."""

@@ -95,9 +95,38 @@ def test_a_token_that_is_a_part_of_a_character_is_told_by_its_bytes(file: Path) 
 def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
     features = Features(file)
     assert (features.n_latents, features.n_rows) == (2, 100)
-    assert (features.order(), features.order("largest"), features.order("latent")) == ([1, 0], [0, 1], [0, 1])
+    orders = [features.order(by) for by in ("density", "largest", "latent")]
+    assert orders == [[1, 0], [0, 1], [0, 1]]
     file.write_bytes(features_file(n_fired=("I32", "i", [2], [0, 8])))
     assert Features(file).order("latent") == [1]
+    assert (Features(file).n_silent, Features(file).n_dense) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("fired", "order"),
+    [
+        # Of 100,000 rows, with largest activations of 4 and 3: both on 0.01 to 1 %, or one is rarer or denser.
+        ((10, 1000), [0, 1]),
+        ((9, 10), [1, 0]),
+        ((1001, 10), [1, 0]),
+        ((5, 6), [0, 1]),
+        # The densest is last, and one that is rare before it.
+        ((20_000, 2000), [1, 0]),
+        ((2000, 3), [1, 0]),
+    ],
+)
+def test_latents_that_say_most_come_first_and_dense_ones_last(
+    file: Path, fired: tuple[int, int], order: list[int]
+) -> None:
+    file.write_bytes(features_file(n_fired=("I32", "i", [2], [*fired]), n_rows=("I64", "q", [1], [100_000])))
+    assert Features(file).order() == order
+    assert Features(file).n_dense == (max(fired) > 10_000)
+
+
+def test_a_search_tells_latents_that_fire_on_the_words_from_those_that_stand_near_them(file: Path) -> None:
+    features = Features(file)
+    assert features.search_apart("the") == ([1], [0])
+    assert features.search_apart("cow") == ([], [])
 
 
 def test_a_search_finds_first_what_fires_most_on_a_token_and_then_what_has_it_in_a_context(file: Path) -> None:

@@ -140,6 +140,14 @@ def test_a_job_of_an_older_version_is_read_without_what_was_not_kept_then(older:
     assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
 
 
+def test_an_imported_sae_of_an_older_version_gets_the_state_of_its_own(older: Path) -> None:
+    insert = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(1, 1.0, 'info', ?, '')"
+    with contextlib.closing(sqlite3.connect(older)) as connection, connection:
+        connection.execute(insert, ("imported",))
+    with contextlib.closing(Control(older)) as control:
+        assert [str(job.state) for job in control.jobs()] == ["imported"]
+
+
 def test_an_older_control_store_takes_the_memory_of_its_next_jobs(older: Path) -> None:
     with contextlib.closing(Control(older)) as control:
         control.update(1, peak_memory_bytes=3 << 30)

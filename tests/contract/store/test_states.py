@@ -12,13 +12,14 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
 
-FINAL = {"stopped", "finished", "failed", "lost"}
+ENDED = {"stopped", "finished", "failed", "lost"}
+FINAL = ENDED | {"imported"}
 LEGAL = {
     "queued": {"starting", "stopped", "failed", "lost"},
-    "starting": {"running", "stopping", "starting"} | FINAL,
-    "running": {"stalled", "stopping", "starting"} | FINAL,
-    "stalled": {"running", "stopping", "starting"} | FINAL,
-    "stopping": FINAL | {"queued"},
+    "starting": {"running", "stopping", "starting"} | ENDED,
+    "running": {"stalled", "stopping", "starting"} | ENDED,
+    "stalled": {"running", "stopping", "starting"} | ENDED,
+    "stopping": ENDED | {"queued"},
     **{state: {"queued"} for state in FINAL},
 }
 

@@ -11,13 +11,16 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.report_cards import PROBING, SPLICED
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation import request
-from sae_tui.jobs.evaluation.outcome import FAILED, STARTED
 from sae_tui.jobs.evaluation.request import Request
+from sae_tui.jobs.going import FAILED, STARTED, Going
+from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.view.reader import JobsReader
 from tests.jobs.conftest import Box, wait_for
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
@@ -48,20 +51,22 @@ def evaluate(box: Box, monkeypatch: pytest.MonkeyPatch, job_id: int, script: str
     return request.evaluate(box.data, Request(job_id, **asked))
 
 
-def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True) -> None:
+def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **parts: Any) -> None:
     folder.mkdir(exist_ok=True)
     card = {"label": folder.name, "figures": {"n_tokens": 1000, "fvu": fvu}, "data": {"is_held_out": is_held_out}}
+    card |= parts
     (folder / CARD).write_bytes(msgspec.json.encode(card))
 
 
 def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
-    write_card(box.data.sae(job_id))
+    write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
     told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
     assert told == f"job {job_id} is being evaluated on the CPU; that goes on if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
-        f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows; "
+        f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
+        "KL score 0.960 ± 0.003, AUC 0.800 ± 0.010 with k = 1, 0.800 ± 0.010 with k = 16; "
         f"f, or `sae-tui features {job_id}`, shows its latents",
     )
     called = box.data.run(job_id).evaluation_log.read_text()
@@ -106,10 +111,54 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
         evaluate(box, monkeypatch, job_id, "true")
     follower.send(signal.SIGKILL)
     wait_for(lambda: not trainer.is_alive(), "the end of the trainer")
-    assert request.wait_for_end(box.data, job_id) == (
-        False,
-        f"job {job_id} was not evaluated: it was ended before; see {log}",
-    )
+    ended = (False, f"job {job_id} was not evaluated: it was ended before; see {log}")
+    assert request.wait_for_end(box.data, job_id) == ended
+    assert seen(box, job_id) is None
+    reconcile(box.data)
+    assert [*box.data.evaluations.iterdir()] == []
+    assert request.wait_for_end(box.data, job_id) == ended
+
+
+def seen(box: Box, job_id: int) -> Going | None:
+    """Return the evaluation of a job as the list of jobs shows it."""
+    reader = JobsReader(box.data)
+    reader.poll()
+    reader.close()
+    return next(job.evaluation for job in reader.jobs if job.id == job_id)
+
+
+TELLS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
+
+
+def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, TELLS, model="auto", keeps_rows=True)
+    wait_for(lambda: (now := seen(box, job_id)) and now.reached.share, "the progress")
+    now = seen(box, job_id)
+    assert now
+    assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
+    assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; what was measured before stays"
+    told = f"job {job_id} was not evaluated: stopped; what was measured before stays"
+    assert request.wait_for_end(box.data, job_id) == (False, told)
+    assert seen(box, job_id) is None
+    with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
+        request.stop(box.data, job_id)
+    # The next one is not stopped by what the last one was asked for.
+    write_card(box.data.sae(job_id))
+    evaluate(box, monkeypatch, job_id, "true")
+    assert request.wait_for_end(box.data, job_id)[0]
+
+
+def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box, job_id: int, monkeypatch) -> None:
+    told = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
+    assert told == f"job {job_id} is evaluated once a GPU is free; that goes on if you quit"
+    # A job of the CPU gets none of the GPUs.
+    wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
+    now = seen(box, job_id)
+    assert now
+    assert now.words == "evaluation waits: no GPU is free"
+    request.stop(box.data, job_id)
+    told = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
+    assert request.wait_for_end(box.data, job_id) == (False, told)
 
 
 def test_of_a_job_that_is_deleted_meanwhile_nothing_is_recorded(box: Box, job_id: int, monkeypatch, tmp_path) -> None:

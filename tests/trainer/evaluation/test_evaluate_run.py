@@ -252,7 +252,7 @@ def test_a_card_lies_only_beside_the_weights_that_it_is_of(
     assert capsys.readouterr().out.splitlines()[-1] == f"not written: there is another checkpoint's SAE in {sae}"
     assert (sae / "card.json").read_bytes() == of_newest
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
-    assert {file.name for file in sae.iterdir()} == {"cfg.json", "sae_weights.safetensors"}
+    assert {file.name for file in sae.iterdir()} == {".cards", "cfg.json", "sae_weights.safetensors"}
     assert main(["eval", str(older), "--device", "cpu"]) == 0
     assert (sae / "card.json").exists()
 

@@ -9,7 +9,7 @@ from trainer.contract.failure import Failure, Refusal
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES, HowFar
 from trainer.contract.runs.import_check import ImportCheck
 from trainer.contract.runs.recipe import Recipe
-from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Probing, Spliced, TextRows
+from trainer.contract.runs.report_card import AllTokens, Auc, Card, Data, Figures, Part, Probing, Spliced, TextRows
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import HELD_OUT, measured_names
 
@@ -234,6 +234,22 @@ _TRAINING = typed(
     },
     {"best": or_null(by_name({}))},
 )
+_PART = typed(
+    "Part",
+    Part,
+    {
+        "measured": "When, in s since the epoch.",
+        "step": "Step of the SAE; 0: not known.",
+        "n": "How much was measured.",
+        "unit": "What `n` counts: rows, tokens, texts or latents.",
+        "text": 'What was read; "": the same as the rows.',
+        "model": 'Language model that read it; "": none.',
+        "settings": "Settings that change the figures, by name.",
+        "device": 'What it was measured on, "cpu" or "cuda"; "": not known.',
+        "seconds": "How long it took, in s; null: not known.",
+    },
+    {"settings": by_name({})},
+)
 _CARD: dict[str, tuple[Any, str]] = {
     "name": (str, "Name of the run or folder."),
     "label": (str, 'Which SAE of a sweep; "" for a run of one.'),
@@ -250,6 +266,9 @@ _CARD: dict[str, tuple[Any, str]] = {
     "recipe": (or_null(_RECIPE), "How it was trained; null: not known."),
     "threshold_set_on": (str, "Rows on which its one threshold was set; empty: it has none."),
     "training": (or_null(_TRAINING), "How far its training was; null: not known."),
+    "weights": (str, 'Identity of the weights that it is of; "": not known.'),
+    "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
+    "features": (str, 'Identity of the stored file of its latents; "": none, or it is current.'),
 }
 # How far a training was, by the names of the series in a run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {

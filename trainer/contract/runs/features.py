@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import mmap
 from array import array
@@ -19,7 +20,10 @@ from trainer.contract.settings.shards import read_header
 
 # Beside an SAE's weights: what an evaluation writes.
 FEATURES, CARD = "features.safetensors", "card.json"
-Order = Literal["density", "largest", "latent"]
+Order = Literal["sparse", "density", "largest", "latent"]
+# Shares of the rows between which a latent most often stands for something that can be named, and from which it is
+# called dense.
+SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
 # Latents whose texts are put together to look for words that are spread over tokens, the most frequent first; where
 # more may have them, not those that have them in a single token. A search is to feel like an answer to the key.
@@ -182,20 +186,44 @@ class Features:
         """On how many rows they were measured."""
         return self._ints("n_rows")[0]
 
-    def order(self, by: Order = "density") -> list[int]:
-        """Return the latents that fire at all, by density or largest activation, the highest first, or by number."""
+    def order(self, by: Order = "sparse") -> list[int]:
+        """Return the latents that fire at all, by density or largest activation, the highest first, or by number.
+
+        By "sparse" those that fire on 0.01 to 1 % of the rows come first, by largest activation; then rarer ones, and
+        last denser ones, the densest at the end.
+        """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
         if by == "latent":
             return alive
+        if by == "sparse":
+            largest, (low, high) = self._floats("largest"), (share * self.n_rows for share in SPARSE)
+            dense = [latent for latent in alive if fired[latent] > high]
+            rest = [latent for latent in alive if fired[latent] <= high]
+            rest.sort(key=lambda latent: (fired[latent] < low, -largest[latent]))
+            return rest + sorted(dense, key=fired.__getitem__)
         keys = fired if by == "density" else self._floats("largest")
         return sorted(alive, key=lambda latent: -keys[latent])
 
+    @property
+    def n_dense(self) -> int:
+        """How many latents fire on more than `DENSE` of the rows."""
+        return sum(n > DENSE * self.n_rows for n in self._ints("n_fired"))
+
+    @property
+    def n_silent(self) -> int:
+        """How many latents fire on none of the rows."""
+        return sum(n == 0 for n in self._ints("n_fired"))
+
     def search(self, words: str) -> list[int]:
+        """Return the latents with these words in their contexts, as `search_apart` finds them, all together."""
+        return [latent for some in self.search_apart(words) for latent in some]
+
+    def search_apart(self, words: str) -> tuple[list[int], list[int]]:
         """Return the latents with these words in their contexts, in one token or over several; any case.
 
-        First come those that fire most on a token of them, by the number of contexts, then the others by density. Of
-        the latents that may have them over several tokens only the `_MOST_JOINED` most frequent are looked at.
+        First are those that fire most on a token of them, by the number of contexts, then the others by density. Of the
+        latents that may have them over several tokens only the `_MOST_JOINED` most frequent are looked at.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -214,10 +242,10 @@ class Features:
                 strongest[latent] = n_contexts
         others = sorted(found - strongest.keys())
         # Both are by number before, and stay so where they are equal.
-        return [
-            *sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
-            *sorted(others, key=fired.__getitem__, reverse=True),
-        ]
+        return (
+            sorted(sorted(strongest), key=strongest.__getitem__, reverse=True),
+            sorted(others, key=fired.__getitem__, reverse=True),
+        )
 
     def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
         """Return the latents that fire most on one of these tokens, each with the number of such contexts."""
@@ -344,6 +372,17 @@ class Features:
             n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]
+
+
+def is_of_weights(file: Path | None, weights: str) -> bool:
+    """Tell whether a file of latents is of the SAE with these weights; one of an older version does not say."""
+    if file is None:
+        return False
+    with contextlib.suppress(OSError, ValueError):
+        header, _ = read_header(file)
+        metadata = header.get("__metadata__")
+        return not isinstance(metadata, dict) or metadata.get("weights", weights) == weights
+    return False
 
 
 def _context(tokens: Sequence[bytes], acts: Sequence[float], at: int) -> Context:

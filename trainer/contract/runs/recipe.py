@@ -63,7 +63,7 @@ def recipe_of(
         ),
         lr=lr,
         encoder_follows=following is not None,
-        encoder_lr=following and lr * following.encoder,
+        encoder_lr=lr * following.encoder if following else None,
         warmup_fraction=train.warmup_fraction,
         decay_fraction=decay_fraction(member, is_transcoder=is_transcoder),
         batch_tokens=layout.tokens_per_step,

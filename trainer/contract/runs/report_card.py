@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -207,12 +209,42 @@ class SampledLatent(msgspec.Struct, frozen=True):
     texts: tuple[SampledText, ...]
 
 
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """When, on what and how one part of a card was measured; the SAE was that of step `step`, 0 where not known.
+
+    `measured` is in seconds since the epoch; `n` counts rows, tokens or texts, as `unit` says, of `text`, which `model`
+    read where there is one. `settings` are those that change the figures, `seconds` is how long it took on `device`.
+    """
+
+    measured: float
+    step: int
+    n: int
+    unit: str
+    text: str = ""
+    model: str = ""
+    settings: dict[str, Any] = {}
+    device: str = ""
+    seconds: float | None = None
+
+
+# The parts of a card, with what a person reads; each is measured by itself and stays until it is measured again.
+ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
+PART_TITLES = {
+    ROWS: "rows",
+    IN_MODEL: "in the model",
+    PROBES: "probes",
+    FIRES_ON: "what latents fire on",
+    PROMOTED: "promoted tokens",
+}
+
+
 class Card(msgspec.Struct, frozen=True):
     """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
 
     `latents` are some that fire, drawn by chance; none where it is not known in which texts they do. `recipe` is how it
     was trained and `training` how far, where that is known, and `threshold_set_on` says on which rows its one threshold
-    was set so that L0 is what was asked for; "" of an SAE without one.
+    was set so that L0 is what was asked for; "" of an SAE without one. `weights` is the identity of the weights that
+    all `parts` are of, and `features` that of the file of the latents as it was stored.
     """
 
     name: str
@@ -232,6 +264,9 @@ class Card(msgspec.Struct, frozen=True):
     recipe: Recipe | None = None
     threshold_set_on: str = ""
     training: HowFar | None = None
+    weights: str = ""
+    parts: dict[str, Part] = {}
+    features: str = ""
 
     @property
     def target_l0(self) -> int | None:
@@ -241,12 +276,45 @@ class Card(msgspec.Struct, frozen=True):
     def title(self) -> str:
         return " ".join(word for word in (self.name, self.label) if word)
 
+    def is_of(self, weights: str, tokens: int, step: int) -> bool:
+        """Tell whether it is of these weights; a card of an older version knows them by tokens and step, 0 for any."""
+        if self.weights and weights:
+            return self.weights == weights
+        return self.tokens == tokens and (self.step == step or not (self.step and step))
+
+    def with_older(self, older: Card | None) -> Card:
+        """Return the card with the parts of an older one that it has not measured, where that is of its weights."""
+        if older is None or not older.is_of(self.weights, self.tokens, self.step):
+            return self
+        rows = self if ROWS in self.parts or not self.parts else older
+        return msgspec.structs.replace(
+            self,
+            data=rows.data,
+            figures=rows.figures,
+            # An evaluation of the folder alone knows neither.
+            label=self.label or older.label,
+            step=self.step or older.step,
+            recovery=older.recovery if self.recovery is None else self.recovery,
+            spliced=self.spliced or older.spliced,
+            probing=self.probing or older.probing,
+            parts=older.parts | self.parts,
+        )
+
+    def as_json(self) -> bytes:
+        # Unlike msgspec's it writes the name of a file that is not UTF-8.
+        return json.dumps(as_table(self), indent=2).encode() + b"\n"
+
 
 def read_card(folder: Path) -> Card | None:
     """Return the card of the SAE in a folder; None where there is none, or none that can be read."""
     table = read_json(folder / CARD, dict[str, Any])
+    return None if table is None else card_from(table)
+
+
+def card_from(table: dict[str, Any]) -> Card | None:
+    """Return the card of a table that was read as JSON; None where it is none."""
     try:
-        return None if table is None else msgspec.convert(_without_unknown(table), Card)
+        return msgspec.convert(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
         return None
 
@@ -298,7 +366,7 @@ def lines(card: Card) -> list[str]:
 
 
 def title_lines(card: Card) -> list[str]:
-    """Return in two lines what was measured, and on what."""
+    """Return in lines what was measured, on what, and where that is known when."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     counts = {"of enormous norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
@@ -310,7 +378,18 @@ def title_lines(card: Card) -> list[str]:
     return [
         f"{card.title}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}{step}",
         f"on {rows}{left_out}",
+        *([f"measured: {of_parts(card)}"] if card.parts else []),
     ]
+
+
+def of_parts(card: Card) -> str:
+    """Write when each part was measured, and on what: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    return " · ".join(
+        f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
+        f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
+        for name, part in card.parts.items()
+        if name in (ROWS, IN_MODEL, PROBES)
+    )
 
 
 def summary(card: Card) -> str:

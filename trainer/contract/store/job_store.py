@@ -38,7 +38,8 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
 
-RequestKind = Literal["stop", "kill", "pause", "finish"]
+# "stop-evaluation" is to the process that evaluates the job's SAEs, the others are to the supervisor.
+RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
 # Those that keep a job from going on.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
 # How many ids of unreadable rows one message names.

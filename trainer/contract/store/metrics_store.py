@@ -24,6 +24,9 @@ LARGEST = 1e100
 TRAINING, COOLING = "training", "cooling down"
 # The phase after a run's last checkpoint and export, in which what it has made is measured, and that after it.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
+# Those before the first step; the second is that of an extraction.
+LOADING_MODEL = "loading the model"
+BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
 
 class Row(msgspec.Struct, frozen=True):

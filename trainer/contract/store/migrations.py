@@ -104,6 +104,14 @@ def control_006(db: Database) -> None:
         db.table("jobs").add_column(name, float)
 
 
+def control_007(db: Database) -> None:
+    """Give jobs of imported SAEs that have not trained a state of their own."""
+    imported = "SELECT job_id FROM events WHERE kind = 'imported'"
+    db.execute(
+        f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
+    )
+
+
 def metrics_001(db: Database) -> None:
     """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -143,7 +151,7 @@ def gpu_002(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005, control_006),
+    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }

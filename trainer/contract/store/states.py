@@ -17,6 +17,8 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
+    # It has not run: its SAE comes from another tool.
+    IMPORTED = "imported"
 
     @property
     def is_final(self) -> bool:
@@ -24,16 +26,20 @@ class JobState(StrEnum):
         return self in _END
 
 
-_END = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
+# How a run ends. All that is final but this was never begun.
+_ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
+_END = _ENDED | {JobState.IMPORTED}
+# What a job that comes after others waits for.
+DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that is restarted after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.STOPPED, JobState.FAILED, JobState.LOST}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _END,
-    JobState.RUNNING: frozenset({JobState.STALLED, JobState.STOPPING}) | _AGAIN | _END,
-    JobState.STALLED: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _END,
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _ENDED,
+    JobState.RUNNING: frozenset({JobState.STALLED, JobState.STOPPING}) | _AGAIN | _ENDED,
+    JobState.STALLED: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _ENDED,
     # A pause ends in the queue.
-    JobState.STOPPING: _END | {JobState.QUEUED},
+    JobState.STOPPING: _ENDED | {JobState.QUEUED},
     **dict.fromkeys(_END, frozenset({JobState.QUEUED})),
 }
 ACTIVE = frozenset(state for state in JobState if not state.is_final)

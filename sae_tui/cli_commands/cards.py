@@ -1,0 +1,82 @@
+"""`sae-tui job ID --cards | --card N`: the report cards that the SAEs of a job have had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
+from sae_tui.jobs.evaluation.report_card import version_of, versions_of
+from trainer.contract.exits import Exit
+from trainer.contract.runs.card_versions import Version
+from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
+
+
+def show_cards(context: Context, job_id: int) -> Exit:
+    """Print when each card was measured, of which step, what it has, and its FVU."""
+    told = versions_of(context.data.sae(job_id))
+    if context.as_json:
+        show_json([_row(label, one) for label, versions in told.items() for one in versions])
+    elif not told:
+        say(f"job {job_id} has no report card; `sae-tui eval {job_id}` makes one")
+    else:
+        titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*told] != [""] else []))
+        show_table(titles, [_cells(label, one, titles) for label, versions in told.items() for one in versions])
+        say(f"`sae-tui job {job_id} --card N` shows one")
+    return Exit.DONE
+
+
+def show_card(context: Context, job_id: int, number: int) -> Exit:
+    """Print one card in full."""
+    shown: Mapping[str, Version] = version_of(context.data.sae(job_id), number)
+    if context.as_json:
+        show_json([_row(label, one) | {"card": as_table(one.card)} for label, one in shown.items()])
+        return Exit.DONE
+    for one in shown.values():
+        for line in lines(one.card):
+            say(line)
+    return Exit.DONE
+
+
+def measured(version: Version) -> float | None:
+    """Return when the newest part was measured; None where that is not known."""
+    return max((part.measured for part in version.card.parts.values()), default=None)
+
+
+def _row(label: str, one: Version) -> dict[str, Any]:
+    spliced = one.card.spliced
+    return {
+        "number": one.number,
+        "sae": label,
+        "is_current": one.is_current,
+        "measured": measured(one),
+        "step": one.card.step,
+        "tokens": one.card.tokens,
+        "weights": one.card.weights,
+        "fvu": one.card.figures.fvu,
+        "ce_score": spliced.ce_score if spliced else None,
+        "parts": {name: part.measured for name, part in one.card.parts.items()},
+        "has_features": one.features is not None,
+    }
+
+
+def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, ...]:
+    spliced = one.card.spliced
+    parts = ", ".join(PART_TITLES.get(name, name) for name in one.card.parts) or "rows"
+    cells = (
+        f"{one.number}{' now' * one.is_current}",
+        clock_time(measured(one)),
+        one.card.step or None,
+        f"{one.card.figures.fvu:.4f}",
+        f"{spliced.ce_score:.3f}" if spliced else None,
+        parts,
+    )
+    return (*cells, label) if len(titles) > len(cells) else cells
+
+
+def features_of(context: Context, job_id: int, number: int) -> dict[str, Path]:
+    """Return the files of what the latents fired on by the card of this number; empty where they are not stored."""
+    shown = version_of(context.data.sae(job_id), number)
+    return {label: one.features for label, one in shown.items() if one.features}

@@ -1,0 +1,37 @@
+"""When an evaluation that wants a GPU has its turn: on a free one, after the jobs that were in line before it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from sae_tui.jobs.cards.availability import choices, holders, with_strangers
+from sae_tui.jobs.cards.locks import lock_folder
+from sae_tui.jobs.evaluation.request import Card, idle_card
+from sae_tui.jobs.queue.card_reader import CardReader
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+
+def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Card | None, str]:
+    """Return the free GPU with most memory, or None and what the evaluation of a job waits for, in words."""
+    try:
+        with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+            job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
+            ranks = [rank for lease in leases for rank in control.ranks(lease.job_id)]
+    except UserError as error:
+        return None, str(error)
+    if before := [one for one in jobs if _is_before(one, job.host, since)]:
+        return None, f"job {before[-1].id} was in line before it"
+    samples = CardReader(data, source).samples()
+    held = with_strangers(holders(jobs, leases, ranks), lock_folder(data, source), samples)
+    card = idle_card(data, job, choices(samples, held), source)
+    return card, "" if card else "no GPU is free"
+
+
+def _is_before(job: Job, host: str, since: float) -> bool:
+    """Tell whether a job on this host wants GPUs and has been in line for longer."""
+    waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
+    return waits and job.host == host and (job.queued or job.created) < since

@@ -1,0 +1,63 @@
+"""Runs a command of the trainer that answers in JSON, and hands on how far it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from sae_tui.jobs import named_python
+from trainer.contract.errors import UserError
+from trainer.contract.failure import told_failure
+from trainer.contract.json_file import decode_as
+from trainer.contract.planning.gpu_vendors import hide_all
+from trainer.contract.progress import ENV_DESCRIPTOR, Reached, read_reached
+
+T = TypeVar("T")
+OnReached = Callable[[Reached], object]
+
+
+def answer_of(
+    command: str,
+    words: Sequence[str],
+    kind: type[T],
+    *,
+    python: str = "",
+    on_reached: OnReached | None = None,
+    shows_errors: bool = False,
+) -> T:
+    """Return what a command of the trainer answers, as this type; raise `UserError` where it fails.
+
+    It runs on the CPU, since it computes next to nothing. `on_reached` is called by another thread. With `shows_errors`
+    its standard error is this program's.
+    """
+    reading, writing = os.pipe()
+    env = {**named_python.variables(python), **hide_all(), ENV_DESCRIPTOR: str(writing)}
+    process = subprocess.Popen(
+        [*named_python.command(python, command, *words), "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=None if shows_errors else subprocess.PIPE,
+        env=env,
+        pass_fds=[writing],
+    )
+    os.close(writing)
+    threading.Thread(target=_hand_on, args=(reading, on_reached), daemon=True).start()
+    output, errors = process.communicate()
+    if process.returncode:
+        lines = (errors or b"").decode(errors="replace").strip().splitlines()
+        reason = told_failure(output) or (lines[-1] if lines else "")
+        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} and told nothing")
+    try:
+        return decode_as(output.splitlines()[-1], kind)
+    except (ValueError, IndexError) as error:
+        raise UserError(f"`trainer {command}` answered what is not understood: {error}") from None
+
+
+def _hand_on(descriptor: int, on_reached: OnReached | None) -> None:
+    with open(descriptor, "rb") as lines:
+        for line in lines:
+            if on_reached and (reached := read_reached(line)):
+                on_reached(reached)

@@ -1,0 +1,106 @@
+"""Asks which parts of a job's SAEs to measure, with how long each takes, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from textual import work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Button, Checkbox, Label
+
+from sae_tui.jobs.evaluation.offer import Asked, Offer
+from sae_tui.session import Session
+from sae_tui.widgets.dialog import Dialog
+from trainer.contract.errors import UserError, sentence
+
+
+class EvaluateDialog(Dialog[Asked | None]):
+    """Parts to tick; Enter or the button starts, Escape starts nothing."""
+
+    BINDINGS = [
+        Binding("escape", "dismiss(None)", "Cancel", id="evaluate.cancel", tooltip="Measure nothing"),
+        Binding("enter", "start", "Start", id="evaluate.start", tooltip="Measure what is ticked", priority=True),
+        Binding("down,j", "app.focus_next", show=False),
+        Binding("up,k", "app.focus_previous", show=False),
+    ]
+    DEFAULT_CSS = """
+    EvaluateDialog { align: center middle; }
+    EvaluateDialog > Vertical { width: 76; max-width: 95%; height: auto; padding: 1 2; }
+    EvaluateDialog > Vertical { border: round $primary; background: $surface; }
+    EvaluateDialog Label { width: 1fr; height: auto; }
+    EvaluateDialog Checkbox { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }
+    EvaluateDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
+    EvaluateDialog Button { margin-left: 2; min-width: 10; }
+    """
+
+    def __init__(self, offer: Offer) -> None:
+        super().__init__()
+        self._offer = offer
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Label(f"Evaluate job {self._offer.job_id} on {self._offer.device}. Measure:", markup=False)
+            for part in self._offer.parts:
+                words = f"{part.words}: {part.why_not}" if part.why_not else part.words
+                yield Checkbox(words, part.is_default and not part.why_not, id=part.name, disabled=bool(part.why_not))
+            if self._offer.other_device:
+                yield Checkbox(f"on {self._offer.other_device} instead", id="on-cpu")
+            yield Label("What is not ticked stays on the report card. It goes on if you quit.", markup=False)
+            with Horizontal():
+                yield Button("Cancel (esc)", id="cancel", compact=True)
+                yield Button("Start (enter)", id="start", variant="primary", compact=True)
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "start":
+            self.action_start()
+        else:
+            self.dismiss(None)
+
+    def action_start(self) -> None:
+        """Leave with what is ticked; Enter on the other button cancels."""
+        focused = self.focused
+        if focused is not None and focused.id == "cancel":
+            self.dismiss(None)
+            return
+        ticked = frozenset(box.id or "" for box in self.query(Checkbox) if box.value and box.id != "on-cpu")
+        if not ticked:
+            self.notify("Tick at least one part with space.", severity="warning")
+            return
+        on_cpu = any(box.value for box in self.query("#on-cpu").results(Checkbox))
+        self.dismiss(Asked(ticked, on_gpu=self._offer.wants_gpu and not on_cpu))
+
+
+class Evaluates(Screen[None]):
+    """A screen with a key that asks which parts of a job to evaluate."""
+
+    session: Session
+    job_id: int
+
+    def ask_to_evaluate(self, then: Callable[[], object] = lambda: None) -> None:
+        """Ask, and start what is chosen; `then` is called where something is."""
+        if not self.session.actions.refused():
+            self._offer_evaluation(then)
+
+    @work(thread=True, group="evaluate", exclusive=True, exit_on_error=False)
+    def _offer_evaluation(self, then: Callable[[], object]) -> None:
+        # It reads the headers of the data and of the model.
+        try:
+            offer = self.session.actions.offer_evaluation(self.job_id)
+        except (UserError, OSError) as error:
+            words = sentence(error)
+            self.app.call_from_thread(self.notify, f"{words[:1].upper()}{words[1:]}.", severity="warning", markup=False)
+            return
+        if offer is not None:
+            self.app.call_from_thread(self._ask, offer, then)
+
+    def _ask(self, offer: Offer, then: Callable[[], object]) -> None:
+        def take(asked: Asked | None) -> None:
+            if asked:
+                self.session.actions.evaluate(self.job_id, asked)
+                then()
+
+        if self.app.screen is self:
+            self.app.push_screen(EvaluateDialog(offer), take)

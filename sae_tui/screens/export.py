@@ -1,0 +1,106 @@
+"""Writes the SAE of a job for other tools: asks for format and folder, shows how far it is and where the files are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.widgets import Button, Checkbox, Input, Label
+
+from sae_tui.jobs.launch.exporting import Exported, export_sae
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.session import Session
+from sae_tui.widgets.dialog import Dialog
+from sae_tui.widgets.menu import Menu
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.paths import working_folder
+from trainer.contract.progress import Reached
+from trainer.contract.settings.catalog import FORMATS
+
+
+class ExportDialog(Dialog[None]):
+    """Format and folder; the answer stands in the dialog, which goes on Escape."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
+    DEFAULT_CSS = """
+    ExportDialog { align: center middle; }
+    ExportDialog > Vertical { width: 76; max-width: 95%; height: auto; padding: 1 2; }
+    ExportDialog > Vertical { border: round $primary; background: $surface; }
+    ExportDialog Label { width: 1fr; height: auto; }
+    ExportDialog Input { background: $panel; }
+    ExportDialog Menu { height: auto; width: 1fr; }
+    ExportDialog Checkbox { border: none; padding: 0; background: $surface; }
+    ExportDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
+    ExportDialog Button { margin-left: 2; min-width: 10; }
+    """
+
+    def __init__(self, session: Session, job: JobView) -> None:
+        super().__init__()
+        self._session, self._job = session, job
+        self._is_going = False
+
+    def compose(self) -> ComposeResult:
+        name = re.sub(r"[^\w.-]+", "-", self._job.name).strip("-.") or "sae"
+        with Vertical():
+            yield Label(f"Export the SAE of job {self._job.id} as", markup=False)
+            yield Menu([(form, form) for form in FORMATS], value="saelens", allow_blank=False, compact=True)
+            yield Label("into the folder", markup=False)
+            yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
+            yield Checkbox("the checkpoint with the lowest held-out FVU, not the newest", id="best")
+            yield Label("", markup=False, id="told")
+            with Horizontal():
+                yield Button("Close (esc)", id="close", compact=True)
+                yield Button("Export (enter)", id="export", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#folder").focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        if event.button.id == "export":
+            self._start()
+        else:
+            self.dismiss(None)
+
+    @on(Input.Submitted)
+    def _start(self) -> None:
+        folder = self.query_one("#folder", Input).value.strip()
+        if self._is_going or self._session.actions.refused():
+            return
+        if not folder:
+            self._tell("Name a folder to write it to.")
+            return
+        self._is_going = True
+        self._tell("Exporting …")
+        best = ["--best"] if self.query_one("#best", Checkbox).value else []
+        self._export(Path(folder).expanduser(), ["--format", str(self.query_one(Menu).value), *best])
+
+    @work(thread=True, group="export", exit_on_error=False)
+    def _export(self, folder: Path, arguments: list[str]) -> None:
+        def show(reached: Reached) -> None:
+            if reached.words:
+                self.app.call_from_thread(self._tell, f"Exporting: {reached.words}")
+
+        try:
+            told = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
+        except (UserError, OSError) as error:
+            told = sentence(error)
+        self.app.call_from_thread(self._end, told)
+
+    @staticmethod
+    def _words(done: Exported) -> str:
+        notes = "".join(f"\nNote: {note}." for note in done.notes)
+        return f"The SAE of step {done.step} is in {done.output_path}{notes}"
+
+    def _end(self, told: str) -> None:
+        self._is_going = False
+        if self.is_mounted:
+            self._tell(told[:1].upper() + told[1:])
+        else:
+            self.app.notify(told, markup=False)
+
+    def _tell(self, words: str) -> None:
+        self.query_one("#told", Label).update(words)

@@ -1,0 +1,109 @@
+"""How far a command is: what is told to a parent, to a pipe and on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+from trainer.contract.progress import ENV_DESCRIPTOR, Planned, Progress, Reached, advance, read_reached, stage, track
+
+COMMAND = """
+import time
+from trainer.contract import progress
+progress.LINE_EVERY_S = progress.QUIET_S = 0.2
+progress.TELL_EVERY_S = 0.05
+with progress.Progress("evaluating", {"rows": progress.Planned(10.0, 2), "probes": progress.Planned(10.0)}) as shown:
+    for _ in progress.track(range(4), "rows"):
+        time.sleep(0.15)
+    progress.stage("rows", 4)
+    progress.advance(4)
+    time.sleep(0.3)
+print("done")
+"""
+
+
+def test_the_share_is_of_all_stages_and_the_time_left_by_the_pace_of_the_one_at_hand() -> None:
+    with Progress("x", {"rows": Planned(10.0, 2), "probes": Planned(10.0)}) as shown:
+        assert shown.reached == Reached("", 0.0, 20.0)
+        assert list(track([1, 2], "rows")) == [1, 2]
+        stage("rows", 4)
+        advance()
+        # A pass of two, and a quarter of the second one.
+        assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
+        shown._stage_began = time.monotonic() - 5
+        # A quarter took 5 s, where 1.25 s were planned: 15 s for the rest of it, and 40 s for the probes.
+        assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
+        stage("something else")
+        assert shown.reached.share == pytest.approx(10 / 20)
+
+
+def test_without_a_progress_nothing_is_counted_and_without_a_plan_a_stage_stands_for_all() -> None:
+    stage("rows", 4)
+    advance()
+    assert list(track(iter([1]), "rows")) == [1]
+    with Progress("x") as shown:
+        stage("rows", 4)
+        advance(2)
+        assert (shown.reached.stage, shown.reached.share) == ("rows", 0.5)
+        stage("writing")
+        assert shown.reached == Reached("writing")
+    assert Reached("rows", 0.41, 180).words == "rows, 41 %, 3 min left"
+
+
+def test_a_pipe_gets_lines_on_standard_error_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, check=True)
+    assert done.stdout == "done\n"
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("evaluating: rows, ") and line.endswith(" left") for line in lines)
+    assert len(lines) >= 2
+
+
+def test_a_parent_gets_json_and_standard_error_nothing() -> None:
+    reading, writing = os.pipe()
+    env = os.environ | {ENV_DESCRIPTOR: str(writing)}
+    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, env=env, pass_fds=[writing], check=True)
+    os.close(writing)
+    with open(reading, "rb") as lines:
+        told = [read_reached(line) for line in lines]
+    assert done.stderr == b""
+    assert told[-1]
+    assert (told[-1].stage, told[-1].share) == ("rows", 0.5)
+
+
+def test_a_terminal_gets_a_bar_that_goes_when_it_is_over() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    while process.poll() is None or not shown.endswith(b"\r"):
+        try:
+            shown += os.read(ours, 4096)
+        except OSError:
+            break
+    assert process.communicate()[0] == b"done\n"
+    text = shown.decode()
+    assert "evaluating |" in text
+    assert "rows · 50 %" in text
+    # The line is blank in the end.
+    assert text.rstrip("\r").split("\r")[-1].strip() == ""
+
+
+@pytest.mark.parametrize("line", [b"", b"[]", b'{"share": 2}', b'{"left_s": -1}', b'{"stage": 1}', b"\xff"])
+def test_what_is_no_progress_is_passed_over(line: bytes) -> None:
+    assert read_reached(line) is None
+
+
+def test_a_strange_stage_cannot_reach_the_terminal() -> None:
+    reached = read_reached(b'{"stage": "\\u001b[31mred' + b"x" * 500 + b'"}')
+    assert reached
+    assert "\x1b" not in reached.stage
+    assert len(reached.stage) <= 200

@@ -1,0 +1,144 @@
+"""An evaluation adds to a card: what it does not measure stays, and the cards before it can be read again."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from support.report_cards import PROBING, SPLICED
+
+from tests.trainer.evaluation.test_at_end import tell_tokens
+from tests.trainer.evaluation.test_evaluate_run import finished_run
+from trainer.cli import main
+from trainer.contract.runs.card_versions import FOLDER, MOST_CARDS, versions, weights_of
+from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS, Card, Part, Probing, Spliced, read_card
+from trainer.evaluation.card import write_card
+from trainer.evaluation.contexts import moved_alone
+
+WORDS = [f" w{number}".encode() for number in range(40)]
+MODEL = Part(measured=1.0, step=20, n=4000, unit="tokens", text="corpus.jsonl", model="smol")
+MOVED = {
+    "promoted": torch.tensor([[1, 2]] * 64, dtype=torch.int32),
+    "promoted_logits": torch.tensor([[2.0, 1.0]] * 64),
+    "suppressed": torch.tensor([[3, 0]] * 64, dtype=torch.int32),
+    "suppressed_logits": torch.tensor([[-2.0, -1.0]] * 64),
+}
+
+
+@pytest.fixture
+def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
+    """Return a finished run whose data tells its tokens, with an earlier checkpoint, evaluated on its rows."""
+    tell_tokens(activations)
+    run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
+    evaluate(run)
+    return run
+
+
+def evaluate(path: Path, *flags: str) -> None:
+    assert main(["eval", str(path), "--device", "cpu", "--contexts", "2", *flags]) == 0
+
+
+def card_of(folder: Path) -> Card:
+    card = read_card(folder)
+    assert card
+    return card
+
+
+def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
+    """Do what an evaluation of other parts does at its end."""
+    there = card_of(folder)
+    names = {"spliced": IN_MODEL, "probing": PROBES}
+    measured = {names[name]: MODEL for name in parts}
+    bare = msgspec.structs.replace(there, spliced=None, probing=None, parts=measured)
+    write_card(folder, msgspec.structs.replace(bare, step=there.step if step is None else step, **parts))
+
+
+def test_an_evaluation_on_rows_keeps_what_was_measured_in_the_model_and_the_promoted_tokens(run: Path) -> None:
+    sae = run / "sae"
+    add(sae, spliced=msgspec.convert(SPLICED, Spliced), probing=msgspec.convert(PROBING, Probing))
+    write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
+    before = card_of(sae)
+    for flags in ([], ["--keep-rows"]):
+        evaluate(run, *flags)
+        after = card_of(sae)
+        assert (after.spliced, after.probing) == (before.spliced, before.probing)
+        assert after.parts[IN_MODEL] == MODEL
+        features = Features(sae / FEATURES)
+        latent = features.feature(features.order()[0])
+        assert [one.text for one in latent.promoted] == [" w1", " w2"]
+        assert latent.contexts
+        assert features.search("w7")
+    # Only the first of both has measured the rows again.
+    assert after.parts[ROWS].measured > before.parts[ROWS].measured
+    evaluate(run, "--keep-rows")
+    assert card_of(sae).parts[ROWS] == after.parts[ROWS]
+    # A folder alone tells no step, and does not take it from the card.
+    assert main(["eval", str(sae), "--device", "cpu"]) == 0
+    assert card_of(sae).step == before.step
+    assert card_of(sae).spliced == before.spliced
+
+
+def test_figures_of_older_weights_become_an_older_version_and_come_back_with_these(run: Path) -> None:
+    sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
+    add(sae, spliced=msgspec.convert(SPLICED, Spliced))
+    fvu = card_of(sae).figures.fvu
+    assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
+    assert read_card(sae) is None
+    evaluate(older)
+    card = card_of(sae)
+    assert (card.step, card.spliced, card.figures.fvu != fvu) == (10, None, True)
+    assert card.weights == weights_of(sae)
+    told = [(one.number, one.card.step, one.card.spliced is None, one.is_current) for one in versions(sae)]
+    assert told == [(3, 10, True, True), (2, 20, False, False), (1, 20, True, False)]
+    assert all(one.features and Features(one.features).n_latents == 64 for one in versions(sae))
+    assert main(["export", str(newest), "--out", str(sae), "--force"]) == 0
+    evaluate(run, "--keep-rows")
+    assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, Spliced))
+
+
+def test_a_card_is_not_written_beside_an_sae_that_was_replaced_meanwhile(run: Path) -> None:
+    sae, older = run / "sae", min((run / "checkpoints").iterdir())
+    card = card_of(sae)
+    assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
+    with pytest.raises(Exception, match="another SAE was written there while this one was evaluated"):
+        write_card(sae, card)
+    assert read_card(sae) is None
+
+
+def _add_many(folder: Path, name: str, begin: object) -> None:
+    begin.wait()
+    part = {"spliced": msgspec.convert(SPLICED, Spliced), "probing": msgspec.convert(PROBING, Probing)}[name]
+    for _ in range(5):
+        add(folder, **{name: part})
+
+
+def test_two_evaluations_that_end_at_the_same_time_both_stay(run: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    begin = context.Barrier(2)
+    both = [context.Process(target=_add_many, args=(run / "sae", name, begin)) for name in ("spliced", "probing")]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+        assert process.exitcode == 0
+    card = card_of(run / "sae")
+    assert card.spliced
+    assert card.probing
+    assert card.parts.keys() >= {ROWS, IN_MODEL, PROBES}
+
+
+def test_the_same_content_is_stored_once_and_the_oldest_versions_go(run: Path) -> None:
+    sae = run / "sae"
+    for _ in range(2):
+        evaluate(run)
+    assert [one.number for one in versions(sae)] == [1]
+    for step in range(100, 100 + MOST_CARDS + 3):
+        write_card(sae, msgspec.structs.replace(card_of(sae), step=step))
+    numbers = [one.number for one in versions(sae)]
+    assert numbers == list(range(MOST_CARDS + 4, 3, -1))
+    assert len(list((sae / FOLDER).glob("*.safetensors"))) == 1

@@ -1,0 +1,159 @@
+"""Evaluations in the app: what is asked before one starts, and how one that goes on is seen and stopped."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.report_cards import put_card
+from support.tui import record_job, wait_until
+from textual.widgets import Checkbox, Input, Label
+
+from sae_tui.app import SaeApp
+from sae_tui.jobs import going
+from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.going import Going
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.status import StatusLine
+from sae_tui.screens.evaluate import EvaluateDialog
+from sae_tui.screens.export import ExportDialog
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.filter import Found
+from sae_tui.widgets.footer import Footer
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir
+from trainer.contract.process import ProcessRef
+from trainer.contract.progress import Reached
+from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+MakeApp = Callable[..., SaeApp]
+
+
+@pytest.fixture
+def job_id(data: DataDir) -> int:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    data.run(job_id).create()
+    put_card(data.sae(job_id))
+    (data.sae(job_id) / "cfg.json").touch()
+    return job_id
+
+
+async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
+    make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[request.Request] = []
+    monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one), "")[1])
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.session.go.open_job(job_id)
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await pilot.press("e")
+        await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
+        boxes = {box.id: box for box in app.screen.query(Checkbox)}
+        # Its data is not here, so nobody knows which model it is of.
+        assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
+            (ROWS, True, False),
+            (IN_MODEL, False, True),
+            (PROBES, False, True),
+        ]
+        assert "`sae-tui eval ID --model JOB.toml`" in str(boxes[IN_MODEL].label)
+        await pilot.press("space", "enter")
+        await pilot.pause()
+        assert isinstance(app.screen, EvaluateDialog)
+        await pilot.press("space", "enter")
+        await wait_until(pilot, lambda: asked)
+    assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
+
+
+async def test_an_evaluation_that_goes_on_has_a_row_and_is_stopped_by_the_key_that_stops_jobs(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    lock = FileLock(data.run(job_id).evaluation_lock)
+    assert lock.acquire()
+    now = Going(
+        job_id=job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=(IN_MODEL,),
+        began=time.time(), reached=Reached("in the model", 0.41, 180),
+    )  # fmt: skip
+    going.write(data, now)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs and app.session.jobs[0].evaluation)
+        await wait_until(pilot, lambda: len(app.screen.query_one(JobsPanel).rows) == 2)
+        assert "▶ evaluating 41 % · 3 min left · in the model" in app.screen.query_one(JobsPanel).plain
+        assert "0 running · 1 evaluating · 0 waiting" in app.screen.query_one(StatusLine).plain
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "s Stop" in app.screen.query_one(Footer).plain)
+        await pilot.press("s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query_one("#question").painted)
+        assert app.screen.question == "Stop the evaluation of job 1 (a)? What was measured before stays."
+        await pilot.press("y")
+        with closing(Control(data.control_db)) as control:
+            await wait_until(pilot, lambda: control.open_requests(job_id) == {"stop-evaluation"})
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await wait_until(pilot, lambda: "▶ evaluating 41 %" in app.screen.query_one(Headline).plain)
+        going.remove(data, job_id)
+        await wait_until(pilot, lambda: "evaluating" not in app.screen.query_one(Headline).plain)
+
+
+async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_imported_one_has_its_card(
+    make_app: MakeApp, data: DataDir, job_id: int
+) -> None:
+    failed = record_job(data, "b", JobState.FAILED)
+    imported = record_job(data, "theirs", JobState.IMPORTED)
+    app = make_app(4)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.session.jobs) == 3)
+        for one, offers in ((failed, False), (job_id, True)):
+            app.session.go.open_job(one)
+            await wait_until(pilot, lambda one=one: app.session.detail and app.session.detail.view.id == one)
+            await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
+            shown = app.screen.query_one(Footer).plain
+            assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
+            # It has one rank only.
+            assert ["a All metrics" in shown, "c Curve" in shown, "r Rank" in shown] == [True, True, False]
+        app.session.go.open_job(imported)
+        await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
+        await wait_until(pilot, lambda: any("not evaluated" in one.plain for one in app.screen.query(Headline)))
+        assert "not evaluated yet; e measures FVU and L0" in app.screen.query_one(Headline).plain
+        await pilot.press("a")
+        await wait_until(pilot, lambda: "its SAE was imported" in app.screen.query_one(Found).plain)
+        put_card(data.sae(imported))
+        with closing(Control(data.control_db)) as control:
+            control.add_event(imported, "evaluated", "is evaluated")
+        await wait_until(pilot, lambda: "FVU 0.25" in app.screen.query_one(Headline).plain)
+        shown = app.screen.query_one(Headline).plain
+        assert "trained on 100.0k tokens  FVU 0.25  L0 32" in shown
+        assert "0/?" not in shown
+        assert "tok/s" not in shown
+
+
+async def test_an_export_asks_for_format_and_folder_and_shows_what_came_of_it(
+    make_app: MakeApp, data: DataDir, job_id: int, tmp_path: Path
+) -> None:
+    (data.run(job_id).job_file).write_text('[data]\npath = "x"\n')
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.session.go.open_job(job_id)
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await pilot.press("x")
+        await wait_until(pilot, lambda: isinstance(app.screen, ExportDialog))
+        folder = app.screen.query_one("#folder", Input)
+        assert folder.value.endswith("/a-1")
+        folder.value = str(tmp_path / "out")
+        await pilot.press("enter")
+        # The trainer's own sentence, of a job that has no checkpoint.
+        told = app.screen.query_one("#told", Label)
+        await wait_until(pilot, lambda: "no checkpoint was saved" in str(told.content), seconds=60)
+        assert not (tmp_path / "out").exists()
+        await pilot.press("escape")
+        assert app.screen.name == "job"

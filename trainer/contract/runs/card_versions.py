@@ -1,0 +1,172 @@
+"""The report cards that an SAE has had: older ones stay with their features in `.cards` next to its weights.
+
+Each is stored once, by its content. At most `MOST_CARDS` older cards and `MOST_FEATURES_BYTES` of older features are
+kept; the oldest go first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.files import open_plain, write_whole
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.report_card import Card, card_from
+
+FOLDER = ".cards"
+MOST_CARDS = 20
+MOST_FEATURES_BYTES = 2**30
+# Files that hold weights in one of the formats that are read.
+_WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
+_NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
+# Of a part of a card: what an evaluation that finds the same figures still changes.
+_OF_THE_DAY = ("measured", "seconds", "device")
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """A card that an SAE has, or has had: `number` counts from 1; `features` is None where they are not stored."""
+
+    number: int
+    card: Card
+    features: Path | None
+    is_current: bool
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process changes the card in a folder, and keep others waiting meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # A file system without locks must not keep a card from being written.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def weights_of(folder: Path) -> str:
+    """Return an identity of the weights in a folder, the same for the same files; "" where there are none."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _WEIGHTS and file.name != FEATURES and file.is_file() and not file.is_symlink():
+            whole.update(f"{file.name}\0{_digest_of(file)}\0".encode())
+    return whole.hexdigest()[:16] if whole.digest() != hashlib.sha256().digest() else ""
+
+
+def versions(folder: Path) -> list[Version]:
+    """Return the cards of the SAE in a folder, the newest first; the current one is marked and has its number."""
+    older = {digest: (number, file) for number, digest, file in _stored(folder)}
+    told = [
+        Version(number=number, card=card, features=_features(folder, card), is_current=False)
+        for number, file in older.values()
+        if (card := _read(file))
+    ]
+    if current := _read(folder / CARD):
+        last = max((number for number, _ in older.values()), default=0)
+        number, _ = older.get(_content(current), (last + 1, None))
+        features = folder / FEATURES if os.path.exists(folder / FEATURES) else None
+        told = [one for one in told if one.number != number]
+        told.append(Version(number=number, card=current, features=features, is_current=True))
+    return sorted(told, key=lambda one: one.number, reverse=True)
+
+
+def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
+    """Return the newest version that is of these weights; None where there is none."""
+    told = versions(folder)
+    return next((one for one in told if one.card.is_of(weights, tokens, step)), None)
+
+
+def archive(folder: Path) -> None:
+    """Store the card and the features in a folder as a version, where they are not stored yet.
+
+    They stay where they are too. Raise `OSError` or `UserError` where the disk does not take them.
+    """
+    current = _read(folder / CARD)
+    if current is None:
+        return
+    place = folder / FOLDER
+    refuse_link(place)
+    private_folder(place)
+    if (features := folder / FEATURES).is_file():
+        current = msgspec.structs.replace(current, features=_digest_of(features))
+        _put(features, place / f"{current.features}{features.suffix}")
+    stored, content = _stored(folder), _content(current)
+    if all(digest != content for _, digest, _ in stored):
+        number = max((number for number, _, _ in stored), default=0) + 1
+        write_whole(place / f"{number:04}-{content}.json", current.as_json())
+    _forget_oldest(folder)
+
+
+def _stored(folder: Path) -> list[tuple[int, str, Path]]:
+    """Return number, digest and file of each older card, the oldest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for file in (folder / FOLDER).iterdir():
+            if match := _NAME.fullmatch(file.name):
+                found.append((int(match[1]), match[2], file))
+    return sorted(found)
+
+
+def _read(file: Path) -> Card | None:
+    table = read_json(file, dict[str, Any])
+    return None if table is None else card_from(table)
+
+
+def _features(folder: Path, card: Card) -> Path | None:
+    file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
+    return file if card.features and file.is_file() else None
+
+
+def _content(card: Card) -> str:
+    """Return a digest of what a card tells; not of when it was measured, nor of the file of its features."""
+    table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
+    for part in table["parts"].values():
+        for name in _OF_THE_DAY:
+            del part[name]
+    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _digest_of(file: Path) -> str:
+    with open_plain(file) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
+
+
+def _put(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no links."""
+    if target.exists():
+        return
+    try:
+        os.link(source, target)
+    except OSError:
+        temporary = target.with_suffix(".new")
+        shutil.copyfile(source, temporary)
+        os.replace(temporary, target)
+
+
+def _forget_oldest(folder: Path) -> None:
+    stored = _stored(folder)
+    for _, _, file in stored[:-MOST_CARDS]:
+        file.unlink(missing_ok=True)
+    room = MOST_FEATURES_BYTES
+    wanted = []
+    for _, _, file in reversed(stored[-MOST_CARDS:]):
+        features = _features(folder, card) if (card := _read(file)) else None
+        if features and features not in wanted:
+            room -= features.stat().st_size
+            wanted += [features] if room >= 0 else []
+    for file in (folder / FOLDER).glob(f"*{Path(FEATURES).suffix}"):
+        if file not in wanted:
+            file.unlink(missing_ok=True)
