@@ -556,10 +556,10 @@ def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
     first, *rows, heldout, checkpoint, sae, last = lines[begin:]
     time_stamp = r"\d\d:\d\d:\d\d  "
     assert re.fullmatch(time_stamp + r"rank 0 of 1 on CPU, .*d_in 16, d_sae 64, .*20 steps × 128 tokens, .*", first)
-    pattern = r"step 20/20  loss 0\.\d{4}  fvu 0\.\d{4}  l0 \d\.\d  dead .*%  lr \d\.\de-\d\d  [\d,]+ tok/s"
+    pattern = r"step 20/20  loss 0\.\d{4}  batch FVU 0\.\d{4}  batch L0 \d\.\d  dead .*%  lr \d\.\de-\d\d  [\d,]+ tok/s"
     assert re.fullmatch(time_stamp + pattern, rows[-1])
     assert len(rows) == 4
-    assert re.fullmatch(time_stamp + r"step 20  heldout_fvu 0\.\d{4}  heldout_l0 \d\.\d{4}", heldout)
+    assert re.fullmatch(time_stamp + r"step 20  held-out FVU 0\.\d{4}  held-out L0 \d\.\d", heldout)
     assert checkpoint.endswith(str(tmp_path / "checkpoints" / "step-00000020"))
     assert sae.endswith(str(tmp_path / "sae"))
     assert last.endswith("finished at step 20/20")
