@@ -559,7 +559,7 @@ def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
     pattern = r"step 20/20  loss 0\.\d{4}  batch FVU 0\.\d{4}  batch L0 \d\.\d  dead .*%  lr \d\.\de-\d\d  [\d,]+ tok/s"
     assert re.fullmatch(time_stamp + pattern, rows[-1])
     assert len(rows) == 4
-    assert re.fullmatch(time_stamp + r"step 20  heldout_fvu 0\.\d{4}  heldout_l0 \d\.\d{4}", heldout)
+    assert re.fullmatch(time_stamp + r"step 20  held-out FVU 0\.\d{4}  held-out L0 \d\.\d", heldout)
     assert checkpoint.endswith(str(tmp_path / "checkpoints" / "step-00000020"))
     assert sae.endswith(str(tmp_path / "sae"))
     assert last.endswith("finished at step 20/20")
