@@ -125,10 +125,11 @@ def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
         os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, errors
-    quality, ended, _ = output.splitlines()
+    quality, ended, finish, resume = output.splitlines()
     assert re.fullmatch(r"SAE: (held-out )?FVU \d\.\d{4}, L0 \d+\.\d, \d+\.\d% dead", quality)
     assert ended.startswith("stopped after ")
-    assert output.splitlines()[-1] == f"resume it: python -m trainer resume {tmp_path / 'out'}"
+    command = f"python -m trainer resume {tmp_path / 'out'}"
+    assert (finish, resume) == (f"let it cool down and finish early: {command} --finish", f"resume it: {command}")
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
 
 
