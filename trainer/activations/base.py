@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.activations.permutation import Indices as Indices
+from trainer.activations.texts import Texts
 from trainer.contract.runs.data_record import DataRecord
+from trainer.contract.settings.sources import HoldOut
 from trainer.parallel.group import Group
 
-if TYPE_CHECKING:
-    from trainer.activations.texts import Texts
-    from trainer.contract.settings.sources import HoldOut
-
-Indices = NDArray[np.int64]
 # Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
 Pair = tuple[Tensor, Tensor]
 # Gives the memory for rows that are read: how many, their width and type.

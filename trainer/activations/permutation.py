@@ -8,8 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.activations.base import Indices
-
+Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
 # Four are the fewest that look random from both ends (Luby & Rackoff 1988).

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.activations.base import Indices
-from trainer.activations.permutation import Words, mixed
+from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
 # Numbers of texts are counted in a table if it has no more than this many places for each row.
