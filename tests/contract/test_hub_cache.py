@@ -107,14 +107,14 @@ def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -
     assert not is_plain_file(link)
 
 
-def test_a_link_to_a_blob_of_another_user_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = snapshot(model) / "cfg.json"
-    if os.geteuid() == 0:
-        os.chown(model / "blobs" / "abc", 54321, -1)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_blob_belongs_to_this_user_or_to_the_owner_of_the_link_as_in_a_shared_cache(model: Path) -> None:
+    link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
+    os.chown(blob, 54321, -1)
     with pytest.raises(ValueError, match="is a link to a file of another user"):
         plain_file(link)
+    os.chown(link, 54321, -1, follow_symlinks=False)
+    assert plain_file(link) == blob
 
 
 @pytest.mark.parametrize("place", ["models--a--b/refs", "datasets--a--b/snapshots/0123", "folder"])
@@ -129,13 +129,10 @@ def test_a_link_in_any_other_folder_is_refused(place: str, tmp_path: Path) -> No
         plain_file(link)
 
 
-def test_the_folder_of_a_model_may_be_a_snapshot_of_the_cache_and_have_no_other_links(model: Path) -> None:
+def test_a_model_whose_download_was_cut_short_is_refused_with_the_file_that_is_missing(model: Path) -> None:
     folder = model / "snapshots" / "0123"
     (folder / "config.json").symlink_to("../../blobs/abc")
-    assert lack_of_model(str(folder)) == ""
     (folder / "README.md").symlink_to("/nothing")
     assert lack_of_model(str(folder)) == ""
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
     assert "tokenizer.json is a link to a file that is not there" in lack_of_model(str(folder))
-    (folder / "model.safetensors").symlink_to("/etc/hostname")
-    assert "model.safetensors is a link to a place outside the blobs of models--a--b" in lack_of_model(str(folder))

@@ -14,8 +14,8 @@ def plain_file(file: Path) -> Path:
     """Return the file that a path names: itself, or the blob that a link of the hub's cache leads to.
 
     Every other link is refused, since it could lead to anything that this user may read. The blob is a regular file,
-    directly in the `blobs` folder of the same `models--*` folder, and belongs to this user or root. Raise `ValueError`
-    for a link that is refused and `OSError` where there is no file.
+    directly in the `blobs` folder of the same `models--*` folder, and belongs to this user, to root or, in a shared
+    cache, to the owner of the link. Raise `ValueError` for a link that is refused and `OSError` where there is no file.
     """
     if not file.is_symlink():
         file.stat()
@@ -31,7 +31,7 @@ def plain_file(file: Path) -> Path:
     status = blob.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"is a link to something that is not a plain file, which is not followed; {COPY}")
-    if status.st_uid not in (os.geteuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0, file.lstat().st_uid):
         raise ValueError(f"is a link to a file of another user, which is not followed; {COPY}")
     return blob
 

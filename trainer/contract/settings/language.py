@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 import msgspec
 
 from trainer.contract.files import lfs_pointer_in
-from trainer.contract.hub_cache import plain_file
 from trainer.contract.settings.knobs import about
 
 # How the files of a text end.
@@ -82,23 +81,18 @@ def lack_of_model(path: str) -> str:
         return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` where it lies"
     if not os.path.isdir(path):
         return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
-    if refused := _foreign_link(Path(path)):
-        return refused
+    if missing := _missing_file(Path(path)):
+        return f"{missing} is a link to a file that is not there; download the model again"
     has_config = os.path.exists(os.path.join(path, "config.json"))
     return "" if has_config else f"{path} has no config.json; give the folder of a model, or its .gguf file"
 
 
-def _foreign_link(folder: Path) -> str:
-    """Say which file of a model is a link that leads out of the hub's cache, or nowhere; "" where none is."""
+def _missing_file(folder: Path) -> Path | None:
+    """Return a file of a model that is a link to nothing, as a download that was cut short leaves it."""
     with contextlib.suppress(OSError):
-        for file in sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink()):
-            try:
-                plain_file(file)
-            except ValueError as error:
-                return f"{file} {error}"
-            except OSError:
-                return f"{file} is a link to a file that is not there; download the model again"
-    return ""
+        links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
+        return next((link for link in links if not link.exists()), None)
+    return None
 
 
 def lack_of_text(path: str) -> str:
