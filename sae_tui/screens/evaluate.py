@@ -9,11 +9,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
-from textual.widgets import Button, Checkbox, Label
+from textual.widgets import Button, Label
 
 from sae_tui.jobs.evaluation.offer import Asked, Offer
 from sae_tui.session import Session
 from sae_tui.widgets.dialog import Dialog
+from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 
 
@@ -31,7 +32,8 @@ class EvaluateDialog(Dialog[Asked | None]):
     EvaluateDialog > Vertical { width: 76; max-width: 95%; height: auto; padding: 1 2; }
     EvaluateDialog > Vertical { border: round $primary; background: $surface; }
     EvaluateDialog Label { width: 1fr; height: auto; }
-    EvaluateDialog Checkbox { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }
+    EvaluateDialog Tick { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }
+    EvaluateDialog .why-not { padding: 0 4; color: $text-muted; }
     EvaluateDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
     EvaluateDialog Button { margin-left: 2; min-width: 10; }
     """
@@ -44,10 +46,12 @@ class EvaluateDialog(Dialog[Asked | None]):
         with Vertical():
             yield Label(f"Evaluate job {self._offer.job_id} on {self._offer.device}. Measure:", markup=False)
             for part in self._offer.parts:
-                words = f"{part.words}: {part.why_not}" if part.why_not else part.words
-                yield Checkbox(words, part.is_default and not part.why_not, id=part.name, disabled=bool(part.why_not))
+                can_be = not part.why_not
+                yield Tick(part.words, part.is_default and can_be, id=part.name, disabled=not can_be)
+                if not can_be:
+                    yield Label(part.why_not, markup=False, classes="why-not")
             if self._offer.other_device:
-                yield Checkbox(f"on {self._offer.other_device} instead", id="on-cpu")
+                yield Tick(f"on {self._offer.other_device} instead", id="on-cpu")
             yield Label("What is not ticked stays on the report card. It goes on if you quit.", markup=False)
             with Horizontal():
                 yield Button("Cancel (esc)", id="cancel", compact=True)
@@ -65,11 +69,11 @@ class EvaluateDialog(Dialog[Asked | None]):
         if focused is not None and focused.id == "cancel":
             self.dismiss(None)
             return
-        ticked = frozenset(box.id or "" for box in self.query(Checkbox) if box.value and box.id != "on-cpu")
+        ticked = frozenset(box.id or "" for box in self.query(Tick) if box.value and box.id != "on-cpu")
         if not ticked:
             self.notify("Tick at least one part with space.", severity="warning")
             return
-        on_cpu = any(box.value for box in self.query("#on-cpu").results(Checkbox))
+        on_cpu = any(box.value for box in self.query("#on-cpu").results(Tick))
         self.dismiss(Asked(ticked, on_gpu=self._offer.wants_gpu and not on_cpu))
 
 

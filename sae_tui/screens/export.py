@@ -9,13 +9,14 @@ from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
-from textual.widgets import Button, Checkbox, Input, Label
+from textual.widgets import Button, Input, Label
 
 from sae_tui.jobs.launch.exporting import Exported, export_sae
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import Session
 from sae_tui.widgets.dialog import Dialog
 from sae_tui.widgets.menu import Menu
+from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import working_folder
 from trainer.contract.progress import Reached
@@ -33,7 +34,7 @@ class ExportDialog(Dialog[None]):
     ExportDialog Label { width: 1fr; height: auto; }
     ExportDialog Input { background: $panel; }
     ExportDialog Menu { height: auto; width: 1fr; }
-    ExportDialog Checkbox { border: none; padding: 0; background: $surface; }
+    ExportDialog Tick { border: none; padding: 0; background: $surface; }
     ExportDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
     ExportDialog Button { margin-left: 2; min-width: 10; }
     """
@@ -50,7 +51,7 @@ class ExportDialog(Dialog[None]):
             yield Menu([(form, form) for form in FORMATS], value="saelens", allow_blank=False, compact=True)
             yield Label("into the folder", markup=False)
             yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
-            yield Checkbox("the checkpoint with the lowest held-out FVU, not the newest", id="best")
+            yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
             yield Label("", markup=False, id="told")
             with Horizontal():
                 yield Button("Close (esc)", id="close", compact=True)
@@ -75,7 +76,7 @@ class ExportDialog(Dialog[None]):
             return
         self._is_going = True
         self._tell("Exporting …")
-        best = ["--best"] if self.query_one("#best", Checkbox).value else []
+        best = ["--best"] if self.query_one("#best", Tick).value else []
         self._export(Path(folder).expanduser(), ["--format", str(self.query_one(Menu).value), *best])
 
     @work(thread=True, group="export", exit_on_error=False)

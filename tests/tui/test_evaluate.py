@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.report_cards import put_card
 from support.tui import record_job, wait_until
-from textual.widgets import Checkbox, Input, Label
+from textual.widgets import Input, Label
 
 from sae_tui.app import SaeApp
 from sae_tui.jobs import going
@@ -25,6 +25,7 @@ from sae_tui.screens.export import ExportDialog
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.filter import Found
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.tick import Tick
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
@@ -57,14 +58,16 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
         await wait_until(pilot, lambda: app.screen.name == "job")
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
-        boxes = {box.id: box for box in app.screen.query(Checkbox)}
+        boxes = {box.id: box for box in app.screen.query(Tick)}
         # Its data is not here, so nobody knows which model it is of.
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),
             (PROBES, False, True),
         ]
-        assert "`sae-tui eval ID --model JOB.toml`" in str(boxes[IN_MODEL].label)
+        assert "`sae-tui eval ID --model JOB.toml`" in str(app.screen.query(".why-not").first(Label).render())
+        drawn = [str(box.render()) for box in boxes.values()]
+        assert [one[1] for one in drawn] == ["X", " ", " "], "a tick shows without its colour"
         await pilot.press("space", "enter")
         await pilot.pause()
         assert isinstance(app.screen, EvaluateDialog)

@@ -110,7 +110,7 @@ def test_an_l0_that_was_missed_stands_next_to_the_figures() -> None:
     assert "L0 36.4 (32 asked, +14%), " in summary(missed)
     assert told(missed)["recipe"].startswith("adam (beta1 0.9), learning rate 0.01; encoders do not follow")
     assert told(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
-    assert told(missed)["training"] == "391 steps of 500 of 512 tokens, 13 passes over the data, seed 1"
+    assert told(missed)["steps"] == "391 of 500 of 512 tokens, seed 1"
     near = msgspec.structs.replace(missed, figures=card(l0=32.5).figures, threshold_set_on="held-out rows")
     assert told(near)["L0"].startswith("32.5, 32 asked (5 % ")
     assert "asked" not in summary(near)

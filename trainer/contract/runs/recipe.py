@@ -12,7 +12,6 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.optimizers import LONG_RUN
-from trainer.contract.wording import plural
 
 # The name of a recipe among the metadata of an exported SAE.
 RECIPE = "training_recipe"
@@ -94,15 +93,11 @@ def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
         follows = f"encoders follow their decoders, with a rate of their own of {recipe.encoder_lr:.3g}"
     rise = f"rises over {recipe.warmup_fraction:.0%} of the steps" if recipe.warmup_fraction else "no warm-up"
     fall = f"falls over the last {recipe.decay_fraction:.0%}" if recipe.decay_fraction else "no fall"
-    passes = "" if recipe.passes is None else f", {recipe.passes:.2g} passes over the data"
     of_all = f" of {recipe.planned_steps:,}" if recipe.steps != recipe.planned_steps else ""
     lines = [
         ("recipe", f"{recipe.optimizer} ({own}), learning rate {recipe.lr:.3g}; {follows}"),
         ("schedule", f"{rise}, {fall}"),
-        (
-            "training",
-            f"{plural(recipe.steps, 'step')}{of_all} of {recipe.batch_tokens:,} tokens{passes}, seed {recipe.seed}",
-        ),
+        ("steps", f"{recipe.steps:,}{of_all} of {recipe.batch_tokens:,} tokens, seed {recipe.seed}"),
     ]
     if recipe.auxk_alpha is not None:
         lines.append(

@@ -1,0 +1,15 @@
+"""A checkbox that can be read without colours."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.widgets import Checkbox
+
+
+class Tick(Checkbox):
+    """A checkbox that is empty where it is not ticked; Textual's own only dims its cross."""
+
+    @property
+    def _button(self) -> Content:
+        self.BUTTON_INNER = "X" if self.value else " "
+        return super()._button
