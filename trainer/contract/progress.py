@@ -16,7 +16,6 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from trainer.contract.json_file import decode_as
-from trainer.contract.output import complain
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
@@ -210,6 +209,9 @@ class _Lines:
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
             self._next_s += LINE_EVERY_S
+            # A waiting supervisor imports this module, and argparse takes 1 MiB of its 20.
+            from trainer.contract.output import complain
+
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")
 
 

@@ -247,8 +247,13 @@ class Foreground:
 
 def refuse_uninstalled() -> None:
     """Raise `UsageError` where this package is found in the working folder alone: ranks do not look there."""
-    elsewhere = [folder for folder in sys.path[1:] if folder]
-    if not sys.flags.safe_path and PathFinder.find_spec("trainer", elsewhere) is None:
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        # It was deleted, and so is not the first of these.
+        here = ""
+    elsewhere = sys.path[1:] if sys.path[0] in ("", here) else sys.path
+    if not sys.flags.safe_path and PathFinder.find_spec("trainer", [folder for folder in elsewhere if folder]) is None:
         checkout = Path(__file__).parents[2]
         raise UsageError(f"the trainer is not installed in {sys.prefix}; install it first: pip install -e {checkout}")
 

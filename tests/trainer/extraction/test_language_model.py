@@ -149,7 +149,7 @@ def test_a_folder_without_a_tokenizer_is_refused(copy) -> None:
     folder = copy("gpt2")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    require_refused("model.path: the tokenizer beside it splits no text; add its tokenizer.json", folder)
+    require_refused(f"model.path: {folder} has no tokenizer; copy the model's tokenizer.json and ", folder)
 
 
 def test_a_model_that_needs_more_than_a_text_is_refused(tiny, tmp_path: Path) -> None:
