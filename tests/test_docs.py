@@ -19,6 +19,7 @@ from support.doc_blocks import ROOT, blocks, commands, inline_commands, pages
 from support.forked_commands import run_command
 from support.reference import FOLDER
 from support.reference import pages as generated
+from support.report_cards import put_card
 from support.tour import LARGEST_BYTES
 from support.tui import record_job, record_metrics
 
@@ -153,11 +154,12 @@ def can_be_run(argv: list[str]) -> bool:
 
 
 def record_jobs(data: DataDir) -> None:
-    """Record as many finished jobs as the documentation names."""
+    """Record as many finished jobs as the documentation names, each with a report card."""
     data.create()
     for number in range(1, 14):
         job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)
         record_metrics(data, job_id, steps=20)
+        put_card(data.sae(job_id))
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

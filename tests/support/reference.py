@@ -209,8 +209,8 @@ def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str
 
 
 def _console(lines: Iterable[str]) -> str:
-    """Return commands as a block; what stands after three blanks tells what they do."""
-    told = (re.sub(r"\s{3,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
+    """Return commands as a block; what stands after two blanks tells what they do."""
+    told = (re.sub(r"\s{2,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
     return "```bash\n" + "\n".join(told) + "\n```"
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import re
+from contextlib import closing
 from xml.etree import ElementTree
 
 import pytest
@@ -12,6 +13,7 @@ from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.screens.compare import CompareScreen
 from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
 from trainer.contract.store.states import JobState
 
@@ -138,7 +140,7 @@ async def test_curves_grow_while_a_run_runs(make_app, data, jobs) -> None:
         await wait_until(pilot, lambda: "▲ 2 wide 0.0125" in text(app, Overlay))
 
 
-async def test_settings_that_differ_and_results_are_tables(make_app, jobs) -> None:
+async def test_settings_that_differ_and_results_are_tables(make_app, data, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, jobs)
@@ -151,8 +153,13 @@ async def test_settings_that_differ_and_results_are_tables(make_app, jobs) -> No
         await pilot.press("3")
         await pilot.pause()
         results = text(app, ResultsPanel).splitlines()
-        assert ["held-out", "FVU", "0.1754", "0.17", "★"] in [line.split() for line in results]
+        assert ["held-out", "FVU", "0.1754", "0.17", "unfinished"] in [line.split() for line in results]
         assert all(line.startswith(" ") and not line.startswith("  ") for line in results)
+        with closing(Control(data.control_db)) as control:
+            assert control.transition(jobs[1], JobState.FINISHED)
+        app.session.watcher.poke()
+        leading = ["held-out", "FVU", "0.1754", "0.17", "★"]
+        await wait_until(pilot, lambda: leading in [line.split() for line in text(app, ResultsPanel).splitlines()])
 
 
 async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> None:

@@ -18,8 +18,8 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def three(data) -> None:
-    record_job(data, "alpha", JobState.FINISHED, heldout_fvu=0.2, tags=("good",))
-    record_job(data, "beta", JobState.FAILED, heldout_fvu=0.1)
+    record_job(data, "alpha", JobState.FAILED, heldout_fvu=0.1, tags=("good",))
+    record_job(data, "beta", JobState.FINISHED, heldout_fvu=0.2)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     record_job(data, "gamma", JobState.QUEUED, waits_for="GPU 0 is held by job 7 (ann)", **alive)
@@ -89,6 +89,7 @@ async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three)
         assert (said(app), shown(app)) == ("by name", ["alpha", "beta", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o")
+        # One that has not finished comes after those that have, though its FVU is lower.
         assert (said(app), shown(app)) == ("by fvu", ["beta", "alpha", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o", "o", "o")

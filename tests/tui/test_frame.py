@@ -43,7 +43,15 @@ async def test_each_panel_of_a_job_says_what_it_is_with_or_without_a_frame(make_
     async with app.run_test(size=SIZES[frame]) as pilot:
         await shown(pilot, job_id)
         text = "\n".join(rows(app))
-        for title in ("Job 1 · a [b]name[/]", "loss", "FVU 0.1254", "Ranks", "Events", "Log of rank 0", HINT):
+        for title in (
+            "Job 1 · a [b]name[/]",
+            "held-out FVU 0.1754 · batch 0.125",
+            "dead 3.3%",
+            "Ranks",
+            "Events",
+            "Log of rank 0",
+            HINT,
+        ):
             assert title in text, title
         assert ("╭" in text, "─ Events ─" in text) == (frame == "framed", frame != "bare")
 

@@ -777,7 +777,7 @@ async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_ap
         screen = await opened(pilot, app)
         row = screen.query_one("#row-sae-expansion_factor", KnobRow)
         hint = row.query_one(".hint", Static)
-        await wait_until(pilot, lambda: str(hint.render()).startswith("4 (from d_sae) · "))
+        await wait_until(pilot, lambda: str(hint.render()).startswith("1.333 (from d_sae) · "))
         assert row.has_class("-overridden")
         await type_into(pilot, screen, "train.n_steps", "10")
         steps = screen.query_one("#row-train-n_tokens .hint", Static)

@@ -357,9 +357,7 @@ class StreamData(TrainingData):
         self._bad: list[Mark] = []
 
     def of_hook(self, hook: int) -> HookRows:
-        return _StreamHook(
-            self._held_out[hook], self._sample[hook], self.n_held_out, self._bad_in_sample, self._clusters
-        )
+        return _StreamHook(self, self._held_out[hook], self._sample[hook], self._bad_in_sample, self._clusters)
 
     def rewind(self) -> None:
         self._is_filled = False
@@ -464,10 +462,10 @@ class _StreamHook(HookRows):
     """What a stream keeps of one hook, in memory."""
 
     def __init__(
-        self, held_out: Pair, sample: Pair, n_held_out: int, bad: Callable[[int], str], clusters: Clusters
+        self, data: StreamData, held_out: Pair, sample: Pair, bad: Callable[[int], str], clusters: Clusters
     ) -> None:
-        self._held_out, self._sample, self.n_held_out, self._bad = held_out, sample, n_held_out, bad
-        self._clusters = clusters
+        self.n_held_out, self.hold_out = data.n_held_out, data.hold_out
+        self._held_out, self._sample, self._bad, self._clusters = held_out, sample, bad, clusters
 
     def sample(self, seed: int) -> Pair:
         return self._sample

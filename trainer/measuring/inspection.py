@@ -146,6 +146,7 @@ def table(facts: Inspection) -> str:
 def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     """Yield what is worth knowing, the worst first."""
     of_rows = f"of {plural(facts.n_looked_at, 'row')}"
+    are_all_the_same = facts.constant_dimensions == facts.d_in
     if facts.not_finite:
         sentence = f"{facts.not_finite:,} {of_rows} hold a NaN, an infinity or values too large for fp32"
         is_accident = facts.not_finite <= MOST_BAD_ROWS * facts.n_looked_at
@@ -159,7 +160,7 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
         ratio = facts.largest_norm / facts.median_norm
         sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
         yield Finding("warning", sentence, "they are left out of training unless data.max_norm is 0")
-    if facts.constant_dimensions == facts.d_in:
+    if are_all_the_same:
         yield Finding("error", "all rows are the same", "extract them again")
     elif facts.constant_dimensions:
         are = "is" if facts.constant_dimensions == 1 else "are"
@@ -168,10 +169,10 @@ def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
     if facts.heavy_dimensions:
         heavy = HeavyDimensions(facts.heavy_dimensions, facts.d_in, facts.heavy_share)
         yield Finding("warning", heavy.sentence(), heavy.remedy)
-    if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
+    if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and not are_all_the_same:
         sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
         yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
-    if sentence := copies_sentence(facts.copies):
+    if (sentence := copies_sentence(facts.copies)) and not are_all_the_same:
         yield Finding("warning", sentence, "remove repeated texts or files, so that no row is on both sides")
     if facts.gamma > LARGE_GAMMA:
         sentence = f"the mean is {facts.gamma:.1f} times as long as rows are away from it"

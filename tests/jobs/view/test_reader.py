@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.cards.occupancy import Occupancy
-from sae_tui.jobs.evaluation.outcome import DONE, FAILED, STARTED
 from sae_tui.jobs.files import Follower
+from sae_tui.jobs.going import DONE, FAILED, STARTED
 from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import MOST_POINTS, JobReader, JobsReader, judged_value

@@ -47,6 +47,8 @@ MODES = {
 }
 # Latents count as dead soon, so that AuxK and the counters take part.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
+# With these rows some latents die in time to be resampled.
+ROWS = {"hold_out": "rows"}
 
 
 def curve(run_dir: Path, name: str) -> list[float | None]:
@@ -148,9 +150,9 @@ def test_latents_dealt_out_are_resampled_clipped_and_kept_in_8_bits_as_they_are_
     kept: Any,
     tmp_path: Path,
 ) -> None:
-    make_trainer(make_job(sae=SAE | sae, train={"batch_size": BATCH} | train), kept).run()
+    make_trainer(make_job(data=ROWS, sae=SAE | sae, train={"batch_size": BATCH} | train), kept).run()
     assert ("resample_every_tokens" in sae) == any(kind == "resampled" for kind, _, _ in kept.events)
-    job = make_job(sae=SAE | sae, train={"batch_size": BATCH} | train, parallel={"mode": "tensor"})
+    job = make_job(data=ROWS, sae=SAE | sae, train={"batch_size": BATCH} | train, parallel={"mode": "tensor"})
     ranks = start_ranks(job, 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
@@ -267,10 +269,10 @@ def test_replicas_that_share_the_optimizer_forget_what_was_resampled(
     make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
 ) -> None:
     sae, train = SAE | {"resample_every_tokens": 960}, {"state": "int8", "grad_clip": 0.01}
-    make_trainer(make_job(sae=sae, train={"batch_size": BATCH} | train), kept).run()
+    make_trainer(make_job(data=ROWS, sae=sae, train={"batch_size": BATCH} | train), kept).run()
     assert any(kind == "resampled" for kind, _, _ in kept.events)
     parallel = {"mode": "ddp", "shares": "2:1"}
-    ranks = start_ranks(make_job(sae=sae, train={"batch_size": BATCH // 2} | train, parallel=parallel), 2)
+    ranks = start_ranks(make_job(data=ROWS, sae=sae, train={"batch_size": BATCH // 2} | train, parallel=parallel), 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 

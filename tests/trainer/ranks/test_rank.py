@@ -306,4 +306,4 @@ def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=n_ranks, device="cuda", on_one_host=False)
     with pytest.raises(UserError, match=refusal):
-        _run(spec, rank, make_job(), RunPaths(tmp_path), Progress(), threading.Event(), begin, 1.0)
+        _run(spec, rank, make_job(), RunPaths(tmp_path), Progress(), threading.Event(), threading.Event(), begin, 1.0)

@@ -20,7 +20,6 @@ _SPEED = {
     "mode": (str, "Parallel mode."),
     "device": (str, 'Kind of GPU, or "CPU".'),
     "is_measured": (bool, "Whether by speeds that were measured on this machine."),
-    "hold_out": (str, 'How rows are held out: "texts", "blocks" or "rows".'),
 }
 _NOTES = (list_of(str), "What a reader should know of it.")
 
@@ -148,6 +147,7 @@ _ESTIMATE = fields(
     {
         "per_gpu": (_MEMORY, "Of each GPU, or of each process on CPUs."),
         **_SPEED,
+        "hold_out": (str, 'How rows are held out: "texts", "blocks" or "rows".'),
         "model_gpus": (int, "GPUs that only run a language model."),
         "per_model_gpu": (or_null(_MEMORY), "Of each of these; null: there are none."),
     },
