@@ -33,7 +33,8 @@ def footer(terminal: Terminal) -> str:
 
 
 def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
-    box.record_job("done", JobState.FINISHED, total_steps=100, step=100)
+    # A job that was stopped keeps its bar; a finished one says in its place how long it took.
+    box.record_job("done", JobState.STOPPED, total_steps=100, step=100)
     terminal = box.app(80, 24, colours="")
     # A full bar is full, and one that is not has a rail of another colour.
     terminal.wait_for("━" * 10 + " 100%")

@@ -267,7 +267,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes("r", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
     goes(ESC, ESC, ESC, " ", " ", "c", to="Pareto")
-    goes("M", "M", to=core("metric"))
+    goes("M", to=core("metric"))
     goes(ESC, "\x1b[A", "y", to="Not cloned")
     goes(ESC, "n", to="F4")
     goes("\x1bOQ", " ", to=core("process"))
@@ -359,6 +359,7 @@ TRAINER_WORDS = {
     "inspect": [["shards"], ["{hostile}"]],
     "join": [["{path}", "--out", "{hostile}"]],
     "resume": [["{hostile}"], ["data/runs/1"]],
+    "stop": [["{hostile}"], ["data/runs/1"], ["data/runs/1", "--finish", "--json"]],
     "export": [
         ["data/runs/1", "--out", "x", "--format", "{hostile}"],
         ["data/runs/1", "--out", "x", "--push", "{hostile}", "--yes"],

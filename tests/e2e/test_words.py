@@ -63,7 +63,8 @@ def test_holds_dependencies_and_names_are_kept_and_told_as_they_are(box: Box) ->
 
 @pytest.mark.timeout(300)
 def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) -> None:
-    terminal = box.app(120, 40)
+    # Wide enough for the column of the step.
+    terminal = box.app(160, 40)
     box.launch_by_keys(terminal, steps=100_000)
     terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)
     terminal.wait_for(re.compile(r"▶ running .* [1-9]\d+ ").search, 90)
