@@ -31,11 +31,11 @@ def test_a_file_and_a_link_to_a_blob_of_the_same_model_are_taken(model: Path, tm
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     assert plain_file(blob) == blob
     assert plain_file(link) == blob
-    # As the client writes them where a relative path cannot be made.
+    # The client writes an absolute path where no relative one exists.
     absolute = snapshot(model) / "absolute"
     absolute.symlink_to(blob)
     assert plain_file(absolute) == blob
-    # The cache itself may be reached by a link: its user chose that.
+    # The path to the cache itself may contain a link, since the user chose it.
     (tmp_path / "elsewhere").symlink_to(model.parent)
     assert plain_file(tmp_path / "elsewhere" / link.relative_to(model.parent)) == blob
     with pytest.raises(FileNotFoundError):
@@ -92,9 +92,14 @@ def itself(model: Path) -> str:
     return "hostile"
 
 
+def through_a_loop(model: Path) -> str:
+    (model / "loop").symlink_to("loop")
+    return "../../../loop/abc"
+
+
 HOSTILE: list[Callable[[Path], str]] = [
     out_of_the_cache, to_another_model, chain, chain_in_the_snapshot, fifo, folder, below_the_blobs,
-    blobs_that_are_a_link, device, itself,
+    blobs_that_are_a_link, device, itself, through_a_loop,
 ]  # fmt: skip
 
 
@@ -108,7 +113,7 @@ def test_any_other_link_is_refused(target: Callable[[Path], str], model: Path) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
-def test_a_blob_belongs_to_this_user_or_to_the_owner_of_the_link_as_in_a_shared_cache(model: Path) -> None:
+def test_a_blob_of_another_user_is_refused_unless_they_own_the_link_as_in_a_shared_cache(model: Path) -> None:
     link, blob = snapshot(model) / "cfg.json", model / "blobs" / "abc"
     os.chown(blob, 54321, -1)
     with pytest.raises(ValueError, match="is a link to a file of another user"):
@@ -129,10 +134,10 @@ def test_a_link_in_any_other_folder_is_refused(place: str, tmp_path: Path) -> No
         plain_file(link)
 
 
-def test_a_model_whose_download_was_cut_short_is_refused_with_the_file_that_is_missing(model: Path) -> None:
+def test_a_model_whose_download_was_interrupted_is_refused_with_the_missing_file(model: Path) -> None:
     folder = model / "snapshots" / "0123"
     (folder / "config.json").symlink_to("../../blobs/abc")
     (folder / "README.md").symlink_to("/nothing")
     assert lack_of_model(str(folder)) == ""
     (folder / "tokenizer.json").symlink_to("../../blobs/gone")
-    assert "tokenizer.json is a link to a file that is not there" in lack_of_model(str(folder))
+    assert "tokenizer.json is a link to a file that does not exist" in lack_of_model(str(folder))

@@ -1,4 +1,4 @@
-"""How far a command is: what is told to a parent, to a pipe and on a terminal."""
+"""The progress of a command, as JSON for a parent, as lines in a pipe and as a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -13,13 +13,23 @@ import time
 
 import pytest
 
-from trainer.contract.progress import ENV_DESCRIPTOR, Planned, Progress, Reached, advance, read_reached, stage, track
+from trainer.contract.progress import (
+    ENV_DESCRIPTOR,
+    Planned,
+    Progress,
+    Reached,
+    _Lines,
+    advance,
+    read_reached,
+    stage,
+    track,
+)
 
 COMMAND = """
 import time
 from trainer.contract import progress
 progress.LINE_EVERY_S = progress.QUIET_S = 0.2
-progress.TELL_EVERY_S = 0.05
+progress.SHOW_EVERY_S = 0.05
 with progress.Progress("evaluating", {"rows": progress.Planned(10.0, 2), "probes": progress.Planned(10.0)}) as shown:
     for _ in progress.track(range(4), "rows"):
         time.sleep(0.15)
@@ -36,13 +46,37 @@ def test_the_share_is_of_all_stages_and_the_time_left_by_the_pace_of_the_one_at_
         assert list(track([1, 2], "rows")) == [1, 2]
         stage("rows", 4)
         advance()
-        # A pass of two, and a quarter of the second one.
+        # One pass of two is done, and a quarter of the second one.
         assert shown.reached.share == pytest.approx((5 + 1.25) / 20)
-        shown._stage_began = time.monotonic() - 5
-        # A quarter took 5 s, where 1.25 s were planned: 15 s for the rest of it, and 40 s for the probes.
+        shown._stage.began = time.monotonic() - 5
+        # A quarter took 5 s, and 1.25 s were planned: the rest takes 15 s, and the probes 40 s.
         assert shown.reached.left_s == pytest.approx(15 + 40, rel=0.01)
         stage("something else")
         assert shown.reached.share == pytest.approx(10 / 20)
+
+
+class ChangingTotal(float):
+    """A number of units; while it is read, the work begins another stage."""
+
+    def __bool__(self) -> bool:
+        stage("writing")
+        return True
+
+
+def test_the_stage_may_change_while_another_thread_reads_the_progress() -> None:
+    with Progress("x") as shown:
+        stage("rows", ChangingTotal(4))
+        assert shown.reached.share == 0
+        assert shown.reached == Reached("writing")
+
+
+def test_a_process_that_was_suspended_writes_one_line_and_not_all_that_it_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show = _Lines("evaluating")
+    for elapsed_s in (3600.0, 3600.5, 3609.9, 3610.0):
+        show(Reached("rows"), elapsed_s)
+    assert capsys.readouterr().err == 2 * "evaluating: rows\n"
 
 
 def test_without_a_progress_nothing_is_counted_and_without_a_plan_a_stage_stands_for_all() -> None:
@@ -66,19 +100,19 @@ def test_a_pipe_gets_lines_on_standard_error_alone() -> None:
     assert len(lines) >= 2
 
 
-def test_a_parent_gets_json_and_standard_error_nothing() -> None:
+def test_a_parent_gets_json_and_standard_error_stays_empty() -> None:
     reading, writing = os.pipe()
     env = os.environ | {ENV_DESCRIPTOR: str(writing)}
     done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, env=env, pass_fds=[writing], check=True)
     os.close(writing)
     with open(reading, "rb") as lines:
-        told = [read_reached(line) for line in lines]
+        last = [read_reached(line) for line in lines][-1]
     assert done.stderr == b""
-    assert told[-1]
-    assert (told[-1].stage, told[-1].share) == ("rows", 0.5)
+    assert last
+    assert (last.stage, last.share) == ("rows", 0.5)
 
 
-def test_a_terminal_gets_a_bar_that_goes_when_it_is_over() -> None:
+def test_a_terminal_gets_a_bar_that_is_removed_at_the_end() -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = subprocess.Popen([sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, stderr=theirs)
@@ -93,12 +127,12 @@ def test_a_terminal_gets_a_bar_that_goes_when_it_is_over() -> None:
     text = shown.decode()
     assert "evaluating |" in text
     assert "rows · 50 %" in text
-    # The line is blank in the end.
+    # The line is blank at the end.
     assert text.rstrip("\r").split("\r")[-1].strip() == ""
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b'{"share": 2}', b'{"left_s": -1}', b'{"stage": 1}', b"\xff"])
-def test_what_is_no_progress_is_passed_over(line: bytes) -> None:
+def test_a_line_that_is_not_progress_is_ignored(line: bytes) -> None:
     assert read_reached(line) is None
 
 

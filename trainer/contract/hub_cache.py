@@ -1,4 +1,4 @@
-"""Links of the Hugging Face hub's cache, which lead from a snapshot of a model to a file among its blobs."""
+"""Follows the links of the Hugging Face hub's cache, which lead from a snapshot of a model to one of its blobs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-# What to do about a link that is not followed.
+# The remedy for a link that is not followed.
 COPY = "copy the file itself there, as `cp -rL` does"
 
 
@@ -20,6 +20,14 @@ def plain_file(file: Path) -> Path:
     if not file.is_symlink():
         file.stat()
         return file
+    try:
+        return _blob(file)
+    except RuntimeError:  # what `resolve` raises for links that lead to each other
+        raise ValueError(f"is a link in a loop of links, which is not followed; {COPY}") from None
+
+
+def _blob(file: Path) -> Path:
+    """Return the blob that a link of the hub's cache leads to; raise as `plain_file` does, or `RuntimeError`."""
     snapshot = file.parent.resolve(strict=True)
     model = next((one for one in snapshot.parents if one.name.startswith("models--")), None)
     if model is None or snapshot.relative_to(model).parts[0] != "snapshots":
@@ -37,8 +45,8 @@ def plain_file(file: Path) -> Path:
 
 
 def is_plain_file(file: Path) -> bool:
-    """Tell whether a path names a regular file that `plain_file` accepts."""
+    """Return whether a path names a regular file that `plain_file` accepts."""
     try:
         return stat.S_ISREG(plain_file(file).stat().st_mode)
-    except (OSError, ValueError, RuntimeError):
+    except (OSError, ValueError):
         return False

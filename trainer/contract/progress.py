@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, a line every 10 s elsewhere, and JSON lines for a parent process.
+"""Shows the progress of a long command: a bar on a terminal, a line every 10 s elsewhere, or JSON lines for a parent.
 
 Code deep in a command calls `stage`, `advance` or `track`, which do nothing unless a `Progress` is shown.
 """
@@ -19,17 +19,17 @@ from trainer.contract.json_file import decode_as
 from trainer.contract.printable import printable
 from trainer.contract.wording import duration
 
-# The descriptor to which a process writes its progress where a parent has asked for it.
+# The descriptor to which a process writes its progress for its parent.
 ENV_DESCRIPTOR = "SAE_TUI_PROGRESS_FD"
-# Seconds. What takes less than the first shows nothing.
-QUIET_S, LINE_EVERY_S, TELL_EVERY_S = 2.0, 10.0, 0.5
+# Seconds. A command that takes less than the first shows no bar.
+QUIET_S, LINE_EVERY_S, SHOW_EVERY_S = 1.0, 10.0, 0.5
 _LONGEST_STAGE = 200
 
 T = TypeVar("T")
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """How far it is: what is done now, the share of all that is done, and the seconds left; None where not known."""
+    """The current stage, the share of the whole that is done, and the seconds left; None where unknown."""
 
     stage: str = ""
     share: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
@@ -37,89 +37,113 @@ class Reached(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Write it as `rows, 41 %, 3 min left`."""
+        """The progress as `rows, 41 %, 3 min left`."""
         share, left, stage = self.words_apart
         return ", ".join(filter(None, (stage, share, left)))
 
     @property
     def words_apart(self) -> tuple[str, str, str]:
-        """Write the share, the time left and the stage; "" for what is not known."""
+        """The share, the time left and the stage in words; "" for what is unknown."""
         share = "" if self.share is None else f"{100 * self.share:.0f} %"
         left = "" if self.left_s is None else f"{duration(self.left_s)} left"
         return share, left, self.stage
 
 
 class Planned(msgspec.Struct, frozen=True):
-    """How long a stage is expected to take in all, and how often it is gone through."""
+    """How long a stage is expected to take in total, and how many times it runs."""
 
     seconds: float
     times: int = 1
 
+    @property
+    def seconds_once(self) -> float:
+        return self.seconds / self.times
+
+
+class _Stage:
+    """The current stage; `before` counts the runs of each stage that are complete."""
+
+    def __init__(self, name: str, total: float | None, before: Mapping[str, int]) -> None:
+        self.name, self.total, self.before = name, total, before
+        self.n = 0.0
+        self.began = time.monotonic()
+        # What another process reports of it.
+        self.reported: Reached | None = None
+
+    @property
+    def part(self) -> float | None:
+        """The share that is done, 0 to 1; None where it is not known."""
+        return min(1.0, self.n / self.total) if self.total else None
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds left by its own pace; None where it is too early to say."""
+        elapsed, part = time.monotonic() - self.began, self.part
+        return elapsed * (1 - part) / part if part and elapsed > 1 else None
+
+    def after(self) -> dict[str, int]:
+        """Return the complete runs of each stage once this one is over."""
+        return {**self.before, self.name: self.before.get(self.name, 0) + 1} if self.name else {**self.before}
+
 
 class Progress:
-    """Shows how far `what` is while it is entered; where stages are `planned`, of all of them together.
+    """Shows the progress of `what` while entered, over all stages together where they are `planned`.
 
-    With `to_descriptor` the one of the environment, if there is one, is told in place of standard error.
+    By default it writes to the descriptor that the environment names, if any, instead of to standard error.
     """
 
     def __init__(self, what: str, planned: Mapping[str, Planned] | None = None, *, to_descriptor: bool = True) -> None:
         self.what = what
         self._planned = planned or {}
-        self._done: dict[str, int] = {}
-        # How many times as long as planned the work takes here.
+        self._whole_s = sum(one.seconds for one in self._planned.values())
+        # The time the work takes here divided by the planned time.
         self._pace = 1.0
-        self._stage, self._n = "", 0.0
-        self._total: float | None = None
-        self._began = self._stage_began = time.monotonic()
-        self._told: Reached | None = None
+        # Replaced whole: another thread reads it at any time.
+        self._stage = _Stage("", None, {})
+        self._began = time.monotonic()
         self._over = threading.Event()
         self._descriptor = _descriptor() if to_descriptor else None
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 
     def stage(self, name: str, total: float | None = None) -> None:
-        """Begin a stage of `total` units; None where nobody knows how many."""
-        self._end_stage()
-        self._stage, self._n, self._total, self._told = name, 0.0, total, None
-        self._stage_began = time.monotonic()
+        """Begin a stage of `total` units; None where the number is unknown."""
+        self._stage = _Stage(name, total, self._stage.after())
 
     def advance(self, n: float = 1) -> None:
-        self._n += n
+        self._stage.n += n
 
     def reach(self, reached: Reached) -> None:
-        """Show what another process tells."""
-        self._told = reached
+        """Show what another process reports."""
+        self._stage.reported = reached
 
     @property
     def reached(self) -> Reached:
-        if self._told:
-            return self._told
-        part = min(1.0, self._n / self._total) if self._total else None
-        elapsed = time.monotonic() - self._stage_began
-        left_in_stage = elapsed * (1 - part) / part if part and elapsed > 1 else None
-        whole = sum(one.seconds for one in self._planned.values())
-        if not whole:
-            return Reached(self._stage, part, left_in_stage)
-        once = self._once(self._stage)
-        if part and once and elapsed > 1:
+        stage = self._stage
+        if stage.reported:
+            return stage.reported
+        return self._reached_of_plan(stage) if self._whole_s else Reached(stage.name, stage.part, stage.left_s)
+
+    def _reached_of_plan(self, stage: _Stage) -> Reached:
+        """Return the share of all planned stages, and the time left by the pace so far."""
+        part, left_in_stage, elapsed = stage.part, stage.left_s, time.monotonic() - stage.began
+        once = self._once_s(stage.name)
+        if part and once and left_in_stage is not None:
             # Whatever slows this stage down slows the others down too.
             self._pace = elapsed / part / once
         # A stage without units may take any time; it counts as at most nearly done.
         here = once * part if part is not None else min(elapsed / self._pace, 0.9 * once)
-        done = min(whole, sum(min(one.times, self._done.get(name, 0)) * self._once(name)
-                              for name, one in self._planned.items()) + here)  # fmt: skip
-        left = (whole - done) * self._pace
+        before = sum(
+            min(one.times, stage.before.get(name, 0)) * one.seconds_once for name, one in self._planned.items()
+        )
+        done = min(self._whole_s, before + here)
+        left = (self._whole_s - done) * self._pace
         if left_in_stage is not None:
             left += left_in_stage - (once - here) * self._pace
-        return Reached(self._stage, done / whole, max(0.0, left))
+        return Reached(stage.name, done / self._whole_s, max(0.0, left))
 
-    def _once(self, name: str) -> float:
-        """Return how long it is expected to take to go through a stage once."""
-        planned = self._planned.get(name)
-        return planned.seconds / planned.times if planned else 0.0
-
-    def _end_stage(self) -> None:
-        if self._stage:
-            self._done[self._stage] = self._done.get(self._stage, 0) + 1
+    def _once_s(self, name: str) -> float:
+        """Return the seconds that one run of a stage is expected to take."""
+        return self._planned[name].seconds_once if name in self._planned else 0.0
 
     def __enter__(self) -> Progress:
         _shown.append(self)
@@ -131,23 +155,23 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Show nothing any more."""
+        """Stop showing progress."""
         self._over.set()
-        # Whatever comes on the terminal next must find no bar there.
+        # The next output on the terminal must not meet the bar.
         self._thread.join(timeout=5)
 
     def _show(self) -> None:
-        tell = self._write if self._descriptor is not None else _bar_or_line(self.what)
-        try:
-            while not self._over.wait(TELL_EVERY_S):
-                tell(self.reached, time.monotonic() - self._began)
-        except (OSError, ValueError):
-            pass  # The parent, or the terminal, has gone.
-        finally:
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-            else:
-                tell(None, 0.0)
+        show = self._write if self._descriptor is not None else _bar_or_line(self.what)
+        # The parent, or the terminal, may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                while not self._over.wait(SHOW_EVERY_S):
+                    show(self.reached, time.monotonic() - self._began)
+            finally:
+                if self._descriptor is not None:
+                    os.close(self._descriptor)
+                else:
+                    show(None, 0.0)
 
     def _write(self, reached: Reached | None, _elapsed_s: float) -> None:
         if reached and self._descriptor is not None:
@@ -158,19 +182,19 @@ _shown: list[Progress] = []
 
 
 def stage(name: str, total: float | None = None) -> None:
-    """Begin a stage of what is shown, of `total` units."""
+    """Begin a stage of `total` units of the progress that is shown."""
     for progress in _shown[-1:]:
         progress.stage(name, total)
 
 
 def advance(n: float = 1) -> None:
-    """Say that so many more units of the stage are done."""
+    """Count `n` more units of the stage as done."""
     for progress in _shown[-1:]:
         progress.advance(n)
 
 
 def track(values: Iterable[T], name: str, total: float | None = None) -> Iterator[T]:
-    """Yield the values, each a unit of a stage."""
+    """Yield the values; each is a unit of a stage."""
     stage(name, len(values) if total is None and isinstance(values, Sized) else total)
     for value in values:
         yield value
@@ -178,7 +202,7 @@ def track(values: Iterable[T], name: str, total: float | None = None) -> Iterato
 
 
 def read_reached(line: bytes) -> Reached | None:
-    """Return what a line of another process tells; None where it is none."""
+    """Return the progress that another process wrote as a line; None where the line is not valid."""
     try:
         reached = decode_as(line, Reached)
     except ValueError:
@@ -187,7 +211,7 @@ def read_reached(line: bytes) -> Reached | None:
 
 
 def _descriptor() -> int | None:
-    """Return the descriptor that a parent has asked to be told by, which then nobody else uses."""
+    """Return the descriptor that the environment names, and hide it from child processes; None without one."""
     with contextlib.suppress(ValueError, OSError):
         number = int(os.environ.pop(ENV_DESCRIPTOR, ""))
         os.set_inheritable(number, False)
@@ -196,7 +220,7 @@ def _descriptor() -> int | None:
 
 
 def _bar_or_line(what: str) -> Callable[[Reached | None, float], None]:
-    """Return what shows progress on standard error: None ends it."""
+    """Return a function that shows progress on standard error; calling it with None ends it."""
     return _Bar(what) if sys.stderr.isatty() else _Lines(what)
 
 
@@ -208,15 +232,16 @@ class _Lines:
 
     def __call__(self, reached: Reached | None, elapsed_s: float) -> None:
         if reached and elapsed_s >= self._next_s:
-            self._next_s += LINE_EVERY_S
-            # A waiting supervisor imports this module, and argparse takes 1 MiB of its 20.
+            # From now on: a process that was suspended has no lines to catch up on.
+            self._next_s = elapsed_s + LINE_EVERY_S
+            # Imported late: a waiting supervisor imports this module, and argparse takes 1 MiB of its 20.
             from trainer.contract.output import complain
 
             complain(f"{self._what}: {reached.words or f'{duration(elapsed_s)} so far'}\n")
 
 
 class _Bar:
-    """A bar of tqdm's, which goes when it is over."""
+    """A tqdm bar, which is removed at the end."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -228,15 +253,14 @@ class _Bar:
                 self._bar.close()
             return
         if self._bar is None:
-            if elapsed_s < QUIET_S / 2:
+            if elapsed_s < QUIET_S:
                 return
-            # Only here: it takes a tenth of the start of a command.
+            # Imported late: it takes a tenth of the start of a command.
             from tqdm import tqdm
 
             self._bar = tqdm(total=100, leave=False, dynamic_ncols=True, bar_format="{desc}|{bar:20}|{postfix}")
-        words = [reached.stage, "" if reached.share is None else f"{100 * reached.share:.0f} %"]
-        left = f"{duration(elapsed_s)} so far" if reached.left_s is None else f"{duration(reached.left_s)} left"
+        share, left, stage = reached.words_apart
         self._bar.n = 100 * (reached.share or 0.0)
         self._bar.set_description_str(f"{self._what} ", refresh=False)
-        self._bar.postfix = " " + " · ".join(filter(None, [*words, left]))
+        self._bar.postfix = " " + " · ".join(filter(None, [stage, share, left or f"{duration(elapsed_s)} so far"]))
         self._bar.refresh()

@@ -1,4 +1,4 @@
-"""Shards as a checkpoint records them: what counts as the same data, as data that has grown, and as other data."""
+"""Shards as a checkpoint records them: which changes count as the same data, as grown data and as other data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_shard_that_has_changed_is_refused_by_its_name_and_what_changed(change: str, folder: Path) -> None:
+def test_a_changed_shard_is_refused_with_its_name_and_the_change(change: str, folder: Path) -> None:
     before, (act, said) = recorded(folder), CHANGES[change]
     act(folder / "d.npy")
     assert f"the run was trained on {said.format(folder=folder)}" in refusal(folder, before)
@@ -85,13 +85,13 @@ def test_copied_and_touched_files_of_the_same_content_are_the_same_data(folder: 
     os.utime(folder / "d.npy", ns=(2, 2))
     now = record_of([ShardKnobs(str(folder))], before)
     assert news_of_data(before, now) is None
-    # The whole folder elsewhere, and its shards keep their samples.
+    # A copy of the whole folder; its shards keep their samples.
     shutil.copytree(folder, tmp_path / "elsewhere")
     moved = record_of([ShardKnobs(str(tmp_path / "elsewhere"))], before)
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]
 
 
-def test_new_shards_come_behind_the_old_ones_whatever_their_names_and_the_split_stays_of_the_first(
+def test_new_shards_follow_the_old_ones_whatever_their_names_and_are_not_split(
     folder: Path,
 ) -> None:
     before = recorded(folder)
@@ -124,7 +124,7 @@ def test_every_folder_of_inputs_and_targets_is_recorded(folder: Path, tmp_path: 
     assert record_of([SyntheticKnobs()]) == []
 
 
-def test_another_sum_in_meta_json_is_another_shard_although_its_size_and_time_are_the_same(folder: Path) -> None:
+def test_a_shard_with_another_sha256_in_meta_json_is_refused_although_size_and_time_are_the_same(folder: Path) -> None:
     sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("b.npy", "d.npy")}
     (folder / "meta.json").write_text(json.dumps({"shards": sums}))
     before = recorded(folder)
@@ -133,7 +133,7 @@ def test_another_sum_in_meta_json_is_another_shard_although_its_size_and_time_ar
     assert "has another SHA-256 in meta.json" in said
 
 
-def test_the_sample_of_a_large_shard_finds_rows_in_another_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_of_a_large_shard_detects_reordered_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_record, "BLOCK", 64)
     monkeypatch.setattr(data_record, "_SAMPLED_BYTES", 2 * 64 * 5)
     before = recorded(folder)
@@ -152,12 +152,21 @@ def test_sampled_blocks_are_in_the_file_and_reach_both_ends(size: int, n_blocks:
     assert all(second - first >= data_record.BLOCK for first, second in itertools.pairwise(places))
 
 
-def test_a_shard_that_is_shorter_than_it_was_is_named(folder: Path) -> None:
+def test_a_shard_that_became_shorter_is_named(folder: Path) -> None:
     before = recorded(folder)
     assert cut_short(before) is None
     os.truncate(folder / "d.npy", 1000)
     said = f"{folder / 'd.npy'} was cut short to 1,000 of 2,048 bytes while it was read; copy it again, then resume"
     assert cut_short(before) == said
+
+
+def test_a_shard_that_changes_before_its_sample_is_read_is_not_taken_for_the_same(folder: Path) -> None:
+    record = record_of([ShardKnobs(str(folder))])
+    save(folder / "d.npy", 60, 2)
+    os.utime(folder / "d.npy", ns=(1, 1))
+    before = sampled(record)
+    assert [one.sample is None for one in before[0].shards] == [False, True]
+    assert "d.npy in" in refusal(folder, before)
 
 
 def test_a_file_that_cannot_be_sampled_is_recorded_without_and_then_its_time_decides(folder: Path) -> None:

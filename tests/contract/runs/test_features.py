@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from support.features import ACTS, MOVED, SPREAD, TEXTS, features_file, flat
 
 from trainer.contract.errors import UserError
-from trainer.contract.runs.features import Features
+from trainer.contract.runs.features import Features, is_of_weights
 
 
 @pytest.fixture
@@ -110,20 +111,18 @@ def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
         ((9, 10), [1, 0]),
         ((1001, 10), [1, 0]),
         ((5, 6), [0, 1]),
-        # The densest is last, and one that is rare before it.
+        # The densest is last, after a rare one.
         ((20_000, 2000), [1, 0]),
         ((2000, 3), [1, 0]),
     ],
 )
-def test_latents_that_say_most_come_first_and_dense_ones_last(
-    file: Path, fired: tuple[int, int], order: list[int]
-) -> None:
+def test_sparse_latents_come_first_and_dense_ones_last(file: Path, fired: tuple[int, int], order: list[int]) -> None:
     file.write_bytes(features_file(n_fired=("I32", "i", [2], [*fired]), n_rows=("I64", "q", [1], [100_000])))
     assert Features(file).order() == order
     assert Features(file).n_dense == (max(fired) > 10_000)
 
 
-def test_a_search_tells_latents_that_fire_on_the_words_from_those_that_stand_near_them(file: Path) -> None:
+def test_a_search_separates_latents_that_fire_on_the_words_from_latents_that_fire_near_them(file: Path) -> None:
     features = Features(file)
     assert features.search_apart("the") == ([1], [0])
     assert features.search_apart("cow") == ([], [])
@@ -187,3 +186,9 @@ def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.T
             features.feature(latent)
         for words in ("the", "天气"):
             features.search(words)
+
+
+def test_features_with_a_header_that_is_nested_too_deeply_belong_to_no_weights(file: Path) -> None:
+    header = b"[" * 100_000
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    assert not is_of_weights(file, "0123")

@@ -15,7 +15,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from trainer.contract.errors import JobFileError
-from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.json_file import read_json
+from trainer.contract.settings import shards
+from trainer.contract.settings.shards import inspect_shards, same_shards
 
 WriteShard = Callable[..., Path]
 
@@ -130,12 +132,12 @@ def test_a_header_that_is_not_a_table(tmp_path: Path, header: object) -> None:
     assert "is not a whole safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
 
 
-def test_a_tensor_of_one_dimension_is_refused_with_the_cure(write_shard: WriteShard) -> None:
+def test_a_tensor_of_one_dimension_is_refused_with_the_fix(write_shard: WriteShard) -> None:
     save_file({"activations": np.zeros(10, np.float32)}, (folder := write_shard()) / "a.safetensors")
     assert problem(folder).endswith("[n_tokens, d_in]: its shape is [10]; reshape it to [-1, d_in]")
 
 
-def test_of_several_tensors_of_floats_none_is_guessed(tmp_path: Path) -> None:
+def test_no_tensor_is_guessed_among_several_of_floats(tmp_path: Path) -> None:
     save_file({"x": np.zeros((4, 3), np.float32), "y": np.zeros((5, 2), np.float32)}, tmp_path / "a.safetensors")
     listed = "it holds no tensor `activations`, but 'x' [4, 3] and 'y' [5, 2]; rename the one to read"
     assert problem(tmp_path).endswith(listed)
@@ -178,7 +180,24 @@ def test_hidden_and_empty_files_are_skipped_and_named(write_shard: WriteShard) -
     )
 
 
-def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_the_record_of_a_folder_is_read_once_for_all_its_shards(
+    write_shard: WriteShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        folder = write_shard(5, 8, file=f"{name}.safetensors")
+    (folder / "meta.json").write_text('{"shards": {"a.safetensors": "0", "b.safetensors": "1", "c.safetensors": 2}}')
+    read: list[Path] = []
+
+    def counted(file: Path, kind: type) -> object:
+        read.append(file)
+        return read_json(file, kind)
+
+    monkeypatch.setattr(shards, "read_json", counted)
+    assert same_shards([inspect_shards(folder)]) is None
+    assert read == [folder / "meta.json"]
+
+
+def test_a_git_lfs_pointer_is_recognised(tmp_path: Path) -> None:
     file = tmp_path / "a.safetensors"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
     pointer = "it is a git-lfs pointer and not the file itself; run `git lfs pull`"

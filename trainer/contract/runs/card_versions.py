@@ -1,7 +1,7 @@
-"""The report cards that an SAE has had: older ones stay with their features in `.cards` next to its weights.
+"""Keeps the older report cards of an SAE, with their features, in `.cards` next to its weights.
 
 Each is stored once, by its content. At most `MOST_CARDS` older cards and `MOST_FEATURES_BYTES` of older features are
-kept; the oldest go first.
+kept; the oldest are removed first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.files import open_plain, write_whole
+from trainer.contract.files import open_plain, replacing, write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.paths import file_mode, private_folder, refuse_link
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.report_card import Card, card_from
 
@@ -31,12 +31,13 @@ MOST_FEATURES_BYTES = 2**30
 # Files that hold weights in one of the formats that are read.
 _WEIGHTS = frozenset({".safetensors", ".pt", ".pth", ".bin", ".npz"})
 _NAME = re.compile(r"([0-9]{4,9})-([0-9a-f]{16})\.json")
-# Of a part of a card: what an evaluation that finds the same figures still changes.
-_OF_THE_DAY = ("measured", "seconds", "device")
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+# The fields of a part that change with every evaluation, also where the figures stay the same.
+_CHANGING = ("measured", "seconds", "device")
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A card that an SAE has, or has had: `number` counts from 1; `features` is None where they are not stored."""
+    """A current or older card of an SAE: `number` counts from 1; `features` is None where they are not stored."""
 
     number: int
     card: Card
@@ -46,10 +47,10 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process changes the card in a folder, and keep others waiting meanwhile."""
+    """Hold the lock under which one process at a time changes the card in a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # A file system without locks must not keep a card from being written.
+        # A card is also written on a file system without locks.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -58,18 +59,16 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def weights_of(folder: Path) -> str:
-    """Return an identity of the weights in a folder, the same for the same files; "" where there are none."""
-    whole = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.suffix in _WEIGHTS and file.name != FEATURES and file.is_file() and not file.is_symlink():
-            whole.update(f"{file.name}\0{_digest_of(file)}\0".encode())
-    return whole.hexdigest()[:16] if whole.digest() != hashlib.sha256().digest() else ""
+    """Return a digest of the weights in a folder, the same for the same files; "" without weights."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in _WEIGHTS and file.name != FEATURES]
+    digests = [f"{file.name}\0{_digest_of(file)}\0" for file in files if file.is_file() and not file.is_symlink()]
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16] if digests else ""
 
 
 def versions(folder: Path) -> list[Version]:
-    """Return the cards of the SAE in a folder, the newest first; the current one is marked and has its number."""
+    """Return the cards of the SAE in a folder, the newest first; the current one is marked."""
     older = {digest: (number, file) for number, digest, file in _stored(folder)}
-    told = [
+    found = [
         Version(number=number, card=card, features=_features(folder, card), is_current=False)
         for number, file in older.values()
         if (card := _read(file))
@@ -78,21 +77,20 @@ def versions(folder: Path) -> list[Version]:
         last = max((number for number, _ in older.values()), default=0)
         number, _ = older.get(_content(current), (last + 1, None))
         features = folder / FEATURES if os.path.exists(folder / FEATURES) else None
-        told = [one for one in told if one.number != number]
-        told.append(Version(number=number, card=current, features=features, is_current=True))
-    return sorted(told, key=lambda one: one.number, reverse=True)
+        found = [one for one in found if one.number != number]
+        found.append(Version(number=number, card=current, features=features, is_current=True))
+    return sorted(found, key=lambda one: one.number, reverse=True)
 
 
 def of_weights(folder: Path, weights: str, tokens: int, step: int = 0) -> Version | None:
-    """Return the newest version that is of these weights; None where there is none."""
-    told = versions(folder)
-    return next((one for one in told if one.card.is_of(weights, tokens, step)), None)
+    """Return the newest version for these weights; None without one."""
+    return next((one for one in versions(folder) if one.card.is_of(weights, tokens, step)), None)
 
 
 def archive(folder: Path) -> None:
-    """Store the card and the features in a folder as a version, where they are not stored yet.
+    """Store the card and the features of a folder as a version, unless they are stored already.
 
-    They stay where they are too. Raise `OSError` or `UserError` where the disk does not take them.
+    Both also stay in the folder. Raise `OSError` or `UserError` where they cannot be written.
     """
     current = _read(folder / CARD)
     if current is None:
@@ -100,7 +98,8 @@ def archive(folder: Path) -> None:
     place = folder / FOLDER
     refuse_link(place)
     private_folder(place)
-    if (features := folder / FEATURES).is_file():
+    features = folder / FEATURES
+    if features.is_file() and not features.is_symlink():
         current = msgspec.structs.replace(current, features=_digest_of(features))
         _put(features, place / f"{current.features}{features.suffix}")
     stored, content = _stored(folder), _content(current)
@@ -127,14 +126,15 @@ def _read(file: Path) -> Card | None:
 
 def _features(folder: Path, card: Card) -> Path | None:
     file = folder / FOLDER / f"{card.features}{Path(FEATURES).suffix}"
-    return file if card.features and file.is_file() else None
+    # A card may come from another user, and name a file anywhere.
+    return file if _DIGEST.fullmatch(card.features) and file.is_file() else None
 
 
 def _content(card: Card) -> str:
-    """Return a digest of what a card tells; not of when it was measured, nor of the file of its features."""
+    """Return a digest of a card's content, without the times of its measurement and the file of its features."""
     table = msgspec.to_builtins(msgspec.structs.replace(card, features="", sums=None))
     for part in table["parts"].values():
-        for name in _OF_THE_DAY:
+        for name in _CHANGING:
             del part[name]
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -145,15 +145,14 @@ def _digest_of(file: Path) -> str:
 
 
 def _put(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no links."""
+    """Give a file a second name, or copy it where the file system has no hard links."""
     if target.exists():
         return
     try:
         os.link(source, target)
     except OSError:
-        temporary = target.with_suffix(".new")
-        shutil.copyfile(source, temporary)
-        os.replace(temporary, target)
+        with open_plain(source) as read, replacing(target, file_mode(target.parent)) as written:
+            shutil.copyfileobj(read, written, 2**20)
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -1,38 +1,37 @@
-"""Which shards a run is trained on, as they were when it began, and whether they still are what they were."""
+"""Records the shards a run is trained on, and finds out whether they have changed since."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
-from trainer.contract.json_file import read_json
-from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.shards import inspect_shards, recorded_sums
 from trainer.contract.settings.sources import SourceKnobs
 from trainer.contract.store.rows import Count
 from trainer.contract.wording import join_words, plural
 
 BLOCK = 2**16
-# Bytes that are read of all shards together to know their content again: all of up to 256 MiB, evenly spread blocks of
-# more. That takes 0.2 to 0.6 s from the page cache, beside the first steps.
+# Bytes that are read of all shards together to recognise their content: everything up to 256 MiB, else evenly spread
+# blocks. That takes 0.2 to 0.6 s from the page cache, during the first steps.
 _SAMPLED_BYTES = 2**28
 _LEAST_BLOCKS = 4
 _MOST_NAMES = 4
 _NOT_RECORDED = (
     "data.path: the checkpoint is of an older version, which recorded no shards; "
-    "make sure that none was changed or added, or held-out rows are trained on"
+    "make sure that none was changed or added: otherwise held-out rows are trained on"
 )
 _WAY_OUT = "put it back as it was, or start a new run on the data as it is now"
 
 
 class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A file of rows: `sha256` is what `meta.json` says of it, `sample` the SHA-256 of `n_blocks` blocks of it."""
+    """A file of rows: `sha256` is from `meta.json`, `sample` is the SHA-256 of `n_blocks` blocks of the file."""
 
     name: str
     rows: Count
@@ -45,9 +44,9 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FolderRecord(msgspec.Struct, frozen=True):
-    """The shards of a folder in the order of their rows' numbers, which new ones do not change.
+    """The shards of a folder in the order in which their rows are numbered; new shards come last.
 
-    Held-out rows are drawn from the first `split_rows`, those that the folder had when the run began.
+    Held-out rows are drawn from the first `split_rows` rows, which the folder had when the run began.
     """
 
     field: str
@@ -60,7 +59,7 @@ class FolderRecord(msgspec.Struct, frozen=True):
         return [shard.name for shard in self.shards]
 
     def file(self, shard: ShardRecord) -> Path:
-        """Return where a shard is."""
+        """Return the path of a shard."""
         root = Path(os.path.expanduser(self.path))
         return root / shard.name if root.is_dir() or root.name != shard.name else root
 
@@ -69,10 +68,10 @@ DataRecord = list[FolderRecord]
 
 
 def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) -> DataRecord:
-    """Return what the data of each hook is now; without samples, which take time to read.
+    """Return the current data of each hook, without samples, which take time to read.
 
-    Where the run was trained on `before`, its shards come first, with their samples, and then those that are new.
-    Raise `JobFileError` where one of them is no longer what it was.
+    Where the run was trained on `before`, those shards come first, with their samples, and new ones follow. Raise
+    `JobFileError` where one of them has changed.
     """
     now = [_look(field, path) for knobs in sources for field, path in knobs.stored_at()]
     if before is None:
@@ -84,7 +83,7 @@ def record_of(sources: Iterable[SourceKnobs], before: DataRecord | None = None) 
 
 
 def sampled(record: DataRecord) -> DataRecord:
-    """Return the record with a sample of each shard that has none; a file that cannot be read gets none."""
+    """Return the record with a sample of every shard; a file that cannot be read, or has changed, gets none."""
     n_blocks = _SAMPLED_BYTES // BLOCK // max(1, sum(len(folder.shards) for folder in record))
     n_blocks = max(_LEAST_BLOCKS, n_blocks)
     return [
@@ -94,7 +93,7 @@ def sampled(record: DataRecord) -> DataRecord:
 
 
 def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
-    """Say in a sentence which shards are new since a checkpoint; None where there are none."""
+    """Return a sentence about the shards that are new since a checkpoint; None without new ones."""
     if before is None:
         return _NOT_RECORDED if now else None
     new = [one for old, folder in zip(before, now, strict=True) for one in folder.shards[len(old.shards) :]]
@@ -107,9 +106,9 @@ def news_of_data(before: DataRecord | None, now: DataRecord) -> str | None:
 
 
 def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
-    """Say what has changed in a shard's content since it was recorded; None where it holds the same bytes.
+    """Return what has changed in a shard since it was recorded; None where it holds the same bytes.
 
-    A file of the same size and time of change counts as the same and is not read.
+    A file with the same size and modification time counts as unchanged and is not read.
     """
     file = folder.file(shard)
     try:
@@ -119,7 +118,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
         if status.st_mtime_ns == shard.mtime_ns:
             return None
         if shard.sample is None:
-            return "was written to, and nothing tells whether it still holds the same rows"
+            return "was written to, and without a checksum it may hold other rows"
         return None if _sample(file, shard.n_blocks) == shard.sample else "holds other values"
     except FileNotFoundError:
         return "is missing"
@@ -128,7 +127,7 @@ def change_of(folder: FolderRecord, shard: ShardRecord) -> str | None:
 
 
 def cut_short(record: DataRecord) -> str | None:
-    """Name the first shard that has fewer bytes than were recorded, in a sentence; None without one."""
+    """Return a sentence that names the first shard with fewer bytes than recorded; None without one."""
     for folder in record:
         for shard in folder.shards:
             try:
@@ -141,34 +140,27 @@ def cut_short(record: DataRecord) -> str | None:
 
 
 def cut_sentence(file: Path, size: int, before: int) -> str:
-    """Say that a file was cut short while it was read, and what to do."""
+    """Return a sentence that says that a file was cut short while it was read, and the remedy."""
     return f"{file} was cut short to {size:,} of {before:,} bytes while it was read; copy it again, then resume"
 
 
 def _look(field: str, path: str) -> FolderRecord:
-    """Record what the headers and times of a folder's shards say now."""
-    stretches = inspect_shards(path, field).shards
-    files = dict.fromkeys(one.file for one in stretches)
-    rows = {file: sum(one.n_tokens for one in stretches if one.file == file) for file in files}
-    sums = _known_sums(next(iter(files)).parent)
+    """Record the current headers and file times of a folder's shards."""
+    rows: Counter[Path] = Counter()
+    for stretch in inspect_shards(path, field).shards:
+        rows[stretch.file] += stretch.n_tokens
+    sums = recorded_sums(next(iter(rows)).parent)
     shards = tuple(_facts(file, n_rows, sums.get(file.name)) for file, n_rows in rows.items())
-    return FolderRecord(field, path, sum(rows.values()), shards)
+    return FolderRecord(field, path, rows.total(), shards)
 
 
-def _known_sums(folder: Path) -> Mapping[str, Any]:
-    """Return the SHA-256 of each shard as the extraction noted it, by name; nothing without such a note."""
-    noted = (read_json(folder / "meta.json", dict[str, Any]) or {}).get("shards")
-    return noted if isinstance(noted, dict) else {}
-
-
-def _facts(file: Path, rows: int, noted: object) -> ShardRecord:
+def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
     status = file.stat()
-    sha256 = noted if isinstance(noted, str) else None
     return ShardRecord(file.name, rows, status.st_size, status.st_mtime_ns, status.st_ino, sha256)
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return what a folder holds now, the shards of `old` first; raise `JobFileError` where one has changed."""
+    """Return the current shards of a folder, those of `old` first; raise `JobFileError` where one has changed."""
     by_name = {shard.name: shard for shard in new.shards}
     kept = []
     for shard in old.shards:
@@ -182,7 +174,7 @@ def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
 
 
 def _difference(old: ShardRecord, new: ShardRecord | None) -> str | None:
-    """Say in what a shard differs from what was recorded, by what is known without reading its rows."""
+    """Return how a shard differs from its record as far as can be seen without reading its rows; None if it agrees."""
     if new is None:
         return "is missing"
     if new.rows != old.rows:
@@ -196,14 +188,18 @@ def _with_sample(folder: FolderRecord, shard: ShardRecord, n_blocks: int) -> Sha
     if shard.sample is not None:
         return shard
     try:
-        sample = _sample(folder.file(shard), n_blocks)
+        sample = _sample(file := folder.file(shard), n_blocks)
+        status = file.stat()
     except OSError:
+        return shard
+    # A sample of what was written after the rows were counted would hide the change.
+    if (status.st_size, status.st_mtime_ns) != (shard.size, shard.mtime_ns):
         return shard
     return msgspec.structs.replace(shard, n_blocks=n_blocks, sample=sample)
 
 
 def _sample(file: Path, n_blocks: int) -> str:
-    """Return the SHA-256 of evenly spread blocks of a file, the first and last among them, or of all of a small one."""
+    """Return the SHA-256 of evenly spread blocks of a file, including both ends, or of all of a small file."""
     digest = hashlib.sha256()
     with open_plain(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -215,5 +211,5 @@ def _sample(file: Path, n_blocks: int) -> str:
 
 
 def _places(size: int, n_blocks: int) -> Sequence[int]:
-    """Return where evenly spread blocks of a file begin."""
-    return [number * (size - BLOCK) // (n_blocks - 1) for number in range(n_blocks)]
+    """Return the offsets of evenly spread blocks of a file."""
+    return [number * (size - BLOCK) // max(1, n_blocks - 1) for number in range(n_blocks)]

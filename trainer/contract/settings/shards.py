@@ -67,7 +67,7 @@ class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
     shards: tuple[Shard, ...]
-    # What a user should know of how they are read: files that were skipped, numbers that are read as others.
+    # What a user should know about how they are read: skipped files, numbers that are converted.
     notes: tuple[str, ...] = ()
 
     @property
@@ -79,9 +79,10 @@ class ShardSet(msgspec.Struct, frozen=True):
         return sum(shard.n_tokens for shard in self.shards)
 
     def beginning_with(self, names: Sequence[str]) -> ShardSet:
-        """Return the same shards, those of these names first and in their order."""
+        """Return the same shards, the named ones first and in the order of `names`."""
         places = {name: place for place, name in enumerate(names)}
-        return ShardSet(tuple(sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))))
+        shards = sorted(self.shards, key=lambda shard: places.get(shard.file.name, len(places)))
+        return ShardSet(tuple(shards), self.notes)
 
 
 class Documents(msgspec.Struct, frozen=True):
@@ -98,7 +99,7 @@ def documents_in(shard: Shard) -> Documents | None:
     try:
         header, begin = read_header(shard.file)
         column = msgspec.convert(header[DOCUMENT], _Column)
-    except (KeyError, ValueError, OSError, RecursionError):
+    except (KeyError, ValueError, OSError):
         return None
     (n_rows,), (first, last) = column.shape, column.data_offsets
     dtype = _NUMBERS.get(column.dtype)
@@ -108,29 +109,31 @@ def documents_in(shard: Shard) -> Documents | None:
 
 
 def same_shards(sets: Sequence[ShardSet]) -> tuple[Path, Path] | None:
-    """Return two shards that are one file, or by the notes next to them of the same bytes; None where there are none.
+    """Return two shards that are the same file, or have the same SHA-256 in meta.json; None without such a pair.
 
-    A folder that is named twice, and one behind a link, has the same files.
+    A folder that is given twice, also by a link to it, has the same files.
     """
     first: dict[object, Path] = {}
-    files = dict.fromkeys((number, shard.file) for number, one in enumerate(sets) for shard in one.shards)
-    for _, file in files:
-        state = file.stat()
-        for identity in ((state.st_dev, state.st_ino), _noted_sha256(file)):
-            if identity and identity in first:
-                return first[identity], file
-            first[identity] = file
+    for one in sets:
+        files = list(dict.fromkeys(shard.file for shard in one.shards))
+        sums = recorded_sums(files[0].parent)
+        for file in files:
+            state = file.stat()
+            for identity in ((state.st_dev, state.st_ino), sums.get(file.name)):
+                if identity and identity in first:
+                    return first[identity], file
+                first[identity] = file
     return None
 
 
-def _noted_sha256(file: Path) -> str | None:
-    shards = (read_json(file.parent / "meta.json", dict[str, object]) or {}).get("shards")
-    sha256 = shards.get(file.name) if isinstance(shards, dict) else None
-    return sha256 if isinstance(sha256, str) else None
+def recorded_sums(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each shard by name, as the extraction recorded it in meta.json; empty without a record."""
+    shards = (read_json(folder / "meta.json", dict[str, object]) or {}).get("shards")
+    return {name: one for name, one in shards.items() if isinstance(one, str)} if isinstance(shards, dict) else {}
 
 
 def is_shuffled(shards: ShardSet) -> bool:
-    """Tell whether rows were shuffled as they were stored, by the note next to them."""
+    """Return whether meta.json says that the rows were shuffled before they were stored."""
     meta = read_json(shards.shards[0].file.parent / "meta.json", dict[str, object]) or {}
     return meta.get("shuffled") is True
 
@@ -168,7 +171,7 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def _is_hidden(file: Path) -> bool:
-    """Tell whether a file is hidden, as those are in which macOS keeps what other file systems have no place for."""
+    """Return whether a file is hidden; macOS writes such files next to others on foreign file systems."""
     return file.name.startswith(".")
 
 
@@ -185,7 +188,7 @@ def _notes(root: Path, of_files: Mapping[Path, list[Shard]]) -> Iterator[str]:
 
 
 def _instead(root: Path) -> str:
-    """Say what to do about a folder without shards: save arrays of .npz each by itself, or give a folder in this."""
+    """Return the remedy for a folder without shards: save each array of an .npz, or give a folder inside this one."""
     with contextlib.suppress(OSError):
         if any(root.glob("*.npz")):
             return "; a .npz holds arrays in an archive: save its rows as .npy, one array for each file"
@@ -246,7 +249,7 @@ def _read_safetensors(file: Path, field: str) -> Rows:
     try:
         header, begin = read_header(file)
         tensors = {name: msgspec.convert(one, _Tensor) for name, one in header.items() if name != "__metadata__"}
-    except (ValueError, RecursionError, msgspec.ValidationError):
+    except ValueError:
         raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]
     (n_tokens, d_in), dtype, (start, end) = rows_and_width(tensor.shape), tensor.dtype, tensor.data_offsets
@@ -261,7 +264,10 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
         if length > _LARGEST_HEADER:
             raise ValueError("not a safetensors header")
-        header = json.loads(stream.read(length))
+        try:
+            header = json.loads(stream.read(length))
+        except RecursionError:
+            raise ValueError("a header that is nested too deeply") from None
     if not isinstance(header, dict):
         raise ValueError("not a safetensors header")
     return header, 8 + length

@@ -1,0 +1,73 @@
+"""How older cards are stored next to the weights of an SAE."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+from support.features import features_file
+from support.report_cards import put_card
+
+from trainer.contract.runs.card_versions import FOLDER, archive, versions
+from trainer.contract.runs.features import FEATURES
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make a folder with a card and features, on a file system without hard links."""
+    put_card(tmp_path)
+    (tmp_path / FEATURES).write_bytes(features_file())
+    return tmp_path
+
+
+def test_features_that_are_copied_are_private_and_complete(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    before = os.umask(0o022)
+    try:
+        archive(folder)
+    finally:
+        os.umask(before)
+    (copy,) = (folder / FOLDER).glob("*.safetensors")
+    assert copy.read_bytes() == (folder / FEATURES).read_bytes()
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", refuse)
+    for name in ("copyfile", "copyfileobj"):
+        monkeypatch.setattr(shutil, name, fails_halfway)
+    with pytest.raises(OSError, match="No space left"):
+        archive(folder)
+    assert not list((folder / FOLDER).iterdir())
+
+
+def fails_halfway(_: object, target: object, *__: object) -> None:
+    if isinstance(target, Path):
+        target.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_link_in_place_of_features_is_not_stored(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "secret"
+    (folder / FEATURES).rename(elsewhere)
+    (folder / FEATURES).symlink_to(elsewhere)
+    archive(folder)
+    assert not list((folder / FOLDER).glob("*.safetensors"))
+
+
+def test_a_card_of_another_user_cannot_name_features_outside_the_folder(folder: Path) -> None:
+    archive(folder)
+    put_card(folder / "other")
+    (stored,) = (folder / FOLDER).glob("*.json")
+    put_card(folder, features="../features", tokens=5)
+    (folder / "card.json").rename(stored)
+    (one,) = versions(folder)
+    assert (one.card.tokens, one.features) == (5, None)
