@@ -32,7 +32,7 @@ def card(**figures: Any) -> Card:
     return msgspec.convert(card_table(figures=FIGURES | figures), Card)
 
 
-def told(one: Card) -> dict[str, str]:
+def by_title(one: Card) -> dict[str, str]:
     return dict(facts(one))
 
 
@@ -52,11 +52,18 @@ def test_a_card_of_an_older_version_lacks_what_is_new(tmp_path: Path) -> None:
     (tmp_path / CARD).write_text(json.dumps(table))
     read = read_card(tmp_path)
     assert read
-    assert told(read)["latents"].startswith("2.0% did not fire in 1,000 rows, ")
-    assert told(read)["CE score"].startswith("0.9500: ")
+    assert by_title(read)["latents"].startswith("2.0% did not fire in 1,000 rows, ")
+    assert by_title(read)["CE score"].startswith("0.9500: ")
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"figures": 1}', '{"a": ' * 5000])
+AT_NO_TIME = {"rows": {"measured": 1e300, "step": 1, "n": 1, "unit": "rows"}}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[1]", '{"figures": 1}', '{"a": ' * 5000, json.dumps(card_table(parts=AT_NO_TIME))],
+    ids=["empty", "no field", "list", "number", "deep", "no time"],
+)
 def test_a_damaged_card_is_as_none(tmp_path: Path, content: str) -> None:
     (tmp_path / CARD).write_text(content)
     assert read_card(tmp_path) is None
@@ -64,16 +71,16 @@ def test_a_damaged_card_is_as_none(tmp_path: Path, content: str) -> None:
 
 
 def test_figures_are_told_with_their_errors_and_what_is_not_known_is_a_dash() -> None:
-    one = told(card(rare=None))
+    one = by_title(card(rare=None))
     assert one["FVU"] == "0.2500 ± 0.0100, median row 0.2400"
     assert one["latents"] == "2.0% ± 0.5% did not fire in 1,000 rows, – rare, 10.0% > 1 %, 1.0% > 10 %"
     assert one["CE score"].startswith("0.9500 ± 0.0040: ")
     assert one["KL score"].startswith("0.9600 ± 0.0030: ")
-    assert "12.5% rare" in told(card(rare=0.125))["latents"]
-    assert told(card(fvu_error=math.nan))["FVU"].startswith("0.2500, ")
+    assert "12.5% rare" in by_title(card(rare=0.125))["latents"]
+    assert by_title(card(fvu_error=math.nan))["FVU"].startswith("0.2500, ")
 
 
-def test_scores_say_of_which_tokens_they_are() -> None:
+def test_scores_name_the_tokens_that_they_count() -> None:
     rows = TextRows(n_rows=100, explained_variance=0.8, l0=35.0)
     every = AllTokens(
         n_tokens=104,
@@ -87,37 +94,54 @@ def test_scores_say_of_which_tokens_they_are() -> None:
     spliced = msgspec.structs.replace(
         card().spliced, left_out="first tokens and special tokens", rows=rows, all_tokens=every
     )
-    both = told(msgspec.structs.replace(card(), spliced=spliced))
+    both = by_title(msgspec.structs.replace(card(), spliced=spliced))
     assert both["CE score"] == (
         "0.9500 ± 0.0040 without first tokens and special tokens; 0.6340 of all tokens, as SAELens"
     )
     assert both["KL score"].endswith("; 0.6390 of all tokens, as SAELens")
-    assert both["of its text"].startswith("80.00% of the variance explained at L0 35.0 without first tokens")
-    assert both["of all tokens"].startswith("6.400 with the SAE, 3.900 without, 10.800 with zeros")
+    assert both["on this text"].startswith("80.00% of the variance explained at L0 35.0 without first tokens")
+    assert both["on this text"].endswith("; – of the variance explained at L0 – of all tokens, as SAELens")
+    assert both["loss, all tokens"].startswith("6.400 with the SAE, 3.900 without, 10.800 with zeros; KL – with")
     every_row = msgspec.structs.replace(spliced, left_out="")
-    one = told(msgspec.structs.replace(card(), spliced=every_row))
+    one = by_title(msgspec.structs.replace(card(), spliced=every_row))
     assert one["CE score"].startswith("0.9500 ± 0.0040 of all tokens, as SAELens: ")
 
 
-def test_an_l0_that_was_missed_stands_next_to_the_figures() -> None:
+def test_a_missed_l0_is_shown_next_to_the_one_asked_for() -> None:
     recipe = Recipe(
         optimizer="adam", optimizer_settings={"beta1": 0.9}, lr=0.01, encoder_follows=False, warmup_fraction=0.05,
         decay_fraction=0.2, batch_tokens=512, steps=391, planned_steps=500, tokens=200_192, passes=12.86, target_l0=32,
         seed=1,
     )  # fmt: skip
     missed = msgspec.structs.replace(card(l0=36.4), recipe=recipe, threshold_set_on="training rows")
-    assert told(missed)["L0"].startswith("36.4, 32 asked, +14% (5 % ")
+    assert by_title(missed)["L0"].startswith("36.4, 32 asked, +14% (5 % ")
     assert "L0 36.4 (32 asked, +14%), " in summary(missed)
-    assert told(missed)["recipe"].startswith("adam (beta1 0.9), learning rate 0.01; encoders do not follow")
-    assert told(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
-    assert told(missed)["steps"] == "391 of 500 of 512 tokens, seed 1"
+    assert by_title(missed)["recipe"].startswith("adam (beta1 0.9), learning rate 0.01; encoders do not follow")
+    assert by_title(missed)["schedule"] == "rises over 5% of the steps, falls over the last 20%"
+    assert by_title(missed)["steps"] == "391 of 500, 512 tokens each, seed 1"
     near = msgspec.structs.replace(missed, figures=card(l0=32.5).figures, threshold_set_on="held-out rows")
-    assert told(near)["L0"].startswith("32.5, 32 asked (5 % ")
+    assert by_title(near)["L0"].startswith("32.5, 32 asked (5 % ")
     assert "asked" not in summary(near)
     assert (
-        told(near)["threshold"]
-        == "set on held-out rows so that L0 is 32; each half measured with what the other half set"
+        by_title(near)["threshold"]
+        == "set on held-out rows so that L0 is 32; each half is measured with the threshold of the other half"
     )
+
+
+def test_what_makes_the_fvu_look_better_follows_it_and_is_in_the_summary() -> None:
+    data = msgspec.structs.replace(
+        card().data,
+        heavy="dimension 7 holds 60 % of the variance",
+        zero_fraction=0.4,
+        copies=0.05,
+        dimensions="dimension 3 left out",
+    )
+    one = msgspec.structs.replace(card(fvu_all_dimensions=0.3), data=data)
+    titles = [title for title, _ in facts(one)]
+    assert titles[:6] == ["FVU", "dimensions", *["note on FVU"] * 3, "explained variance"]
+    notes = [words for _, words in facts(one)[1:5]]
+    assert notes[0] == "dimension 3 left out; FVU of all dimensions 0.3000"
+    assert summary(one).endswith("; ".join(["", *notes]))
 
 
 def test_latents_are_drawn_by_chance_from_those_that_fire_the_same_ones_each_time(tmp_path: Path) -> None:

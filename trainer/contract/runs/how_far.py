@@ -1,4 +1,4 @@
-"""How far the training of an SAE was: is it finished, did it read its rows too often, and was it better before."""
+"""How far the training of an SAE went: whether it finished, read its rows too often, or was better before."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trainer.contract.runs.checkpoint_manifest import Best, State
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
 
-# The names of the series that tell of it in a run's store.
+# The names of its series in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# A share by which FVU on held-out rows may exceed that of training rows; unseen texts alone lie 4 to 12 % above.
+# The largest normal gap between held-out and training FVU, as a share; unseen texts alone make 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
 
 
 class HowFar(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stood when the weights of an SAE were taken: at step `step` of `total_steps`.
+    """The state of a run when the weights of an SAE were taken, at step `step` of `total_steps`.
 
-    `lr_share` is the share of the full learning rate that was reached, None for an optimizer that never lets it fall.
-    `passes` tells how often the training rows were read, None of a stream. `fvu` is that of the last batches,
-    `heldout_fvu` that of held-out rows, and `best` the lowest held-out FVU of the run, where that is clearly lower.
+    `lr_share` is the learning rate as a share of the full one, None for an optimizer without decay. `passes` counts the
+    passes over the training rows, None for a stream. `fvu` is the FVU of the last batches, `heldout_fvu` of held-out
+    rows, and `best` the lowest held-out FVU of the run, if it is clearly lower.
     """
 
     step: Count
@@ -33,17 +33,17 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
     fvu: float | None = None
     heldout_fvu: float | None = None
     best: Best | None = None
-    # False of the weights of an earlier checkpoint than the run's last.
+    # Whether the weights are from the run's last checkpoint.
     is_last: bool = True
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run had made all its steps; only such SAEs are ranked by FVU."""
+        """Whether the run took all its steps; only finished SAEs are ranked by FVU."""
         return self.step >= self.total_steps
 
     @property
     def unfinished(self) -> str:
-        """Say where a run was stopped, and that a finished one is better; "" of a finished run."""
+        """Where the run was stopped, and a note that a finished one is better; "" for a finished run."""
         if self.is_finished:
             return ""
         where = f"{'stopped' if self.is_last else 'taken'} at step {self.step:,} of {self.total_steps:,}"
@@ -53,12 +53,12 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """By which share the FVU on held-out rows exceeds that of the last batches; None where either is unknown."""
+        """The share by which the held-out FVU exceeds the FVU of the last batches; None where either is unknown."""
         return self.heldout_fvu / self.fvu - 1 if self.heldout_fvu is not None and self.fvu else None
 
     @property
     def overfitting(self) -> str:
-        """Say in a clause how much better the SAE knows its own rows, and when it was best; "" where all is well."""
+        """How much better the SAE fits its training rows, and when it was best; "" without overfitting."""
         clauses = []
         if self.gap is not None and self.gap > MOST_GAP and (self.passes or 0) > 1:
             of_both = f"{self.fvu:.4f} of the last batches, {self.heldout_fvu:.4f} held out"
@@ -69,14 +69,14 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(clauses)
 
     def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield what a report card says of it, each with its title."""
+        """Yield the lines of a report card, each with its title."""
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
             yield "overfitting", self.overfitting
 
     def metadata(self) -> dict[str, Any]:
-        """Return it for the metadata of an export."""
+        """Return the metadata of an export."""
         best = {BEST_STEP: self.best.step, BEST_FVU: self.best.fvu} if self.best else {}
         known = {
             "is_last": None if self.is_last else False,
@@ -90,9 +90,9 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def of_state(state: State, schedule: Schedule | None, planned: int, values: Mapping[str, float]) -> HowFar:
-    """Return how far a run of `planned` steps was by the state of a checkpoint, and `values` measured at it by name.
+    """Return how far a run of `planned` steps was at a checkpoint with this state and these measured `values` by name.
 
-    `schedule` is that of its learning rate, None where an optimizer does without.
+    `schedule` is the schedule of its learning rate, None for an optimizer without one.
     """
     cool_down, step = state.cool_down_of(planned), state.position.step
     whole = msgspec.structs.replace(schedule, cool_down=cool_down) if schedule else None
@@ -110,7 +110,7 @@ def of_state(state: State, schedule: Schedule | None, planned: int, values: Mapp
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
-    """Return what the metadata of an export says of it; None where it says nothing that can be read."""
+    """Return what the metadata of an export stores; None where it is missing or cannot be read."""
     table = {name.removeprefix(_PREFIX): value for name, value in metadata.items() if name.startswith(_PREFIX)}
     if "steps" not in table:
         return None

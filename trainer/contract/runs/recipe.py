@@ -1,4 +1,4 @@
-"""The recipe of a training, with nothing left at "auto": on an SAE's card and in the metadata of its exports."""
+"""The recipe of a training with every "auto" resolved, for an SAE's card and the metadata of its exports."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from trainer.contract.settings.following import decay_fraction, following_rates
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.optimizers import LONG_RUN
 
-# The name of a recipe among the metadata of an exported SAE.
+# The key of the recipe in the metadata of an exported SAE.
 RECIPE = "training_recipe"
-# An L0 that is further from what was asked for than this share of it is reported.
+# An L0 that differs by more than this share from the one asked for is reported.
 MOST_L0_MISS = 0.05
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens of all ranks.
+    """How an SAE was trained: `steps` of `planned_steps`, each on `batch_tokens` tokens over all ranks.
 
-    `lr` is the full learning rate, as it is between the rise over `warmup_fraction` of the steps and the fall over
-    `decay_fraction`. Where encoders follow their decoders, `encoder_lr` is their own rate. `target_l0` is the L0 that
-    was asked for; None where a fixed penalty decides. `passes` is how often the data was read, None where its size is
-    not known.
+    `lr` is the full learning rate, between the rise over `warmup_fraction` of the steps and the fall over
+    `decay_fraction`. Where encoders follow their decoders, `encoder_lr` is their own rate. `target_l0` is the L0 asked
+    for; None with a fixed penalty. `passes` counts the passes over the data, None where its size is unknown.
     """
 
     optimizer: str
@@ -49,7 +48,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 def recipe_of(
     layout: Layout, member: JobConfig, position: Position, d_in: int, *, is_transcoder: bool, n_rows: int | None
 ) -> Recipe:
-    """Return the recipe of one SAE of a job, `member`, at a position; `n_rows` are the stored rows to train on."""
+    """Return the recipe of one SAE of a job, `member`, at a position; `n_rows` is the number of training rows."""
     one = msgspec.structs.replace(layout, job=member)
     train, knobs, d_sae = member.train, member.sae.knobs, member.sae.width(d_in)
     following = following_rates(member, is_transcoder=is_transcoder)
@@ -78,7 +77,7 @@ def recipe_of(
 
 
 def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
-    """Return the recipe among an SAE's metadata; None where there is none that can be read."""
+    """Return the recipe in an SAE's metadata; None where it is missing or cannot be read."""
     try:
         return msgspec.convert(metadata[RECIPE], Recipe)
     except (KeyError, msgspec.ValidationError, RecursionError):
@@ -86,18 +85,18 @@ def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
 
 
 def recipe_lines(recipe: Recipe) -> list[tuple[str, str]]:
-    """Return the recipe in words, each line with its title."""
+    """Return the recipe in words, as lines with titles."""
     own = ", ".join(f"{name} {_word(value)}" for name, value in recipe.optimizer_settings.items())
     follows = "encoders do not follow their decoders"
     if recipe.encoder_follows and recipe.encoder_lr is not None:
-        follows = f"encoders follow their decoders, with a rate of their own of {recipe.encoder_lr:.3g}"
+        follows = f"encoders follow their decoders, at a learning rate of {recipe.encoder_lr:.3g}"
     rise = f"rises over {recipe.warmup_fraction:.0%} of the steps" if recipe.warmup_fraction else "no warm-up"
     fall = f"falls over the last {recipe.decay_fraction:.0%}" if recipe.decay_fraction else "no fall"
     of_all = f" of {recipe.planned_steps:,}" if recipe.steps != recipe.planned_steps else ""
     lines = [
         ("recipe", f"{recipe.optimizer} ({own}), learning rate {recipe.lr:.3g}; {follows}"),
         ("schedule", f"{rise}, {fall}"),
-        ("steps", f"{recipe.steps:,}{of_all} of {recipe.batch_tokens:,} tokens, seed {recipe.seed}"),
+        ("steps", f"{recipe.steps:,}{of_all}, {recipe.batch_tokens:,} tokens each, seed {recipe.seed}"),
     ]
     if recipe.auxk_alpha is not None:
         lines.append(
@@ -111,13 +110,17 @@ def _word(value: Any) -> str:
 
 
 def l0_miss(l0: float, target: int | None) -> float:
-    """Return by which share an L0 is above what was asked for, below 0 where it is below; 0 where nothing was."""
+    """Return by which share an L0 exceeds the one asked for, negative below it; 0 without a target."""
     return l0 / target - 1 if target else 0.0
 
 
+def misses_l0(l0: float, target: int | None) -> bool:
+    """Return whether an L0 differs by more than `MOST_L0_MISS` from the one asked for."""
+    return abs(l0_miss(l0, target)) > MOST_L0_MISS
+
+
 def asked_l0(l0: float, target: int | None) -> str:
-    """Say what L0 was asked for, and how far from it this one is where that is more than `MOST_L0_MISS`."""
+    """Return the L0 asked for, with the difference where it is missed, like `32 asked, +14%`; "" without a target."""
     if not target:
         return ""
-    miss = l0_miss(l0, target)
-    return f"{target} asked" + (f", {miss:+.0%}" if abs(miss) > MOST_L0_MISS else "")
+    return f"{target} asked" + (f", {l0_miss(l0, target):+.0%}" if misses_l0(l0, target) else "")

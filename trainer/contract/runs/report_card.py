@@ -1,4 +1,4 @@
-"""The report card of an SAE as a run has it beside the weights: what it holds, and how people read it."""
+"""The report card that is stored next to an SAE's weights: its content, and its text for people."""
 
 from __future__ import annotations
 
@@ -14,39 +14,54 @@ import msgspec
 from trainer.contract.json_file import read_json
 from trainer.contract.runs.features import CARD, Context, Features
 from trainer.contract.runs.how_far import HowFar
-from trainer.contract.runs.recipe import MOST_L0_MISS, Recipe, asked_l0, l0_miss, recipe_lines
+from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
 from trainer.contract.runs.row_sums import RowSums
+from trainer.contract.store.rows import Time
 from trainer.contract.wording import DROP_ZERO_ROWS, MANY_ZERO, bars, join_words, plural, zero_rows
 
 # Borders of the histogram of densities, as powers of ten.
 LOWEST_DECADE = -6
 BINS_PER_DECADE = 2
-# A latent that fires, but on no more than this share of the rows, and on how many rows that can be told.
+# A latent that fires on at most this share of the rows is rare; fewer rows than the second number cannot show it.
 RARE = 1e-4
 LEAST_ROWS_FOR_RARE = round(10 / RARE)
 # Latents that are shown of all that fire, and texts of each.
 N_SAMPLED, N_TEXTS = 20, 2
 UNKNOWN = "–"
-# A share of held-out rows that are training rows too, above which it is no accident of a few short texts.
+# A larger share of held-out rows that equal training rows is more than a few short texts that occur twice.
 MANY_COPIES = 0.02
-# Which rows figures are of that are measured as SAELens has it.
+# Marks figures with SAELens' definition.
 AS_SAELENS = "of all tokens, as SAELens"
 _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Reconstruction(msgspec.Struct, frozen=True, kw_only=True):
+    """How close the reconstructions x̂ of rows y are.
+
+    `explained_variance` is 1 − FVU, `mse` the mean of ‖y − x̂‖² and `l2_ratio` the mean of ‖x̂‖ / ‖y‖.
+    `relative_reconstruction_bias` is E‖x̂‖² / E⟨y, x̂⟩: below 1 where reconstructions shrink.
+    """
+
+    explained_variance: float = math.nan
+    mse: float = math.nan
+    cosine: float = math.nan
+    l0: float = math.nan
+    l2_ratio: float = math.nan
+    relative_reconstruction_bias: float = math.nan
+
+
+class Figures(Reconstruction, frozen=True, kw_only=True):
     """What an SAE does on `n_tokens` rows that it has not seen.
 
-    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over `n_clusters` groups of rows that depend on
-    each other, which are `clustered_by` "texts" or "blocks" of neighbouring rows; `median_row_fvu` is the median of
-    ‖y − x̂‖² / ‖y − mean‖², which no single row can move. `explained_variance` is 1 − FVU and `mse` is the mean of
-    ‖y − x̂‖². `l2_ratio` is the mean of ‖x̂‖ / ‖y‖ and `relative_reconstruction_bias` E‖x̂‖² / E⟨y, x̂⟩: below 1 where
-    reconstructions shrink. Latents are `dead` where they never fire on these rows, with the standard error of a share
-    of `d_sae`, `rare` where on at most `RARE` of them (None where fewer than `LEAST_ROWS_FOR_RARE` cannot tell), dense
-    where on more than 1 or 10 %. `density_histogram` counts those that fire by log10 of the share of rows on which they
-    do, in `BINS_PER_DECADE` bins for each decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is the mean over
-    latents of the largest cosine between its decoder direction and another's. Where the training left dimensions out or
-    scaled them down, all this is of what is left, and `fvu_all_dimensions` is the FVU of raw rows; else None.
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over `n_clusters` groups of dependent rows,
+    `clustered_by` "texts" or "blocks" of neighbouring rows; `median_row_fvu` is the median of ‖y − x̂‖² / ‖y − mean‖²,
+    which no single row can move. Latents are `dead` where they never fire on these rows, with the standard error of a
+    share of `d_sae`; `rare` where they fire on at most `RARE` of the rows (None below `LEAST_ROWS_FOR_RARE` rows), and
+    dense where they fire on more than 1 or 10 %. `density_histogram` counts latents that fire by log10 of the share of
+    rows on which they do, in `BINS_PER_DECADE` bins per decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is
+    the mean over latents of the largest cosine between its decoder direction and another's. Where the training left
+    dimensions out or scaled them down, all figures are of the changed rows and `fvu_all_dimensions` is the FVU of raw
+    rows, else None.
     """
 
     n_tokens: int
@@ -57,13 +72,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     n_clusters: int = 0
     clustered_by: str = ""
     median_row_fvu: float = math.nan
-    explained_variance: float = math.nan
-    mse: float = math.nan
-    cosine: float = math.nan
-    l0: float = math.nan
     l0_quantiles: Annotated[list[float], msgspec.Meta(min_length=5, max_length=5)]
-    l2_ratio: float = math.nan
-    relative_reconstruction_bias: float = math.nan
     dead: float
     dead_error: float = math.nan
     rare: float | None = None
@@ -74,23 +83,17 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     fvu_all_dimensions: float | None = None
 
 
-class TextRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What the SAE makes of the `n_rows` rows whose place it took in the model, by the definitions of `Figures`."""
+class TextRows(Reconstruction, frozen=True, kw_only=True):
+    """The reconstructions of the `n_rows` rows that were replaced in the model."""
 
     n_rows: int
-    explained_variance: float = math.nan
-    mse: float = math.nan
-    cosine: float = math.nan
-    l0: float = math.nan
-    l2_ratio: float = math.nan
-    relative_reconstruction_bias: float = math.nan
 
 
-class AllTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of `Spliced` where every row is replaced and counts, as SAELens' own evaluation has it.
+class Losses(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model loses, in nats for each of `n_tokens` predictions.
 
-    The first token of a context is often an attention sink of a hundred times the usual norm, which no SAE was trained
-    on: one SAE had a CE score of 0.97 without first tokens and of 0.63 with them.
+    `with_sae` has the SAE's reconstructions in place of rows, `with_zeros` zeros. `ce_score` is (zeros − SAE) /
+    (zeros − clean); `kl_score` is the same for the KL divergence from the unchanged model. Both have standard errors.
     """
 
     n_tokens: int
@@ -103,37 +106,33 @@ class AllTokens(msgspec.Struct, frozen=True, kw_only=True):
     kl_with_zeros: float = math.nan
     kl_score: float = math.nan
     kl_score_error: float = math.nan
+
+
+class AllTokens(Losses, frozen=True, kw_only=True):
+    """The losses where every row is replaced and counts, as in SAELens' own evaluation.
+
+    The first token of a context is often an attention sink of a hundred times the usual norm, which no SAE was trained
+    on: one SAE had a CE score of 0.97 without first tokens and of 0.63 with them.
+    """
+
     rows: TextRows
 
 
-class Spliced(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model loses, in nats for each of `n_tokens` predictions, and which text it read.
+class Spliced(Losses, frozen=True, kw_only=True):
+    """The losses on `n_texts` texts, over which errors are taken, where the SAE replaces only rows like its own.
 
-    `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
-    or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
-    divergence from the model as it is, each with its standard error over `n_texts` texts. `is_unseen` where that text
-    is known to come after what was extracted. Rows that were not extracted stay as they are and do not count:
-    `left_out` says which ("first tokens"), None where that is not known. `rows` is what the SAE makes of the others,
-    `all_tokens` has the same figures of all rows.
+    Rows that were not extracted stay unchanged and do not count: `left_out` names them ("first tokens"), None where
+    they are unknown. `with_mean` has the mean row of the data in place of rows. `is_unseen` where the text is known to
+    come after the extracted part. `rows` describes the replaced rows, `all_tokens` has the figures of all rows.
     """
 
-    n_tokens: int
     text: str
     is_unseen: bool
     n_texts: int = 0
     left_out: str | None = None
     rows: TextRows | None = None
     all_tokens: AllTokens | None = None
-    ce: float = math.nan
-    ce_with_sae: float = math.nan
-    ce_with_zeros: float = math.nan
     ce_with_mean: float | None = None
-    ce_score: float = math.nan
-    ce_score_error: float = math.nan
-    kl_with_sae: float = math.nan
-    kl_with_zeros: float = math.nan
-    kl_score: float = math.nan
-    kl_score_error: float = math.nan
 
 
 class Auc(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,14 +159,14 @@ class Probing(msgspec.Struct, frozen=True):
 
 
 class Data(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that were measured: `is_held_out` where they are some of the `n_held_out` that none was trained on.
+    """The rows that were measured: `is_held_out` where they are some of the `n_held_out` rows not trained on.
 
-    Of others `is_trained_on` tells whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure
-    counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`. `heavy` tells in a sentence of few
-    dimensions that hold most of the variance, `dimensions` of those that the training left out or scaled down; "" where
-    there are none. The `zero_fraction` of rows is zero, and is left out where the run `drops_zero`. `hold_out` is how
-    rows were held out: "texts", "blocks" or "rows". `copies` is the share of the held-out rows that are the same as a
-    training row, of those looked at; None where that was not looked for.
+    Otherwise `is_trained_on` says whether the SAE is known to have seen them. `gamma` is ‖mean‖/‖std‖. No figure counts
+    the `not_finite` rows, nor the `outlier_fraction` of enormous norm. `heavy` is a sentence about few dimensions that
+    hold most of the variance, `dimensions` one about dimensions that the training left out or scaled down; "" without
+    such. The `zero_fraction` of the rows is zero; the run leaves them out where it `drops_zero`. `hold_out` is how rows
+    were held out: "texts", "blocks" or "rows". `copies` is the share of the held-out rows with an equal training row
+    among those compared; None where nothing was compared.
     """
 
     place: str
@@ -210,13 +209,13 @@ class SampledLatent(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """When, on what and how one part of a card was measured; the SAE was that of step `step`, 0 where not known.
+    """When, on what and how one part of a card was measured, at step `step` of the SAE (0: unknown).
 
-    `measured` is in seconds since the epoch; `n` counts rows, tokens or texts, as `unit` says, of `text`, which `model`
-    read where there is one. `settings` are those that change the figures, `seconds` is how long it took on `device`.
+    `measured` is in seconds since the epoch; `n` counts rows, tokens or texts, as `unit` says, of `text`, which the
+    language model `model` read, if any. `settings` change the figures; `seconds` is the time it took on `device`.
     """
 
-    measured: float
+    measured: Time
     step: int
     n: int
     unit: str
@@ -227,7 +226,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a card, with what a person reads; each is measured by itself and stays until it is measured again.
+# The parts of a card and their titles; each is measured by itself and stays until it is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
@@ -239,12 +238,12 @@ PART_TITLES = {
 
 
 class Card(msgspec.Struct, frozen=True):
-    """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features.
+    """An SAE's identity, data and figures; `recovery` is the MMCS with known features.
 
-    `latents` are some that fire, drawn by chance; none where it is not known in which texts they do. `recipe` is how it
-    was trained and `training` how far, where that is known, and `threshold_set_on` says on which rows its one threshold
-    was set so that L0 is what was asked for; "" of an SAE without one. `weights` is the identity of the weights that
-    all `parts` are of, and `features` that of the file of the latents as it was stored.
+    `latents` is a random sample of those that fire, empty where their texts are unknown. `recipe` is how the SAE was
+    trained and `training` how far, if known. `threshold_set_on` names the rows on which its single threshold was set to
+    reach the L0 asked for; "" for an SAE without one. `weights` is a digest of the weights that all `parts` measured,
+    and `features` one of the stored file of the latents.
     """
 
     name: str
@@ -259,7 +258,7 @@ class Card(msgspec.Struct, frozen=True):
     spliced: Spliced | None = None
     probing: Probing | None = None
     latents: tuple[SampledLatent, ...] = ()
-    # In a file of their own.
+    # Stored in a file of their own.
     sums: RowSums | None = None
     recipe: Recipe | None = None
     threshold_set_on: str = ""
@@ -277,13 +276,13 @@ class Card(msgspec.Struct, frozen=True):
         return " ".join(word for word in (self.name, self.label) if word)
 
     def is_of(self, weights: str, tokens: int, step: int) -> bool:
-        """Tell whether it is of these weights; a card of an older version knows them by tokens and step, 0 for any."""
+        """Return whether it measured these weights; without a digest, tokens and step (0: any) decide."""
         if self.weights and weights:
             return self.weights == weights
         return self.tokens == tokens and (self.step == step or not (self.step and step))
 
     def with_older(self, older: Card | None) -> Card:
-        """Return the card with the parts of an older one that it has not measured, where that is of its weights."""
+        """Return the card with the parts that only an older card of the same weights has."""
         if older is None or not older.is_of(self.weights, self.tokens, self.step):
             return self
         rows = self if ROWS in self.parts or not self.parts else older
@@ -291,7 +290,7 @@ class Card(msgspec.Struct, frozen=True):
             self,
             data=rows.data,
             figures=rows.figures,
-            # An evaluation of the folder alone knows neither.
+            # Unknown to an evaluation of the folder alone.
             label=self.label or older.label,
             step=self.step or older.step,
             recovery=older.recovery if self.recovery is None else self.recovery,
@@ -306,13 +305,13 @@ class Card(msgspec.Struct, frozen=True):
 
 
 def read_card(folder: Path) -> Card | None:
-    """Return the card of the SAE in a folder; None where there is none, or none that can be read."""
+    """Return the card of the SAE in a folder; None where it is missing or cannot be read."""
     table = read_json(folder / CARD, dict[str, Any])
     return None if table is None else card_from(table)
 
 
 def card_from(table: dict[str, Any]) -> Card | None:
-    """Return the card of a table that was read as JSON; None where it is none."""
+    """Return the card in a table that was read from JSON; None where it is not valid."""
     try:
         return msgspec.convert(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
@@ -327,7 +326,7 @@ def _without_unknown(value: Any) -> Any:
 
 
 def as_table(card: Card) -> dict[str, Any]:
-    """Return the card for JSON, which has no word for a number that is none but null."""
+    """Return the card for JSON; numbers that are not finite become None."""
     table: dict[str, Any] = _numbers_or_none(msgspec.to_builtins(msgspec.structs.replace(card, sums=None)))
     del table["sums"]
     return table
@@ -366,7 +365,7 @@ def lines(card: Card) -> list[str]:
 
 
 def title_lines(card: Card) -> list[str]:
-    """Return in lines what was measured, on what, and where that is known when."""
+    """Return lines with the SAE, its rows and, where known, the times of its measurement."""
     figures, data = card.figures, card.data
     rows = f"{data.rows(figures.n_tokens)} of {data.place}"
     counts = {"of enormous norm": data.outlier_fraction and f"{data.outlier_fraction:.2%}"}
@@ -383,7 +382,7 @@ def title_lines(card: Card) -> list[str]:
 
 
 def of_parts(card: Card) -> str:
-    """Write when each part was measured, and on what: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
+    """Return when each part was measured, and on what: `rows 2026-11-27 09:20, 819 rows · in the model …`."""
     return " · ".join(
         f"{PART_TITLES.get(name, name)} {time.strftime('%Y-%m-%d %H:%M', time.localtime(part.measured))}, "
         f"{part.n:,} {part.unit}{f' by {Path(part.model).name}' if part.model else ''}"
@@ -393,81 +392,81 @@ def of_parts(card: Card) -> str:
 
 
 def summary(card: Card) -> str:
-    """Return the card in one line: what matters most, and on how many rows."""
+    """Return the card in one line: the most important figures, the rows, and what limits them."""
     one = card.figures
-    missed = f" ({asked_l0(one.l0, card.target_l0)})" if abs(l0_miss(one.l0, card.target_l0)) > MOST_L0_MISS else ""
+    missed = f" ({asked_l0(one.l0, card.target_l0)})" if misses_l0(one.l0, card.target_l0) else ""
     quality = f"FVU {_with_error(one.fvu, one.fvu_error)}, L0 {one.l0:.1f}{missed}"
     latents = f"{one.dead:.1%} did not fire, {one.dense_10:.1%} dense"
-    all_notes = (_of_dimensions(card), card.data.heavy, copies_sentence(card.data.copies), _of_zero_rows(card.data))
     unfinished = card.training.unfinished if card.training else ""
-    notes = "".join(f"; {note}" for note in (*all_notes, unfinished) if note)
-    return f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}{notes}"
+    notes = [note for note in (_of_dimensions(card), *_cautions(card.data), unfinished) if note]
+    return "; ".join([f"{quality}, {latents}, on {card.data.rows(one.n_tokens)}", *notes])
+
+
+def _cautions(data: Data) -> list[str]:
+    """Return sentences about the data that make the FVU look better than the SAE is."""
+    return [note for note in (data.heavy, _of_zero_rows(data), copies_sentence(data.copies)) if note]
 
 
 def copies_sentence(share: float | None) -> str:
-    """Say which share of the held-out rows was trained on as well; "" where it is small or not known."""
+    """Return a sentence about held-out rows that were trained on as well; "" where they are few or unknown."""
     if share is None or share < MANY_COPIES:
         return ""
     return f"{share:.1%} of the held-out rows have an exact copy among the training rows looked at: FVU flatters"
 
 
 def held_out_words(n_rows: int, hold_out: str, n_texts: int) -> str:
-    """Say how many rows are held out, and how they were chosen."""
+    """Return a sentence about how many rows are held out, and how they are chosen."""
     ways = {"texts": f"all rows of {plural(n_texts, 'text')}", "blocks": "blocks of neighbouring rows"}
     return f"{n_rows:,} rows are held out: {ways.get(hold_out, hold_out)}"
 
 
 def clustered(n_clusters: int, clustered_by: str) -> str:
-    """Say over what a standard error is taken, like ` over 136 texts`."""
+    """Return the groups over which a standard error is taken, like ` over 136 texts`."""
     named = {"texts": "text", "blocks": "block"}.get(clustered_by)
     return f" over {plural(n_clusters, named)}" if named else ""
 
 
 def _of_dimensions(card: Card) -> str:
-    """Say of which dimensions the FVU is, and what it is of all; "" where it is of all."""
+    """Return which dimensions the figures leave out, and the FVU of all; "" where they leave none out."""
     of_all = _known(card.figures.fvu_all_dimensions, ".4f")
     return f"{card.data.dimensions}; FVU of all dimensions {of_all}" if card.data.dimensions else ""
 
 
 def _of_zero_rows(data: Data) -> str:
-    """Say which share of rows is zero, where it is no accident and they count; else ""."""
+    """Return a sentence about rows of zeros that count; "" where they are few or left out."""
     is_odd = data.zero_fraction > MANY_ZERO and not data.drops_zero
     return f"{zero_rows(data.zero_fraction, 'the rows')}; {DROP_ZERO_ROWS} leaves them out" if is_odd else ""
 
 
 def facts(card: Card) -> list[tuple[str, str]]:
-    """Return each figure with its name, as people read them."""
+    """Return each figure in words, with its title."""
     one = card.figures
     low, lower, _, upper, high = one.l0_quantiles
     silent = f"{_with_error(one.dead, one.dead_error, '.1%')} did not fire in {one.n_tokens:,} rows"
     rare = _known(one.rare, ".1%")
     over = clustered(one.n_clusters, one.clustered_by)
-    told = [
+    dimensions = _of_dimensions(card)
+    return [
         ("FVU", f"{_with_error(one.fvu, one.fvu_error)}{over}, median row {_known(one.median_row_fvu, '.4f')}"),
+        *([("dimensions", dimensions)] if dimensions else []),
+        *(("note on FVU", note) for note in _cautions(card.data)),
         ("explained variance", f"{one.explained_variance:.2%} of these rows"),
         ("MSE", f"{one.mse:.4g}"),
         ("cosine", f"{one.cosine:.4f}"),
         ("L0", f"{_l0(card)} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
+        *([("threshold", _threshold(card))] if card.threshold_set_on else []),
         ("shrinkage", f"‖x_hat‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
-        # Only a training sees enough rows to call a latent dead.
+        # Not "dead": only a training sees enough rows for that.
         ("latents", f"{silent}, {rare} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
         ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
         ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
         ("gamma of the data", f"{card.data.gamma:.2f}"),
+        *([("recovery (MMCS)", f"{card.recovery:.3f} of the known features")] if card.recovery is not None else []),
+        *(_losses(card.spliced) if card.spliced else []),
+        *(_probes(card.probing) if card.probing else []),
+        *(card.training.facts() if card.training else []),
+        *(recipe_lines(card.recipe) if card.recipe else []),
     ]
-    if card.threshold_set_on:
-        told.append(("threshold", _threshold(card)))
-    if card.recovery is not None:
-        told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
-    told += card.training.facts() if card.training else []
-    if card.data.dimensions:
-        told.insert(1, ("FVU is of rows with", _of_dimensions(card)))
-    told += [("read FVU with care", note) for note in (card.data.heavy, _of_zero_rows(card.data)) if note]
-    if copies := copies_sentence(card.data.copies):
-        told.append(("copies", copies))
-    told += _losses(card.spliced) if card.spliced else []
-    told += _probes(card.probing) if card.probing else []
-    return told + (recipe_lines(card.recipe) if card.recipe else [])
 
 
 def _l0(card: Card) -> str:
@@ -476,8 +475,8 @@ def _l0(card: Card) -> str:
 
 
 def _threshold(card: Card) -> str:
-    """Say on which rows the threshold was set, and that none of them was measured by what was set on it."""
-    measured = "; each half measured with what the other half set" if card.data.is_held_out else ""
+    """Return on which rows the threshold was set; no row is measured with a threshold that was set on it."""
+    measured = "; each half is measured with the threshold of the other half" if card.data.is_held_out else ""
     asked = f" so that L0 is {card.target_l0}" if card.target_l0 and card.threshold_set_on == "held-out rows" else ""
     return f"set on {card.threshold_set_on}{asked}{measured if asked else ''}"
 
@@ -489,16 +488,16 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
 
 
 def _one_way(spliced: Spliced) -> list[tuple[str, str]]:
-    """Write what was measured where every row counts, or where it is not known which ones do."""
+    """Return the losses where every row counts, or where it is unknown which rows count."""
     which = "" if spliced.left_out is None else f" {AS_SAELENS}"
     ce = f"{_with_error(spliced.ce_score, spliced.ce_score_error)}{which}"
     kl = f"{_with_error(spliced.kl_score, spliced.kl_score_error)}{which}"
-    text = [("of its text", _of_rows(spliced.rows))] if spliced.rows else []
+    text = [("on this text", _of_rows(spliced.rows))] if spliced.rows else []
     return [("CE score", f"{ce}: {_ce(spliced)}{_mean(spliced)}"), ("KL score", f"{kl}: {_kl(spliced)}"), *text]
 
 
 def _two_ways(spliced: Spliced) -> list[tuple[str, str]]:
-    """Write what was measured without the rows that were not extracted, and of all rows."""
+    """Return the losses without the rows that were not extracted, and of all rows."""
     views: dict[str, Spliced | AllTokens] = {f"without {spliced.left_out}": spliced}
     if spliced.all_tokens:
         views[AS_SAELENS] = spliced.all_tokens
@@ -506,26 +505,27 @@ def _two_ways(spliced: Spliced) -> list[tuple[str, str]]:
     kl = [f"{_with_error(one.kl_score, one.kl_score_error)} {which}" for which, one in views.items()]
     text = [f"{_of_rows(one.rows)} {which}" for which, one in views.items() if one.rows]
     losses = [
-        ("loss" if one is spliced else "of all tokens", f"{_ce(one)}{_mean(one)}; KL {_kl(one)}")
+        ("loss" if one is spliced else "loss, all tokens", f"{_ce(one)}{_mean(one)}; KL {_kl(one)}")
         for one in views.values()
     ]
-    of_text = [("of its text", "; ".join(text))] if text else []
+    of_text = [("on this text", "; ".join(text))] if text else []
     return [("CE score", "; ".join(ce)), ("KL score", "; ".join(kl)), *of_text, *losses]
 
 
 def _of_rows(rows: TextRows) -> str:
-    return f"{rows.explained_variance:.2%} of the variance explained at L0 {rows.l0:.1f}"
+    return f"{_known(rows.explained_variance, '.2%')} of the variance explained at L0 {_known(rows.l0, '.1f')}"
 
 
-def _ce(one: Spliced | AllTokens) -> str:
-    return f"{one.ce_with_sae:.3f} with the SAE, {one.ce:.3f} without, {one.ce_with_zeros:.3f} with zeros"
+def _ce(one: Losses) -> str:
+    clean, zeros = _known(one.ce, ".3f"), _known(one.ce_with_zeros, ".3f")
+    return f"{_known(one.ce_with_sae, '.3f')} with the SAE, {clean} without, {zeros} with zeros"
 
 
-def _kl(one: Spliced | AllTokens) -> str:
-    return f"{one.kl_with_sae:.4f} with the SAE, {one.kl_with_zeros:.3f} with zeros"
+def _kl(one: Losses) -> str:
+    return f"{_known(one.kl_with_sae, '.4f')} with the SAE, {_known(one.kl_with_zeros, '.3f')} with zeros"
 
 
-def _mean(one: Spliced | AllTokens) -> str:
+def _mean(one: Losses) -> str:
     mean = one.ce_with_mean if isinstance(one, Spliced) else None
     return "" if mean is None else f", {mean:.3f} with the mean row"
 
