@@ -1,4 +1,4 @@
-"""Which leads get a star: beyond the errors of texts, paired where the rows are the same, and beyond seeds."""
+"""A lead gets a star beyond the errors of texts (paired on the same rows) and beyond the noise of seeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def line_of(*saes: Sae, title: str = "report card FVU") -> Line:
 
 
 def sums_of(factor: float, rows: str = "a", jitter: float = 0.0, n: int = 400) -> RowSums:
-    """Return the sums of an SAE whose error differs widely between texts, but like that of others on these texts."""
+    """Return the sums of an SAE whose error differs widely between texts, as the errors of all others do."""
     drawn = random.Random(0), random.Random(factor)
     spreads = [drawn[0].uniform(50, 150) for _ in range(n)]
     hard = [drawn[0].uniform(0.02, 0.38) for _ in range(n)]
@@ -54,7 +54,7 @@ def test_the_paired_error_is_what_resampling_the_texts_gives() -> None:
     assert paired_error(one, sums_of(1.02, rows="b")) is None
 
 
-def test_on_the_same_rows_a_lead_is_real_that_separate_errors_hide() -> None:
+def test_on_the_same_rows_the_paired_error_finds_a_lead_that_separate_errors_hide() -> None:
     one, other = sums_of(1.0, jitter=0.02), sums_of(1.03, jitter=0.02)
     values = [(1, one.fvu, 0.005, one), (2, other.fvu, 0.005, other)]
     assert line_of(*(run(*each) for each in values)).best == {0}
@@ -64,7 +64,7 @@ def test_on_the_same_rows_a_lead_is_real_that_separate_errors_hide() -> None:
     assert apart.why.endswith("2 standard errors of both together")
 
 
-def test_few_texts_tell_less_and_what_lies_between_two_that_are_alike_is_alike() -> None:
+def test_few_texts_show_less_and_a_value_between_two_equal_ones_is_equal_too() -> None:
     def few(n: int, factor: float) -> RowSums:
         many = sums_of(factor, jitter=0.02)
         return RowSums("few", many.errors[:n], many.spreads[:n])
@@ -77,7 +77,7 @@ def test_few_texts_tell_less_and_what_lies_between_two_that_are_alike_is_alike()
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 
 
-def test_a_lead_within_twice_the_combined_error_is_none() -> None:
+def test_a_difference_within_twice_the_combined_error_is_no_lead() -> None:
     def three(error: float) -> Line:
         return line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu in ((1, 0.10), (2, 0.11), (3, 0.20))))
 
@@ -85,7 +85,7 @@ def test_a_lead_within_twice_the_combined_error_is_none() -> None:
     assert three(0.003).best == {0}
 
 
-def test_a_lead_below_one_percent_is_what_a_seed_makes() -> None:
+def test_a_difference_below_one_percent_may_come_from_the_seed() -> None:
     line = line_of(run(1, 0.1000, 1e-6), run(2, 0.1009, 1e-6))
     assert line.words() == ["0.1 same", "0.1009 same"]
     assert "1%, which another seed can make (compare 3 seeds to measure it)" in line.why
@@ -101,13 +101,13 @@ def test_three_seeds_of_the_same_settings_measure_their_own_spread() -> None:
     line = line_of(*far, run(9, 0.108, 1e-7, **{"sae.k": 16}))
     assert line.same == {0, 1, 2, 3}
     assert line.why.endswith("2 × the spread of seeds between two runs")
-    # Two seeds, or three of other settings, do not.
+    # Two seeds are too few, and so are three runs with different settings.
     assert line_of(*close[:2], run(9, 0.1005, 1e-7, **{"sae.k": 16})).same == {0, 1, 2}
     unlike = [run(seed, 0.1 + seed * 1e-6, 1e-7, **{"sae.k": 32 + seed}) for seed in range(3)]
     assert line_of(*unlike, run(9, 0.1005, 1e-7)).same == {0, 1, 2, 3}
 
 
-def test_fvus_at_unlike_l0_say_at_which_each_stands() -> None:
+def test_fvus_at_different_l0_are_shown_with_their_l0() -> None:
     def at(number: int, fvu: float, l0: float) -> Sae:
         sae = run(number, fvu, 1e-6)
         return msgspec.structs.replace(sae, latest=sae.latest | {"card_l0": l0})

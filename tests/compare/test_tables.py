@@ -68,7 +68,7 @@ def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
 
 
 @pytest.mark.parametrize("state", [JobState.RUNNING, JobState.STOPPED, JobState.FAILED])
-def test_a_run_that_has_not_finished_is_marked_and_never_the_best_by_quality(state) -> None:
+def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> None:
     lows = [(0.1, state), (0.2, JobState.FINISHED), (0.3, JobState.FINISHED)]
     saes = [
         sae(number, state=of, latest={"fvu": fvu, "tokens_per_s": 3.0 - number})
@@ -76,7 +76,7 @@ def test_a_run_that_has_not_finished_is_marked_and_never_the_best_by_quality(sta
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["batch FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # What does not tell how good an SAE is, is compared as ever.
+    # Metrics that are not about quality are compared as usual.
     assert lines["tokens/s"][0] == "3 ★"
 
 
@@ -110,7 +110,7 @@ def test_training_values_have_no_best_where_there_are_held_out_ones() -> None:
     assert lines["held-out FVU"] == ["0.35 same", "0.36 same"]
 
 
-def test_a_star_for_quality_says_its_tokens_where_the_others_have_more_or_fewer() -> None:
+def test_a_star_for_quality_shows_its_tokens_where_their_numbers_differ() -> None:
     def run(number: int, fvu: float, tokens: int) -> Sae:
         latest = {"heldout_fvu": fvu, "tokens_per_s": 1000.0 / number}
         return sae(number, latest=latest, tokens=tokens, started=0.0, ended=100.0)
@@ -118,7 +118,7 @@ def test_a_star_for_quality_says_its_tokens_where_the_others_have_more_or_fewer(
     lines = words(run(1, 0.10, 300_000), run(2, 0.25, 60_000), run(3, 0.3, 0))
     assert lines["held-out FVU"] == ["0.1 ★ (300.0k tokens)", "0.25", "0.3"]
     assert lines["tokens/s"] == ["1000 ★", "500", "333"]
-    # A run ends with a whole step, so that numbers of tokens are hardly ever the same.
+    # A run ends with a whole step, so numbers of tokens rarely agree exactly.
     assert words(run(1, 0.10, 300_000), run(2, 0.25, 300_500))["held-out FVU"] == ["0.1 ★", "0.25"]
 
 

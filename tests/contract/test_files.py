@@ -123,7 +123,7 @@ def test_only_a_plain_file_is_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [20, 2000])
-def test_only_a_file_that_begins_like_a_git_lfs_pointer_is_refused_as_one(size: int, tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_refused_and_other_small_files_are_read(size: int, tmp_path: Path) -> None:
     pointer, file = tmp_path / "model.safetensors", tmp_path / "a.json"
     pointer.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n")
     file.write_bytes(b"x" * size)

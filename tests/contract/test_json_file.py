@@ -116,6 +116,6 @@ def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path:
         load_json(tmp_path / "file.json", Record)
 
 
-def test_a_byte_order_mark_before_json_is_no_part_of_it(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_json_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"name": "x"}')
     assert load_json(tmp_path / "a.json", Record) == json_file.decode_as('\ufeff{"name": "x"}', Record) == Record("x")

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode
 
-# What the text begins with that git stores in the place of a large file, and git-lfs replaces by it.
+# The beginning of the pointer that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # No write takes this long: an older temporary file was left by a process that was killed.
 CUT_OFF_AFTER_S = 3600.0
@@ -100,7 +100,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))
-    stream = open(descriptor, "rb")  # noqa: SIM115 - it is the caller's to close
+    stream = open(descriptor, "rb")  # noqa: SIM115 - the caller closes it
     if stream.peek(len(_LFS_POINTER)).startswith(_LFS_POINTER):
         stream.close()
         raise OSError(errno.EINVAL, "it is a git-lfs pointer and not the file itself; run `git lfs pull`", str(path))
@@ -108,10 +108,10 @@ def open_plain(path: Path) -> io.BufferedReader:
 
 
 def lfs_pointer_in(place: Path) -> Path | None:
-    """Return a file of a folder, or `place` itself, that is a git-lfs pointer; None where none can be found."""
+    """Return a git-lfs pointer among the files of a folder, or `place` itself if it is one; None without one."""
     with contextlib.suppress(OSError):
         for file in sorted(place.iterdir()) if place.is_dir() else [place]:
-            # A pointer has three short lines.
+            # A pointer is three short lines.
             if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(_LFS_POINTER):
                 return file
     return None

@@ -14,7 +14,7 @@ from trainer.contract.errors import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
-# Takes space next to the checkpoints until the last one is written.
+# A file next to the checkpoints that reserves space until the last one is written.
 RESERVE = ".reserved-for-the-last"
 
 
@@ -36,7 +36,7 @@ class RunPaths:
         self.record_file = root / "record.json"
 
     def free_reserve(self) -> None:
-        """Give back the space that a process of the run kept for the last checkpoint and did not live to use."""
+        """Free the space that a killed process of the run reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
             (self.checkpoints / RESERVE).unlink(missing_ok=True)
 
@@ -60,7 +60,7 @@ class RunPaths:
         return self.attempt(attempt) / "ranks.json"
 
     def data_record(self, attempt: int) -> Path:
-        """Return the path of the `DataRecord` of the shards as an attempt found them."""
+        """Return the path of the `DataRecord` of the shards at the start of an attempt."""
         return self.attempt(attempt) / DATA_RECORD
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
@@ -105,7 +105,7 @@ class DataDir:
         self.settings_file = root / "settings.toml"
         self.box_file = root / "box.json"
         self.trash = root / "trash"
-        # How far the evaluations are that go on now, a file for each.
+        # The progress of running evaluations, one file each.
         self.evaluations = root / "evaluations"
 
     def alerts(self, host: str) -> Path:

@@ -48,7 +48,7 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count:,} {word}{ending}"
 
 
-# A larger share of rows of zeros is no accident, and what leaves them out.
+# A larger share of rows of zeros is reported, with the setting that leaves them out.
 MANY_ZERO, DROP_ZERO_ROWS = 0.01, "data.drop_zero_rows = true"
 
 

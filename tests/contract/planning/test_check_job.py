@@ -277,16 +277,16 @@ def test_rows_that_are_given_twice_are_refused_in_one_sentence(
     assert refusals(first, copied) == []
 
 
-def test_texts_are_only_held_out_of_shards_that_know_them(checked: Callable[..., list[Problem]]) -> None:
+def test_texts_are_only_held_out_where_the_shards_store_them(checked: Callable[..., list[Problem]]) -> None:
     (problem,) = checked(data={"hold_out": "texts"}, train=SMALL)
-    assert str(problem).startswith("data.hold_out: not all shards know which text a row is of (a tensor `document`)")
+    assert str(problem).startswith("data.hold_out: not all shards store the text of each row (a tensor `document`)")
 
 
 @pytest.mark.parametrize(
     ("architecture", "steps", "warned"),
     [("jumprelu", 49, True), ("gated", 299, True), ("standard", 300, False), ("topk", 49, False)],
 )
-def test_a_run_too_short_to_steer_its_l0_is_warned_of(
+def test_a_run_too_short_to_steer_its_l0_gets_a_warning(
     checked: Callable[..., list[Problem]], architecture: str, steps: int, warned: bool
 ) -> None:
     train, launch = {"n_steps": steps, "batch_size": 128}, {"gpus": "cpu"}

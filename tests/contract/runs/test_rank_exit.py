@@ -93,7 +93,7 @@ def test_a_signal_without_a_name_is_told_by_its_number():
     assert [signal_name(9), signal_name(63)] == ["SIGKILL", "signal 63"]
 
 
-def test_a_rank_that_dies_of_a_shard_that_was_cut_short_is_explained_by_its_name(start, tmp_path):
+def test_the_shard_is_named_that_was_cut_short_and_killed_a_rank(start, tmp_path):
     shard = tmp_path / "acts" / "a.npy"
     shard.parent.mkdir()
     np.save(shard, np.zeros((100_000, 4), np.float32))
@@ -106,6 +106,6 @@ def test_a_rank_that_dies_of_a_shard_that_was_cut_short_is_explained_by_its_name
     assert rank.error(2) == (
         f"rank 0: {shard} was cut short to 100 of 1,600,128 bytes while it was read; copy it again, then resume"
     )
-    # Of another cause it is not taken for this one.
+    # Other causes are not mistaken for it.
     np.save(shard, np.zeros((100_000, 4), np.float32))
     assert rank.error(1) == "rank 0 was killed (SIGBUS); its last log line: checkpoint saved"

@@ -221,7 +221,7 @@ def test_no_setting_takes_a_date_or_a_table(path: str, knob: Knob) -> None:
         assert problems[0].message.startswith(f"must be {knob.wanted}, not ")
 
 
-def test_a_job_file_with_a_byte_order_mark_and_ends_of_lines_of_windows_is_read(tmp_path: Path) -> None:
+def test_a_job_file_with_a_byte_order_mark_and_windows_line_ends_is_read(tmp_path: Path) -> None:
     text = dump_job(job := load_job(Path(__file__).parents[3] / "data" / "presets" / "quick.toml"))
     (tmp_path / "job.toml").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     assert load_job(tmp_path / "job.toml") == job

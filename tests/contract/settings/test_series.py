@@ -40,7 +40,7 @@ def test_values_are_written_by_the_format_of_their_metric_also_where_held_out() 
     assert log_words(31.96, series_named("l0")) == "32.0"
 
 
-def test_people_never_read_the_name_of_a_series_in_the_store() -> None:
+def test_every_series_of_a_screen_has_a_title_for_people() -> None:
     names = ("fvu", "heldout_fvu", "heldout_fvu_error", "heldout_l0@k=16", "dead_fraction", "busy_ms", "of_a_plugin")
     assert [title_of(name) for name in names] == [
         "batch FVU",
@@ -54,7 +54,7 @@ def test_people_never_read_the_name_of_a_series_in_the_store() -> None:
     assert not [name for name in (*measured_names(), *curves(), *PER_RANK) if "_" in title_of(name)]
 
 
-def test_curves_that_show_nothing_new_of_any_sae_of_a_job_are_left_out() -> None:
+def test_curves_that_are_redundant_for_all_saes_of_a_job_are_left_out() -> None:
     assert list(curves(["topk"])) == ["fvu", "dead_fraction", "tokens_per_s", "lr"]
     assert list(curves(["batch_topk"])) == ["fvu", "l0", "dead_fraction", "tokens_per_s", "lr"]
     assert curves(["topk", "jumprelu"]) == curves(["gated"]) == curves() == curves(["of_a_plugin"])

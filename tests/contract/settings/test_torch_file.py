@@ -118,7 +118,7 @@ def test_another_format_is_refused(content: bytes, tmp_path: Path, request: pyte
     (tmp_path / "a.pt").write_bytes(content)
     is_old = "1.6" in request.node.name
     old = "it is in the format of torch.save before 1.6; load it with torch and save it again"
-    reason = old if is_old else "it is damaged, or no file of torch.save; write it again"
+    reason = old if is_old else "it is damaged, or not a file of torch.save; write it again"
     assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
 
 

@@ -140,7 +140,7 @@ def test_a_job_of_an_older_version_is_read_without_what_was_not_kept_then(older:
     assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
 
 
-def test_an_imported_sae_of_an_older_version_gets_the_state_of_its_own(older: Path) -> None:
+def test_an_imported_sae_of_an_older_version_gets_the_state_imported(older: Path) -> None:
     insert = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(1, 1.0, 'info', ?, '')"
     with contextlib.closing(sqlite3.connect(older)) as connection, connection:
         connection.execute(insert, ("imported",))

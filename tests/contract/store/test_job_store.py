@@ -113,7 +113,7 @@ def test_the_same_gpu_of_another_host_is_another_gpu(control: Control, queued: M
     assert [lease.host for lease in control.leases()] == ["a", "b"]
 
 
-# No job becomes an imported one: it is recorded as such.
+# No job changes to "imported": it is recorded in that state.
 @pytest.mark.parametrize("end", [state for state in JobState if state.is_final and state != JobState.IMPORTED])
 def test_the_end_of_a_job_frees_its_gpus_and_no_others(control: Control, queued: MakeJob, end: JobState) -> None:
     ending, going_on = (recorded(control, queued()) for _ in range(2))

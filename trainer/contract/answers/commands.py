@@ -46,7 +46,7 @@ _STOP = fields(
     "What was done",
     {
         "run_dir": (str, "Run folder, an absolute path."),
-        "message": (str, "What happens now, in a sentence."),
+        "message": (str, "What happens next, in a sentence."),
     },
 )
 _INSPECTION = fields(
@@ -70,9 +70,9 @@ _INSPECTION = fields(
         "heavy_share": (float, "That share (0 to 1)."),
         "subnormal": (float, "Share of values that are subnormal in fp16 (0 to 1)."),
         "hold_out": (str, 'How a training holds rows out by default: "texts", "blocks" or "rows".'),
-        "n_held_out": (int, "Rows that it holds out; 0: too few."),
-        "n_texts": (int, "Texts that these are; 0: not known."),
-        "copies": (float | None, "Share of them that are training rows too (0 to 1); null: not looked for."),
+        "n_held_out": (int, "Rows held out by default; 0: there are too few rows."),
+        "n_texts": (int, "Number of texts held out; 0: not known."),
+        "copies": (float | None, "Share of the held-out rows with an equal training row (0 to 1); null: not compared."),
         "findings": (
             list_of(
                 fields(

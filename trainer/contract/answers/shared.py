@@ -54,21 +54,21 @@ def metrics() -> Described:
     return {name: (float | None, metric_words(name)) for name in measured_names()}
 
 
-# What both commands that import an SAE answer beside the rest.
+# What both import commands answer in addition.
 IMPORT_CHECK: Described = {
     "check": (
         typed(
             "Check of an import",
             ImportCheck,
             {
-                "rows": "Rows of the data that were looked at.",
+                "rows": "Rows of the data that were read.",
                 "l0": "Latents active per row.",
                 "fvu": "Share of the variance that is unexplained; null: reconstructions are not finite.",
             },
         ),
-        "What the SAE makes of rows of the data.",
+        "Figures of the SAE on rows of the data.",
     ),
-    "warnings": (list_of(str), "What cannot be right by these figures, and what may be the reason."),
+    "warnings": (list_of(str), "Figures that cannot be right, with the likely reason."),
 }
 _FIGURES = typed(
     "Figures",
@@ -78,8 +78,8 @@ _FIGURES = typed(
         "d_in": "Width of the activations.",
         "d_sae": "Latents.",
         "fvu": "Fraction of variance unexplained; null: not defined.",
-        "fvu_error": "Its standard error, over clusters of rows that depend on each other; null: not defined.",
-        "n_clusters": "Texts, or blocks of neighbouring rows, that the error is taken over; 0: not known.",
+        "fvu_error": "Its standard error over clusters of dependent rows; null: not defined.",
+        "n_clusters": "Clusters: texts or blocks of neighbouring rows; 0: not known.",
         "clustered_by": '"texts" or "blocks"; "": not known.',
         "median_row_fvu": "Median over rows of each row's own FVU; null: not defined.",
         "explained_variance": "Explained variance by SAEBench's definition; null: not defined.",
@@ -92,7 +92,7 @@ _FIGURES = typed(
         " defined.",
         "dead": "Share of latents that did not fire on these rows (0 to 1); null: not defined.",
         "dead_error": "Its standard error; null: not defined.",
-        "rare": "Share of latents that fire on fewer than one row in 100,000 (0 to 1); null: fewer rows were measured.",
+        "rare": "Share of latents that fire on at most one row in 10,000 (0 to 1); null: too few rows to say.",
         "dense_1": "Share of latents that fire on more than 1 % of the rows (0 to 1); null: not defined.",
         "dense_10": "Share of latents that fire on more than 10 % of the rows (0 to 1); null: not defined.",
         "density_histogram": "Latents by the logarithm of their density.",
@@ -103,15 +103,15 @@ _FIGURES = typed(
     no_number_is_null=True,
 )
 _TEXT_ROWS = typed(
-    "Rows of its text",
+    "Rows of the text",
     TextRows,
     {
-        "n_rows": "Rows that reconstructions took the place of.",
-        "explained_variance": "Share of their variance; null: not defined.",
-        "mse": "Mean of the squared error of a row; null: not defined.",
-        "cosine": "Mean cosine of rows and reconstructions; null: not defined.",
-        "l0": "Mean latents active per token; null: not defined.",
-        "l2_ratio": "Mean length of reconstructions by that of rows; null: not defined.",
+        "n_rows": "Rows replaced by reconstructions.",
+        "explained_variance": "Explained share of their variance; null: not defined.",
+        "mse": "Squared error per row, summed over dimensions; null: not defined.",
+        "cosine": "Cosine of row and reconstruction, on average; null: not defined.",
+        "l0": "Latents active per token, on average; null: not defined.",
+        "l2_ratio": "Norm of the reconstruction divided by the norm of the row, on average; null: not defined.",
         "relative_reconstruction_bias": "Below 1 where reconstructions shrink; null: not defined.",
     },
     no_number_is_null=True,
@@ -131,7 +131,7 @@ _LOSSES = {
 _ALL_TOKENS = typed(
     "Of all tokens, as SAELens",
     AllTokens,
-    _LOSSES | {"rows": "What the SAE makes of all rows."},
+    _LOSSES | {"rows": "Reconstructions of all rows."},
     {"rows": _TEXT_ROWS},
     no_number_is_null=True,
 )
@@ -140,13 +140,13 @@ _SPLICED = typed(
     Spliced,
     _LOSSES
     | {
-        "text": "Which text the tokens are from.",
+        "text": "Text of the tokens.",
         "is_unseen": "Whether none of it was trained on.",
-        "n_texts": "Texts that errors are taken over; 0: not known.",
-        "left_out": "Tokens that keep their rows and do not count, such as first tokens; empty: none; null: not known.",
+        "n_texts": "Texts over which errors are taken; 0: not known.",
+        "left_out": "Tokens with unchanged rows that do not count, such as first tokens; empty: none; null: not known.",
         "ce_with_mean": "With the mean row in their place, in nats; null: not measured.",
-        "rows": "What the SAE makes of the rows that count; null: not measured.",
-        "all_tokens": "The same of all tokens, to compare with SAELens; null: not measured.",
+        "rows": "Reconstructions of the rows that count; null: not measured.",
+        "all_tokens": "The same for all tokens, to compare with SAELens; null: not measured.",
     },
     {"rows": or_null(_TEXT_ROWS), "all_tokens": or_null(_ALL_TOKENS)},
     no_number_is_null=True,
@@ -180,20 +180,20 @@ _RECIPE = typed(
     Recipe,
     {
         "optimizer": "The optimizer.",
-        "optimizer_settings": "Its settings, with nothing left at auto.",
-        "lr": "Full learning rate, with nothing left at auto.",
+        "optimizer_settings": "Its settings, with auto resolved.",
+        "lr": "Full learning rate, with auto resolved.",
         "encoder_follows": "Whether encoders follow their decoders.",
         "encoder_lr": "The encoders' own rate; null: they do not follow.",
         "warmup_fraction": "Share of the steps over which the rate rises.",
         "decay_fraction": "Share of the steps over which it falls.",
-        "batch_tokens": "Tokens of a step.",
-        "steps": "Steps that were taken.",
+        "batch_tokens": "Tokens per step.",
+        "steps": "Steps taken.",
         "planned_steps": "Steps of the whole run.",
-        "tokens": "Tokens that were trained on.",
-        "passes": "How often the data was read; null: its size is not known.",
-        "target_l0": "L0 that was asked for; null: a fixed penalty decides.",
-        "auxk_alpha": "Weight of the AuxK loss; null: there is none.",
-        "k_aux": "Dead latents that it lets explain the error; null: none.",
+        "tokens": "Tokens trained on.",
+        "passes": "Passes over the training rows; null: a stream, or not known.",
+        "target_l0": "L0 asked for; null: a fixed penalty decides.",
+        "auxk_alpha": "Weight of the AuxK loss; null: the architecture has no such loss.",
+        "k_aux": "Dead latents that the AuxK loss uses; null: none.",
         "seed": "The seed.",
     },
     {"optimizer_settings": by_name({})},
@@ -212,7 +212,7 @@ _DATA = typed(
         "is_trained_on": "Whether the SAE has seen the rows in its training.",
         "heavy": 'Dimensions that flatter the FVU, in words; "": none.',
         "hold_out": 'How rows were held out: "texts", "blocks" or "rows"; "": none were.',
-        "copies": "Share of the held-out rows that are training rows too, of those looked at; null: not looked for.",
+        "copies": "Share of the held-out rows with an equal training row, as far as compared; null: not compared.",
         "dimensions": 'Dimensions that the training left out or scaled down, in words; "": none.',
         "zero_fraction": "Share of rows of zeros (0 to 1); null: not defined.",
         "drops_zero": "Whether rows of zeros were left out.",
@@ -224,13 +224,13 @@ _TRAINING = typed(
     HowFar,
     {
         "step": "Step at which the weights were taken.",
-        "total_steps": "Steps after which the run was to end; the run is unfinished where `step` is below.",
-        "lr_share": "Share of the full learning rate that was reached; null: it never falls, or not known.",
-        "passes": "How often the training rows were read; null: a stream, or not known.",
+        "total_steps": "Steps of the whole run; it is unfinished where `step` is less.",
+        "lr_share": "Learning rate at this step as a share of the full one; null: no decay, or not known.",
+        "passes": "Passes over the training rows; null: a stream, or not known.",
         "fvu": "FVU of the last batches; null: not known.",
         "heldout_fvu": "FVU of held-out rows; null: not measured.",
-        "best": "When the held-out FVU was clearly lower; null: never.",
-        "is_last": "Whether the weights are those of the run's last checkpoint.",
+        "best": "The lowest held-out FVU, if it was clearly lower; null: it was not.",
+        "is_last": "Whether the weights are from the run's last checkpoint.",
     },
     {"best": or_null(by_name({}))},
 )
@@ -238,15 +238,15 @@ _PART = typed(
     "Part",
     Part,
     {
-        "measured": "When, in s since the epoch.",
+        "measured": "Time of the measurement, in s since the epoch.",
         "step": "Step of the SAE; 0: not known.",
-        "n": "How much was measured.",
-        "unit": "What `n` counts: rows, tokens, texts or latents.",
-        "text": 'What was read; "": the same as the rows.',
-        "model": 'Language model that read it; "": none.',
+        "n": "Number of measured units.",
+        "unit": "The unit of `n`: rows, tokens, texts or latents.",
+        "text": 'Text or rows that were read; "": not recorded.',
+        "model": 'Language model that read the text; "": none.',
         "settings": "Settings that change the figures, by name.",
-        "device": 'What it was measured on, "cpu" or "cuda"; "": not known.',
-        "seconds": "How long it took, in s; null: not known.",
+        "device": '"cpu" or "cuda"; "": not known.',
+        "seconds": "Duration, in s; null: not known.",
     },
     {"settings": by_name({})},
 )
@@ -264,17 +264,17 @@ _CARD: dict[str, tuple[Any, str]] = {
     "probing": (or_null(_PROBING), "What its latents tell of labelled texts; null: not measured."),
     "latents": (list_of(by_name({})), "Latents by chance, with texts in which they fire."),
     "recipe": (or_null(_RECIPE), "How it was trained; null: not known."),
-    "threshold_set_on": (str, "Rows on which its one threshold was set; empty: it has none."),
-    "training": (or_null(_TRAINING), "How far its training was; null: not known."),
-    "weights": (str, 'Identity of the weights that it is of; "": not known.'),
+    "threshold_set_on": (str, "Rows on which its single threshold was set; empty: it has none."),
+    "training": (or_null(_TRAINING), "How far its training went; null: not known."),
+    "weights": (str, 'Digest of the measured weights; "": not known.'),
     "parts": (by_name(_PART), "When and how each part was measured: rows, model, probes, fires_on, promoted."),
-    "features": (str, 'Identity of the stored file of its latents; "": none, or it is current.'),
+    "features": (str, 'Digest of the stored file of its latents; "": none, or the card is current.'),
 }
-# How far a training was, by the names of the series in a run's store.
+# How far a training went, by the names of the series in a run's store.
 HOW_FAR: dict[str, tuple[Any, str]] = {
-    PASSES: (float | None, "How often the training rows were read; null: a stream, or not measured."),
+    PASSES: (float | None, "Passes over the training rows; null: a stream, or not measured."),
     BEST_STEP: (int | None, "Step at which the held-out FVU was lowest; null: not measured."),
-    BEST_FVU: (float | None, "The held-out FVU at that step; of a sweep the mean of its SAEs; null: not measured."),
+    BEST_FVU: (float | None, "The held-out FVU at that step, for a sweep the mean of its SAEs; null: not measured."),
 }
 assert _CARD.keys() == {*Card.__struct_fields__} - {"sums"}
 

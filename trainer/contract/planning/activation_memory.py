@@ -18,14 +18,14 @@ COUNTED_BYTES = 2
 # Two ranks on one CPU that looks at a rounded product first send a quarter more, which is not counted.
 MARGIN_PER_TOKEN = 4
 
-# The start of an architecture with a penalty: rows that its threshold is found on, and the most values of them at once.
+# The start of an architecture with a penalty: rows on which its threshold is found, and the most values at once.
 START_ROWS, START_VALUES = 2048, 2**21
 # A CPU's topk keeps 16 bytes for each value next to its 4.
 _BYTES_OF_TOPK = 20
 
 
 def of_start(work: Workload, sae: Sae) -> int:
-    """Return the bytes that an SAE takes next to its weights before its first step, to find a first threshold."""
+    """Return the bytes in addition to its weights that an SAE needs before its first step to find a threshold."""
     if not hasattr(sae.knobs, "sparsity_coefficient"):
         return 0
     n_own = sae.width(work.d_in) / work.latent_ranks

@@ -29,7 +29,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.transcoders import set_problems, transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
-# Steps below which architectures with a penalty miss their L0: jumprelu had 40.6 for 32 after 147, 33.4 after 488.
+# With fewer steps, architectures with a penalty miss their L0: jumprelu had 40.6 for 32 after 147, 33.4 after 488.
 LEAST_STEPS_OF_PENALTY = 300
 
 AnyOutlook = Outlook | ExtractionOutlook
@@ -96,11 +96,11 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
 
 
 def _check_rows(job: JobConfig) -> list[Problem]:
-    """Report rows that are given twice, and texts that are to be held out whole where they are not known."""
+    """Report rows that are given twice, and whole texts to hold out where the shards do not store them."""
     problems = list(dict.fromkeys(problem for knobs in job.hooks.values() for problem in knobs.repeated()))
-    with contextlib.suppress(JobFileError):  # of data that another job is yet to write
+    with contextlib.suppress(JobFileError):  # data that another job has not written yet
         if job.data.hold_out == "texts" and any(one.usual_hold_out() != "texts" for one in job.hooks.values()):
-            message = 'not all shards know which text a row is of (a tensor `document`); use "blocks" or "rows"'
+            message = 'not all shards store the text of each row (a tensor `document`); use "blocks" or "rows"'
             problems.append(Problem("data.hold_out", message))
     return problems
 
@@ -250,14 +250,14 @@ def _check_rate(work: Workload, member: JobConfig) -> list[Problem]:
 
 
 def _check_penalty(work: Workload, member: JobConfig) -> list[Problem]:
-    """Warn of a run that is too short for a penalty to be steered to the L0 that is asked for."""
+    """Warn about a run that is too short to steer a penalty to the L0 asked for."""
     steps, knobs = Layout(member, work.ranks).total_steps, member.sae.knobs
     if getattr(knobs, "sparsity_coefficient", None) != "auto" or steps >= LEAST_STEPS_OF_PENALTY:
         return []
     message = (
         f"{member.sae.architecture} steers L0 by a penalty, and in {plural(steps, 'step')} it may stay far from "
         f"k = {knobs.n_active} (L0 was 71 for 32 after 49 steps); take {LEAST_STEPS_OF_PENALTY} steps or more, "
-        "by more tokens or a smaller train.batch_size"
+        "with more tokens or a smaller train.batch_size"
     )
     return [Problem("train.n_steps" if member.train.n_steps else "train.n_tokens", message, "warning")]
 

@@ -187,7 +187,7 @@ def on_disk(work: Workload) -> int:
 
 
 def last_bytes(work: Workload) -> int:
-    """Return the bytes on disk that the end of a run takes: its last checkpoint and the finished SAEs."""
+    """Return the bytes on disk that the end of a run needs: its last checkpoint and the finished SAEs."""
     return checkpoint_bytes(work) + round(sum(4 * n_parameters(work, one.sae) for one in work.members.values()))
 
 

@@ -41,7 +41,7 @@ class Plan(msgspec.Struct, frozen=True):
     text_parts: Count = 1
     model_gpus: Count = 0
     model_why: str = ""
-    # What the job's settings came to: the full learning rate of each SAE by its label, and the precision.
+    # Resolved settings of the job: the full learning rate of each SAE by its label, and the precision.
     lr: dict[str, Share] = {}
     precision: str = ""
 

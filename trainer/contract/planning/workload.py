@@ -91,11 +91,11 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def dead_after_tokens(self) -> int:
-        """After how many silent tokens a latent counts as dead."""
+        """The number of silent tokens after which a latent counts as dead."""
         return self.dead_after(self.total_steps)
 
     def dead_after(self, steps: int) -> int:
-        """Return after how many silent tokens a latent counts as dead in a run of so many steps."""
+        """Return the number of silent tokens after which a latent counts as dead in a run of `steps` steps."""
         return dead_after(self.job.sae.dead_after_tokens, steps * self.tokens_per_step)
 
     @property

@@ -19,7 +19,7 @@ from trainer.contract.store.rows import Count
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
-# The rise of a held-out FVU, as a share of it, below which it is noise on however many rows.
+# A smaller relative rise of the held-out FVU is noise, whatever the number of rows.
 LEAST_RISE = 0.01
 
 
@@ -46,9 +46,9 @@ class BufferPlace(msgspec.Struct, frozen=True):
 
 
 class Best(msgspec.Struct, frozen=True):
-    """The lowest held-out FVU of a run so far: at which step, share of the full learning rate, and how many rows.
+    """The lowest held-out FVU of a run so far, with its step, share of the full learning rate and number of rows.
 
-    The share is None for an optimizer that never lets the rate fall.
+    The share is None for an optimizer without decay.
     """
 
     step: Count
@@ -57,9 +57,9 @@ class Best(msgspec.Struct, frozen=True):
     n_rows: Count = 0
 
     def is_clearly_below(self, fvu: float, lr_share: float | None) -> bool:
-        """Tell whether a later FVU on the same rows is higher beyond noise, and not for a rate that is higher again.
+        """Return whether a later FVU on the same rows is higher beyond noise, and not because the rate rose again.
 
-        Two SAEs of one run differ on the same rows by 1 %, or by a standard error of a whole sample, without a reason.
+        Two SAEs of one run differ on the same rows by 1 %, or by one standard error, without a cause.
         """
         noise = max(LEAST_RISE, max(1, self.n_rows) ** -0.5)
         has_cooled = self.lr_share is None or lr_share is None or lr_share <= self.lr_share
@@ -70,10 +70,10 @@ class State(msgspec.Struct, frozen=True):
     """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
 
     Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
-    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` says which shards there
-    were, in which `n_train_rows` rows are to train on, and `held_out` which rows `heldout_fvu` is of; a checkpoint of
-    an older version has none of them. `cool_down` is there where the run was asked to finish early, `best` once
-    something was measured on held-out rows.
+    Nor are `origins`, by the label of an SAE, but where there are SAEs of several hooks. `data` records the shards,
+    of whose rows `n_train_rows` are trained on, and `held_out` identifies the rows of `heldout_fvu`; checkpoints of
+    older versions lack all three. `cool_down` is set where the run was asked to finish early, `best` after the first
+    evaluation on held-out rows.
     """
 
     position: Position
@@ -89,12 +89,12 @@ class State(msgspec.Struct, frozen=True):
     best: Best | msgspec.UnsetType = msgspec.UNSET
 
     def cool_down_of(self, planned: int) -> CoolDown | None:
-        """Return the early end of a run of `planned` steps; None where it has none, or got another length."""
+        """Return the early end of a run of `planned` steps; None without one, or where the length has changed."""
         return self.cool_down if self.cool_down and self.cool_down.planned == planned else None
 
     @property
     def data_before(self) -> DataRecord | None:
-        """The shards that the run was trained on; None where the checkpoint does not say."""
+        """The shards that the run was trained on; None where the checkpoint did not record them."""
         return self.data or None
 
     def origin_of(self, label: str) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Return the checkpoints that have a held-out FVU of the same rows as the newest, the lowest first."""
+    """Return the checkpoints with a held-out FVU on the same rows as the newest one, the lowest FVU first."""
     states = {folder: state for folder in folders if (state := _measured_state(folder))}
     if not states:
         return []
@@ -150,7 +150,7 @@ def position_of(path: Path) -> Position:
 
 
 def _measured_state(folder: Path) -> State | None:
-    """Return the state of a checkpoint that has a held-out FVU; None of any other."""
+    """Return the state of a checkpoint with a held-out FVU; None for any other."""
     try:
         state = read_state(folder)
     except UserError:

@@ -21,8 +21,7 @@ from trainer.contract.settings.shards import read_header
 # Beside an SAE's weights: what an evaluation writes.
 FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["sparse", "density", "largest", "latent"]
-# Shares of the rows between which a latent most often stands for something that can be named, and from which it is
-# called dense.
+# Between these shares of the rows a latent is most often interpretable; above the last one it is called dense.
 SPARSE, DENSE = (1e-4, 1e-2), 0.1
 NO_TOKEN = -1
 # Latents whose texts are put together to look for words that are spread over tokens, the most frequent first; where
@@ -189,8 +188,8 @@ class Features:
     def order(self, by: Order = "sparse") -> list[int]:
         """Return the latents that fire at all, by density or largest activation, the highest first, or by number.
 
-        By "sparse" those that fire on 0.01 to 1 % of the rows come first, by largest activation; then rarer ones, and
-        last denser ones, the densest at the end.
+        "sparse" puts latents that fire on 0.01 to 1 % of the rows first, by largest activation; then rarer ones, then
+        denser ones, the densest last.
         """
         fired = self._ints("n_fired")
         alive = [latent for latent, n in enumerate(fired) if n > 0]
@@ -207,23 +206,23 @@ class Features:
 
     @property
     def n_dense(self) -> int:
-        """How many latents fire on more than `DENSE` of the rows."""
+        """The number of latents that fire on more than `DENSE` of the rows."""
         return sum(n > DENSE * self.n_rows for n in self._ints("n_fired"))
 
     @property
     def n_silent(self) -> int:
-        """How many latents fire on none of the rows."""
+        """The number of latents that fire on none of the rows."""
         return sum(n == 0 for n in self._ints("n_fired"))
 
     def search(self, words: str) -> list[int]:
-        """Return the latents with these words in their contexts, as `search_apart` finds them, all together."""
+        """Return the latents with these words in their contexts, as `search_apart` finds them, in one list."""
         return [latent for some in self.search_apart(words) for latent in some]
 
     def search_apart(self, words: str) -> tuple[list[int], list[int]]:
-        """Return the latents with these words in their contexts, in one token or over several; any case.
+        """Return the latents with these words in their contexts, in one token or over several; case is ignored.
 
-        First are those that fire most on a token of them, by the number of contexts, then the others by density. Of the
-        latents that may have them over several tokens only the `_MOST_JOINED` most frequent are looked at.
+        The first list has the latents that fire most on such a token, by the number of contexts, the second one the
+        others by density. For words over several tokens only the `_MOST_JOINED` most frequent latents are searched.
         """
         wanted = words.casefold()
         texts = [self._bytes_at(place) for place in range(len(self._texts))]
@@ -375,7 +374,7 @@ class Features:
 
 
 def is_of_weights(file: Path | None, weights: str) -> bool:
-    """Tell whether a file of latents is of the SAE with these weights; one of an older version does not say."""
+    """Return whether a file of latents belongs to these weights; a file of an older version, without them, does."""
     if file is None:
         return False
     with contextlib.suppress(OSError, ValueError):

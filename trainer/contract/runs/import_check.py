@@ -1,4 +1,4 @@
-"""What an imported SAE makes of rows, by which it is checked."""
+"""The figures by which an imported SAE is checked on rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from trainer.contract.wording import number
 
 
 class ImportCheck(msgspec.Struct, frozen=True):
-    """How many rows there were, latents active per row, and the share of the variance that is unexplained.
-
-    That is None where reconstructions are not finite.
-    """
+    """The number of rows, the latents active per row, and the FVU, None where reconstructions are not finite."""
 
     rows: int
     l0: float

@@ -65,7 +65,7 @@ class RankEnd:
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
 
     def _cut_shard(self) -> str | None:
-        """Name the shard that was cut short under a rank, which the kernel then kills by SIGBUS."""
+        """Return a sentence about a shard that was cut short while it was mapped, for which the kernel sends SIGBUS."""
         if self.code != -signal.SIGBUS:
             return None
         return cut_short(read_json(self._exit_file.with_name(DATA_RECORD), DataRecord) or [])

@@ -37,9 +37,9 @@ _PLACE = "data.model_gpus"
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run that ended: the spec of its last attempt, the checkpoint to resume from and its step and tokens.
+    """A run that ended: the spec of its last attempt, the checkpoint to resume from and the state in it.
 
-    `state` is that of the checkpoint; without one the run starts from the beginning.
+    Without a checkpoint the run starts from the beginning.
     """
 
     run_dir: Path
@@ -53,11 +53,11 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.state.position
 
     def cool_down(self, job: JobConfig, devices: int) -> CoolDown | None:
-        """Return the early end of the run as this job; None where it has none, or the job another length."""
+        """Return the early end of the run with this job; None without one, or where the job has another length."""
         return self.state.cool_down_of(steps_of(job, devices))
 
     def total_steps(self, job: JobConfig, devices: int) -> int:
-        """Return the steps after which the run ends as this job on so many devices."""
+        """Return the total number of steps of the run with this job on `devices` devices."""
         cool_down = self.cool_down(job, devices)
         return cool_down.end if cool_down else steps_of(job, devices)
 
@@ -70,8 +70,8 @@ class StoredRun(msgspec.Struct, frozen=True):
     def longer(self) -> str:
         """Return how to train a finished run for longer."""
         cool_down = self.state.cool_down
-        cut = f" but {cool_down.planned}, from which it was cut" if cool_down else ""
-        return f"--set train.n_steps=N with N above {self.position.step}{cut}"
+        planned = f", other than the {cool_down.planned} first planned" if cool_down else ""
+        return f"--set train.n_steps=N with N above {self.position.step}{planned}"
 
     def next_attempt(
         self, world_size: int, device: Device, gpu_uuids: tuple[str, ...], gpu_vendor: str = ""
@@ -89,7 +89,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Read what is needed to resume a run; raise `UserError` where that cannot be."""
+    """Read what is needed to resume a run; raise `UserError` where it cannot be resumed."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
     state = read_state(checkpoint) if checkpoint else State(Position(0, 0))
     return StoredRun(run_dir, last_spec(run_dir), checkpoint, state, tuple(notes))
@@ -151,7 +151,7 @@ def last_spec(run_dir: Path) -> RankSpec:
             reasons.append(f"{file} cannot be read ({error})")
     else:
         reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
-        raise UserError(f"nothing to resume: {reason}; remove {run_dir}, and start it again by `run`")
+        raise UserError(f"nothing to resume: {reason}; start a new run in another folder")
     return last if _was_launched(last, run_dir) else msgspec.structs.replace(last, output_dir=run_dir / "sae")
 
 
@@ -169,9 +169,9 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest whole checkpoint, None where none was saved, and notes, as for every damaged newer one.
+    """Return the newest whole checkpoint and notes about newer, damaged ones; None where none was saved.
 
-    Raise `UserError` where all of them are damaged.
+    Raise `UserError` where all are damaged.
     """
     notes: list[str] = []
     for folder in newest_first(checkpoints):
@@ -188,7 +188,7 @@ def _newest_whole(checkpoints: Path) -> tuple[Path | None, list[str]]:
 
 
 def data_notes(job: JobConfig, run: StoredRun) -> list[str]:
-    """Say what is new in the data of a run; raise `JobFileError` where a shard is no longer what it was."""
+    """Return notes about new data of a run; raise `JobFileError` where a shard has changed."""
     if run.checkpoint is None:
         return []
     before = run.state.data_before

@@ -1,6 +1,6 @@
-"""Sums over the rows of each text that an SAE was measured on: two SAEs on the same rows are compared by them.
+"""Sums over the rows of each text that an SAE was measured on, by which two SAEs are compared on the same rows.
 
-Errors of both go together where a text is hard, so that their difference is known far better than either FVU.
+Both have larger errors on hard texts, so their difference is known far better than either FVU.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgspec
 from trainer.contract.json_file import read_json
 
 SUMS = "card_sums.json"
-# Texts whose sums are kept each by itself; of more, some are added up. 4,096 are 160 kB.
+# The most texts with sums of their own; with more texts, some share a sum. 4,096 take 160 kB.
 MOST_CLUSTERS = 4096
 
 
 class RowSums(msgspec.Struct, frozen=True):
     """Squared errors ‖y − x̂‖² and spreads ‖y − mean‖², summed over the rows of each text, in a fixed order.
 
-    `rows` is a hash of the rows and of how they are clustered: equal ones are the same rows in the same order.
+    `rows` is a hash of the rows and their clusters: equal hashes mean the same rows in the same order.
     """
 
     rows: str
@@ -39,14 +39,14 @@ class RowSums(msgspec.Struct, frozen=True):
 
 
 def read_sums(folder: Path, fvu: float) -> RowSums | None:
-    """Return the sums next to a card that has this FVU; None where there are none, or those of another card."""
+    """Return the sums next to a card that has this FVU; None where they are missing or belong to another card."""
     sums = read_json(folder / SUMS, RowSums)
     is_of_card = sums is not None and sums.is_valid and math.isclose(sums.fvu, fvu, rel_tol=1e-4)
     return sums if is_of_card else None
 
 
 def paired_error(one: RowSums, other: RowSums) -> float | None:
-    """Return the standard error of the difference of two FVUs, by texts (the delta method); None for other rows."""
+    """Return the standard error of the difference of two FVUs over texts (delta method); None for different rows."""
     if one.rows != other.rows or len(one.errors) != len(other.errors):
         return None
     n = len(one.errors)
@@ -55,6 +55,6 @@ def paired_error(one: RowSums, other: RowSums) -> float | None:
 
 
 def _leverages(sums: RowSums) -> list[float]:
-    """Return how much each text moves the FVU."""
+    """Return the influence of each text on the FVU."""
     total, fvu = math.fsum(sums.spreads), sums.fvu
     return [(error - fvu * spread) / total for error, spread in zip(sums.errors, sums.spreads, strict=True)]

@@ -1,4 +1,4 @@
-"""Reads the job file of a run, which may be of an earlier version: what that did not ask for is as it was done then."""
+"""Reads the job file of a run, which may be from an earlier version: missing settings get that version's behaviour."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def load_any_run_job(job_file: Path, *, read: Read = read_plain_text) -> AnyJob:
 
 
 def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
-    """Return as overrides what a run began with before a setting was there, where the default is another now."""
+    """Return as overrides the settings of an older run that its version did not have and whose default differs now."""
     raw = read_toml(job_file, read)
     if is_extraction(raw):
         return []
-    # The file of a run has all settings that there were.
+    # The file of a run has all settings of its version.
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
@@ -39,7 +39,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
 
 
 def _first_seed(raw: Mapping[str, Any]) -> int:
-    """Return the seed that the weights of the first SAE began with, which also chose the held-out rows."""
+    """Return the seed of the first SAE's weights, which also chose the held-out rows."""
     train = raw.get("train")
     seed = train.get("seed", 0) if isinstance(train, Mapping) else 0
     first = seed[0] if isinstance(seed, list) and seed else seed

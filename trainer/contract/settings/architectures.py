@@ -19,7 +19,7 @@ class ArchitectureKnobs(msgspec.Struct, frozen=True):
 
     @property
     def target_l0(self) -> int | None:
-        """The L0 that is asked for; None where a fixed penalty decides."""
+        """The L0 asked for; None with a fixed penalty."""
         return self.n_active if getattr(self, "sparsity_coefficient", "auto") == "auto" else None
 
     def most_active(self, d_in: int) -> int:

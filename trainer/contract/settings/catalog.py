@@ -49,7 +49,7 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
     # and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
     dense_matrices: float = 0
     dense_weights: float = 0
-    # Curves that show nothing new of it: a loss that is the FVU, an L0 that is set.
+    # Curves without information: a loss that equals the FVU, an L0 that is fixed.
     redundant_curves: tuple[str, ...] = ()
 
 
@@ -94,7 +94,7 @@ class ModeEntry(Entry, frozen=True):
 
 
 class FormatEntry(Entry, frozen=True):
-    """A tool's format of an SAE; `use` says how the tool reads it, `is_read` and `is_written` what can be done here."""
+    """A tool's format of an SAE; `use` says how the tool loads it, `is_read` and `is_written` what works here."""
 
     use: str
     is_read: bool = False
@@ -380,10 +380,10 @@ FORMATS = {
 
 READ_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_read)
 WRITTEN_FORMATS = tuple(name for name, one in FORMATS.items() if one.is_written)
-# What an import takes, as both commands explain it.
+# The help of both import commands.
 WHERE_SAE = "folder or file of the SAE, or its name on the hub: OWNER/NAME/FOLDER"
-SAES_CONFIG = "a setting as the SAE's own files should have it, like trainer.k=32; can be given again"
-IS_TRANSCODER = "the SAE is a transcoder, where its files do not tell"
+SAES_CONFIG = "a setting that the SAE's own files lack or have wrong, like trainer.k=32; can be repeated"
+IS_TRANSCODER = "the SAE is a transcoder, for files that do not say so"
 
 
 def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:

@@ -35,7 +35,7 @@ class Data(msgspec.Struct, frozen=True):
         Annotated[
             int,
             about(
-                "Rows kept back to measure on, about; auto: a 20th, at most 32,768.",
+                "Rows held out to measure on, roughly; auto: a 20th, at most 32,768.",
                 unit="tokens",
                 advanced=True,
                 ge=0,
@@ -46,29 +46,27 @@ class Data(msgspec.Struct, frozen=True):
     hold_out: Annotated[
         HoldOut | Literal["auto"],
         about(
-            "Keeps back whole texts, blocks of 128 rows, or rows; auto: texts if shards have `document`, else blocks.",
+            "Holds out texts, blocks of 128 rows, or rows; auto: texts if known, rows if shuffled, else blocks.",
             advanced=True,
         ),
     ] = "auto"
     split_seed: Annotated[
-        int, about("Fixes which rows are kept back; train.seed does not change them.", advanced=True, ge=0)
+        int, about("Fixes which rows are held out; train.seed does not change them.", advanced=True, ge=0)
     ] = 0
     max_norm: Annotated[
         float,
         about(
-            "Leaves out rows whose norm exceeds this many times the median; 0: only what fp32 cannot compute with.",
+            "Leaves out rows whose norm exceeds this many times the median; 0: only rows too large for fp32.",
             advanced=True,
             ge=0,
         ),
     ] = MAX_NORM
-    drop_zero_rows: Annotated[
-        bool, about("Leaves out rows of zeros, such as those that padding leaves.", advanced=True)
-    ] = False
+    drop_zero_rows: Annotated[bool, about("Leaves out rows of zeros, such as padding.", advanced=True)] = False
     drop_dimensions: (
         Annotated[
             list[Annotated[int, msgspec.Meta(ge=0)]],
             about(
-                "Dimensions, counted from 0, that the SAE does not read and whose mean it gives, like [507].",
+                "Dimensions, counted from 0, that the SAE ignores and reconstructs by their mean, like [507].",
                 advanced=True,
                 wanted="a list of dimensions, counted from 0, like [507]",
             ),
@@ -78,14 +76,14 @@ class Data(msgspec.Struct, frozen=True):
     scale_dimensions: Annotated[
         Literal["auto", "off"],
         about(
-            "auto: scales each dimension down that spreads more than 3 times as far as the median one, to that.",
+            "auto: scales dimensions down to 3 times the median spread where theirs is larger.",
             advanced=True,
         ),
     ] = "off"
 
     @property
     def scales_dimensions(self) -> bool:
-        """Whether dimensions may have a scale of their own, 0 for those that are left out."""
+        """Whether dimensions may have their own scale; it is 0 for dimensions that are left out."""
         return bool(self.drop_dimensions) or self.scale_dimensions == "auto"
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
@@ -96,7 +94,7 @@ class Data(msgspec.Struct, frozen=True):
 
 
 def dead_after(asked: int | Literal["auto"], total_tokens: int) -> int:
-    """Return after how many silent tokens a latent is dead; auto: 10 million, or a tenth of a short run."""
+    """Return the number of silent tokens after which a latent is dead; auto: 10 million, or a tenth of a short run."""
     return min(10_000_000, total_tokens // 10) if asked == "auto" else asked
 
 
@@ -370,14 +368,14 @@ class JobConfig(msgspec.Struct, frozen=True):
         return shape
 
     def _check_dropped(self, shape: DataShape) -> None:
-        """Raise `JobFileError` where a dimension to leave out is none of the rows', or all are."""
+        """Raise `JobFileError` where a dimension to leave out does not exist, or none is left."""
         dropped, d = self.data.drop_dimensions or [], min(shape.d_in, shape.d_out or shape.d_in)
         beyond = next((number for number in dropped if number >= d), None)
         if beyond is not None:
-            message = f"there is no dimension {beyond}: rows have {d}, counted from 0"
+            message = f"there is no dimension {beyond}; give numbers from 0 to {d - 1}"
             raise JobFileError([Problem("data.drop_dimensions", message)])
         if len(set(dropped)) == d:
-            raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep some")])
+            raise JobFileError([Problem("data.drop_dimensions", "leaves out all dimensions; keep at least one")])
 
     @property
     def hooks(self) -> dict[str, SourceKnobs]:
@@ -388,7 +386,7 @@ class JobConfig(msgspec.Struct, frozen=True):
 
     @property
     def hold_out(self) -> HoldOut:
-        """How rows are held out; where the job leaves it open, by what the headers of all shards say."""
+        """How rows are held out; with "auto" the headers of the shards decide. May raise `JobFileError`."""
         if self.data.hold_out != "auto":
             return self.data.hold_out
         usual = {knobs.usual_hold_out() for knobs in self.hooks.values()}

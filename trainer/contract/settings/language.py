@@ -16,7 +16,7 @@ from trainer.contract.settings.knobs import about
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
 HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.4-12", "mlp.12"]'
 
-# What the files end in that a model is loaded from.
+# The suffixes of the files from which a model is loaded.
 _OF_MODELS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".jinja", ".py")
 ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
 Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
@@ -78,17 +78,17 @@ def lack_of_model(path: str) -> str:
     if not os.path.exists(path):
         return f"there is nothing at {path}" if os.path.isabs(path) or path.endswith(".gguf") else ""
     if pointer := lfs_pointer_in(Path(path)):
-        return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` where it lies"
+        return f"{pointer} is a git-lfs pointer and not the file itself; run `git lfs pull` in its folder"
     if not os.path.isdir(path):
         return "" if path.endswith(".gguf") else f"{path} is neither a folder nor a .gguf file; give that of a model"
     if missing := _missing_file(Path(path)):
-        return f"{missing} is a link to a file that is not there; download the model again"
+        return f"{missing} is a link to a file that does not exist; download the model again"
     has_config = os.path.exists(os.path.join(path, "config.json"))
     return "" if has_config else f"{path} has no config.json; give the folder of a model, or its .gguf file"
 
 
 def _missing_file(folder: Path) -> Path | None:
-    """Return a file of a model that is a link to nothing, as a download that was cut short leaves it."""
+    """Return a file of a model that is a dangling link, as an interrupted download leaves it; None without one."""
     with contextlib.suppress(OSError):
         links = sorted(one for one in folder.iterdir() if one.suffix in _OF_MODELS and one.is_symlink())
         return next((link for link in links if not link.exists()), None)

@@ -9,7 +9,7 @@ import msgspec
 
 from trainer.contract.wording import join_words
 
-# How the names of types of whole numbers begin: of safetensors, and of torch's storages.
+# Prefixes of the names of integer types, in safetensors and of torch's storages.
 _WHOLE = ("I", "U", "BOOL", "Bool", "Long", "Short", "Char", "Byte")
 _MOST_NAMES = 8
 
@@ -36,16 +36,16 @@ class NotRowsError(ValueError):
 
 
 def rows_and_width(shape: Sequence[int]) -> tuple[int, int]:
-    """Return how many rows a tensor [..., d_in] has, and d_in; raise `NotRowsError` where it has one dimension."""
+    """Return the number of rows of a tensor [..., d_in], and d_in; raise `NotRowsError` below two dimensions."""
     if len(shape) < 2:
         raise NotRowsError(f"its shape is {[*shape]}; reshape it to [-1, d_in]")
     return math.prod(shape[:-1]), shape[-1]
 
 
 def choose_tensor(name: str, tensors: Mapping[str, tuple[str, Sequence[int]]]) -> str:
-    """Choose the tensor by this name, or the only one of floats beside whole numbers, by types and shapes.
+    """Return the name of the tensor to read: `name`, or the only one that is not of integers.
 
-    Raise `NotRowsError` where there is neither.
+    `tensors` has type and shape by name. Raise `NotRowsError` where the choice is not clear.
     """
     if name in tensors:
         return name

@@ -1,4 +1,4 @@
-"""What follows the length of a run: the learning rate, and how far the schedules of an SAE are."""
+"""Schedules over the length of a run: the learning rate, and the progress that the schedules of an SAE follow."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Annotated, Self
 
 import msgspec
 
-# The steps over which a run cools down that is to finish early, as a share of those done, and the fewest.
+# The steps of the cool-down of a run that finishes early, as a share of the steps done, and their minimum.
 COOL_DOWN_SHARE = 0.15
 FEWEST_COOL_DOWN_STEPS = 10
 _Steps = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class CoolDown(msgspec.Struct, frozen=True):
-    """The early end of a run of `planned` steps: it cools down from step `begin` on and ends at step `end`."""
+    """The early end of a run of `planned` steps: it cools down from step `begin` and ends at step `end`."""
 
     begin: _Steps
     end: _Steps
@@ -26,17 +26,17 @@ class CoolDown(msgspec.Struct, frozen=True):
 
     @classmethod
     def after(cls, step: int, planned: int) -> Self | None:
-        """Return the cool-down from `step` on; None where the planned end comes as soon."""
+        """Return the cool-down that begins at `step`; None where the planned end is not later."""
         end = step + max(FEWEST_COOL_DOWN_STEPS, math.ceil(COOL_DOWN_SHARE * step))
         return cls(step, end, planned) if end < planned else None
 
     def left(self, step: int) -> float:
-        """Return the share of the cool-down that is left before a step: 1 at its begin, 0 at its end."""
+        """Return the remaining share of the cool-down before a step: 1 at its begin, 0 at its end."""
         return (self.end - step) / (self.end - self.begin)
 
 
 class Schedule(msgspec.Struct, frozen=True):
-    """The schedules of a run of `planned` steps, of which a cool-down may end it early."""
+    """The schedules of a run of `planned` steps, which a cool-down may end early."""
 
     planned: int
     warmup_fraction: float
@@ -49,16 +49,16 @@ class Schedule(msgspec.Struct, frozen=True):
         return self.cool_down.end if self.cool_down else self.planned
 
     def progress(self, step: int) -> float:
-        """Return the share of the run that is over before a step, 0 to 1.
+        """Return the share of the run that is complete before a step, 0 to 1.
 
-        In a cool-down it rises steadily from what it was to 1, so that whatever follows it ends where it always does.
+        In a cool-down it rises linearly to 1, so that all schedules reach their usual end.
         """
         if self.cool_down is None or step < self.cool_down.begin:
             return step / self.planned
         return 1 - (1 - self.cool_down.begin / self.planned) * self.cool_down.left(step)
 
     def lr_factor(self, step: int) -> float:
-        """Return the share of the full learning rate for a step; in a cool-down it falls linearly from what it was."""
+        """Return the share of the full learning rate for a step; in a cool-down it falls linearly to 0."""
         cools, shape = self.cool_down, (self.planned, self.warmup_fraction, self.decay_fraction)
         if cools is None or step < cools.begin:
             return lr_factor(step, *shape)

@@ -13,7 +13,7 @@ LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", prominence="result")
 TOKENS_PER_S = Series("tokens/s", better="higher", format=".0f", prominence="result")
 _OTHERS = {"loss": LOSS, "tokens_per_s": TOKENS_PER_S, "lr": LR}
-# How other series are called that a run stores: parts of its loss, and what was measured of the run itself.
+# The titles of other series of a run: parts of its loss, and measurements of the run itself.
 _TITLES = {
     "mse": "squared error",
     "inner_mse": "squared error of the inner SAEs",
@@ -34,12 +34,12 @@ _TITLES = {
     "rank_memory_bytes": "memory of the rank, bytes",
 }
 HELD_OUT = "heldout_"
-# What marks a value of the last batches where a held-out one is expected: the run has not been evaluated yet.
+# Marks a value of the last batches where a held-out one is expected: the run has not been evaluated yet.
 OF_BATCH = "~"
 # Series with a value for every rank.
 PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 ERROR = "_error"
-# Shares of the rows so far that were left out.
+# Shares of the rows so far that were left out, and their reasons.
 SHARES_LEFT_OUT = OUTLIERS, NOT_FINITE = "outlier_fraction", "not_finite_fraction"
 
 
@@ -69,9 +69,9 @@ def key_metrics() -> dict[str, Series]:
 
 
 def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
-    """Return the series of which a job's screen has a curve, the most telling first.
+    """Return the series that a job's screen draws as curves, the most informative first.
 
-    Of a job with SAEs of these architectures, those that show nothing new of any of them are left out.
+    Curves that are redundant for all of these architectures are left out.
     """
     of_metrics = {name: entry.series for name, entry in METRICS.items() if entry.series.curve}
     redundant = [set(ARCHITECTURES[name].redundant_curves) for name in architectures if name in ARCHITECTURES]
@@ -81,12 +81,12 @@ def curves(architectures: Sequence[str] = ()) -> dict[str, Series]:
 
 
 def measured_names() -> list[str]:
-    """Return the names of all results of an SAE: its metrics, before each that on held-out data where there is one."""
+    """Return the names of all results of an SAE: its metrics, each after its held-out version if it has one."""
     return [each for name in result_metrics() for each in with_held_out(name)]
 
 
 def with_held_out(name: str) -> list[str]:
-    """Return the name of a metric, after that of its values on held-out data where there are any."""
+    """Return the name of a metric, after the name of its held-out version if it has one."""
     return [held_out(name), name] if name in held_out_metrics() else [name]
 
 
@@ -99,7 +99,7 @@ def series_named(name: str) -> Series:
 
 
 def title_of(name: str) -> str:
-    """Return how people read the name of a series in the store: `fvu` is `batch FVU`, `heldout_fvu` `held-out FVU`."""
+    """Return the title of a series in the store: `fvu` is `batch FVU`, `heldout_fvu` is `held-out FVU`."""
     base, _, label = name.partition("@")
     is_error = base.endswith(ERROR)
     base = base.removesuffix(ERROR) if is_error else base

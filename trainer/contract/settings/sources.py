@@ -74,11 +74,11 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         return []
 
     def usual_hold_out(self) -> HoldOut:
-        """Return how rows are held out where the job leaves it open: single rows where none is of the same text."""
+        """Return how rows are held out by default: as single rows where they do not depend on each other."""
         return "rows"
 
     def stored_at(self) -> list[tuple[str, str]]:
-        """Return each file or folder of shards that is read, after the setting that names it: inputs, then targets."""
+        """Return (setting, path) of each file or folder of shards that is read, inputs before targets."""
         return []
 
     def held(self, width: int, *, on_cuda: bool) -> Held:
@@ -195,9 +195,9 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return DataShape(sets[0].d_in, self._d_out(targets, sets, promises), n_tokens)
 
     def usual_hold_out(self) -> HoldOut:
-        """Return "texts" where all shards know them; "rows" where the shards are shuffled, which blocks would not undo.
+        """Return "texts" where all shards store them, "rows" where the shards are shuffled, else "blocks".
 
-        Else neighbours are mostly of one text, and blocks of them are held out.
+        Unshuffled neighbours mostly belong to one text.
         """
         sets = inspect_sets(self.folders, "data.path")
         if all(documents_in(shard) for one in sets for shard in one.shards):
@@ -209,7 +209,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
         try:
             twice = same_shards(inspect_sets(self.folders, "data.path"))
         except (JobFileError, OSError):
-            return []  # reported by `shape`, or written by another job before this one starts
+            return []  # `shape` reports it, or another job writes the data before this one starts
         if twice is None:
             return []
         first, second = (str(file) for file in twice)

@@ -73,7 +73,7 @@ def _text_of(stream: BinaryIO) -> str:
     content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    # Editors on Windows put a byte order mark before a text.
+    # Editors on Windows write a byte order mark first.
     return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -27,7 +27,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 # torch's names of the types that are read, and those of safetensors for the same.
 _DTYPES = {"FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "DoubleStorage": "F64"}
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8}
-# What a file begins with that torch before 1.6 has written, or a later one that was told to write like it.
+# The first bytes of a file in the format of torch before 1.6, which later versions can also write.
 _OLD_KIND = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 _AGAIN = 'write it again with torch.save({"activations": x.contiguous()}, file)'
 
@@ -69,7 +69,7 @@ def read_torch_file(file: Path, name: str) -> Rows:
     except NotRowsError:
         raise
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, OverflowError):
-        raise NotRowsError(f"it is damaged, or no file of torch.save; {_AGAIN}") from None
+        raise NotRowsError(f"it is damaged, or not a file of torch.save; {_AGAIN}") from None
     except KeyError:
         raise NotRowsError("the numbers of its tensor are missing; copy it again") from None
     except (NotImplementedError, RuntimeError):
@@ -77,7 +77,7 @@ def read_torch_file(file: Path, name: str) -> Rows:
 
 
 def refuse_old_kind(file: Path) -> None:
-    """Raise `NotRowsError` for a file that torch.save has written in the format before 1.6; `OSError`."""
+    """Raise `NotRowsError` for a file in the format of torch.save before 1.6, or `OSError`."""
     with open_plain(file) as stream:
         if stream.read(len(_OLD_KIND)) == _OLD_KIND:
             raise NotRowsError("it is in the format of torch.save before 1.6; load it with torch and save it again")

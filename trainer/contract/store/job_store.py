@@ -38,9 +38,9 @@ from trainer.contract.store.rows import (
 )
 from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
 
-# "stop-evaluation" is to the process that evaluates the job's SAEs, the others are to the supervisor.
+# "stop-evaluation" is for the process that evaluates the job's SAEs, the others are for the supervisor.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
-# Those that keep a job from going on.
+# Requests that end the current run of a job.
 ENDING: frozenset[RequestKind] = frozenset({"stop", "kill", "pause"})
 # How many ids of unreadable rows one message names.
 MOST_NAMED = 5

@@ -20,11 +20,11 @@ from trainer.contract.store.rows import Count, Event, Time, convert, readable
 ROLLUP_SHIFTS = {1: 6, 2: 12}
 # No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
 LARGEST = 1e100
-# The phases of steps: those of a run that was asked to finish early are of the second.
+# The phases of steps; the second is for a run that was asked to finish early.
 TRAINING, COOLING = "training", "cooling down"
-# The phase after a run's last checkpoint and export, in which what it has made is measured, and that after it.
+# The phases at the end: measuring the exported SAEs, the end itself, and waiting for disk space to write.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# Those before the first step; the second is that of an extraction.
+# The phases before the first step; the second one is for models of extractions.
 LOADING_MODEL = "loading the model"
 BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
 
@@ -221,7 +221,7 @@ class SeriesReader:
 def best_sae(latest: Mapping[str, float]) -> str:
     """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE, and while nothing is measured.
 
-    The FVU is held out; that of the last batches decides only while no SAE has another.
+    The held-out FVU decides; the FVU of the last batches only while no SAE has a held-out one.
     """
     fvu = _of_saes(latest, "heldout_fvu") or _of_saes(latest, "fvu")
     return min(fvu, key=fvu.__getitem__, default="")

@@ -105,7 +105,7 @@ def control_006(db: Database) -> None:
 
 
 def control_007(db: Database) -> None:
-    """Give jobs of imported SAEs that have not trained a state of their own."""
+    """Give jobs of imported SAEs that were never trained the state "imported"."""
     imported = "SELECT job_id FROM events WHERE kind = 'imported'"
     db.execute(
         f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"

@@ -99,7 +99,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     energy_s: Duration | None = None
     energy_known_s: Duration | None = None
     energy_counted_s: Duration | None = None
-    # Of rows that no step has seen; `fvu` and `l0` are of the last batches.
+    # Measured on held-out rows; `fvu` and `l0` are of the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
     tags: tuple[str, ...] = ()

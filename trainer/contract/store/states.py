@@ -17,7 +17,7 @@ class JobState(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
-    # It has not run: its SAE comes from another tool.
+    # The job has not run: its SAE comes from another tool.
     IMPORTED = "imported"
 
     @property
@@ -26,10 +26,10 @@ class JobState(StrEnum):
         return self in _END
 
 
-# How a run ends. All that is final but this was never begun.
+# How a run ends.
 _ENDED = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
 _END = _ENDED | {JobState.IMPORTED}
-# What a job that comes after others waits for.
+# The states that a dependent job waits for.
 DONE = frozenset({JobState.FINISHED, JobState.IMPORTED})
 # A job that is restarted after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
