@@ -15,6 +15,10 @@ BLOCK = 128
 LEAST_BLOCKS = 8
 # Whole texts are held out if they have no more rows than this share of all.
 MOST_IN_TEXTS = 0.25
+# The least share of the held-out rows that a half of them may have.
+LEAST_OF_HALF = 0.25
+# Stretches of rows that take turns where whole texts make no halves.
+N_STRETCHES = 16
 
 
 class TooFewTexts(ValueError):
@@ -86,6 +90,24 @@ def split_of(
         if is_asked:
             raise
         return Split(n_tokens, n_held_out, *seed, hold_out="blocks", n_first=n_first)
+
+
+def halves_of(labels: Indices) -> Indices:
+    """Return the half, 0 or 1, of each row by the label of its text: no text is in both halves.
+
+    The longest texts are placed first, each in the half with fewer rows. Where few long texts leave a half less than
+    `LEAST_OF_HALF` of the rows, stretches of rows take turns, which cut texts: neighbours mostly stay in one half, and
+    both halves have rows from the beginning and the end of the data.
+    """
+    _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]
+    for text in np.argsort(-sizes, kind="stable").tolist():
+        half_of[text] = half = int(totals[1] < totals[0])
+        totals[half] += int(sizes[text])
+    n = len(labels)
+    if min(totals) >= LEAST_OF_HALF * n:
+        return half_of[of_row]
+    return np.arange(n) * min(N_STRETCHES, n) // n % 2
 
 
 def _generator(seed: tuple[int, ...]) -> np.random.Generator:

@@ -67,8 +67,8 @@ class Texts:
         for place in np.unique(places):
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
-        pairs = np.stack([self._numberings(self.n_rows)[places], numbers], axis=1)
-        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        known, of_known = np.unique(numbers, return_inverse=True)
+        return np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[1]
 
     def _numberings(self, n_rows: int) -> Indices:
         """Return for each shard with one of the first `n_rows` rows which numbering it is of."""
@@ -88,20 +88,17 @@ def seed_key(*seed: int) -> Words:
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return for each shard which numbering it is of, from 0; all of one in doubt."""
-    numberings, lowest = np.zeros(len(parts), np.int64), int(parts[0].min()) if parts else 0
-    last = lowest
-    for number, part in enumerate(parts):
-        # A single text that goes on in the next shard looks like a numbering of one text that begins again.
-        begins = number > 0 and int(part.min()) == lowest < last
-        if begins and not all(_is_ascending(one) for one in parts):
-            # Rows that were shuffled over all shards: each has some of every text.
-            return np.zeros(len(parts), np.int64)
-        if int(part.min()) < last and not begins:
-            return np.zeros(len(parts), np.int64)
-        numberings[number:] += begins
-        last = int(part.max())
-    return numberings
+    """Return for each shard which numbering its numbers belong to, from 0; in doubt all belong to one."""
+    if not parts:
+        return np.zeros(0, np.int64)
+    lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))
+    # A text of number 0 that continues in the next shard is no new numbering, unlike one below the number before it.
+    falls = lowest[1:] < highest[:-1]
+    is_sure = bool((lowest[1:][falls] == lowest[0]).all())
+    # In rows that were shuffled over all shards each shard has rows of every text.
+    if not is_sure or (falls.any() and not all(_is_ascending(part) for part in parts)):
+        return np.zeros(len(parts), np.int64)
+    return np.concatenate([[0], falls.cumsum()])
 
 
 def _is_ascending(part: Numbers) -> bool:

@@ -28,7 +28,7 @@ from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.permutation import Words
 from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
-from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import keys_of, seed_key
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, State
@@ -48,9 +48,8 @@ _HELD_OUT_OTHERS = (
 SHARE_OF_TEXTS = 1 / 8
 # Rows that are read to find those to hold out, for each of them; and the least share of those that are wanted.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
-# The halves of the held-out rows, and into how many stretches both together are cut.
+# The halves of the held-out rows.
 HALVES = (0, 1)
-N_STRETCHES = 16
 
 
 class Read(NamedTuple):
@@ -213,9 +212,10 @@ class IndexedData(TrainingData):
             self._order = Order(self.split, seed, source.run)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
         self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
+        self._of_hooks = [_IndexedRows(source.of_hook(hook), self.split, group) for hook in range(source.n_hooks)]
 
     def of_hook(self, hook: int) -> HookRows:
-        return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
+        return self._of_hooks[hook]
 
     def held_out_key(self) -> str:
         """Return a hash of the held-out rows among those that the run began with, and the number of all of them."""
@@ -245,8 +245,14 @@ class _IndexedRows(HookRows):
     """The stored rows of one hook."""
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
-        self._source, self._split, self._group = source, split, group
+        self._source, self._split = source, split
         self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
+        of_rank = slice(group.index, None, group.size)
+        # Once, while shards are as they were opened. All ranks number the texts alike and find the same halves.
+        clusters = _clusters(source, split.held_out)
+        self._own = split.held_out[of_rank]
+        self._own_clusters = clusters._replace(labels=clusters.labels[of_rank])
+        self._own_halves = halves_of(clusters.labels)[of_rank]
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))
@@ -260,17 +266,13 @@ class _IndexedRows(HookRows):
             yield self._source.pairs(own[start : start + batch_size])
 
     def of_half(self, half: int) -> Indices:
-        return of_half(half, self.n_held_out, self._group)
+        return np.flatnonzero(self._own_halves == half)
 
     def clusters(self) -> Clusters:
-        return _clusters(self._source, self._own)
+        return self._own_clusters
 
     def clusters_of_sample(self, seed: int) -> Clusters:
         return _clusters(self._source, np.sort(self._split.sample(SAMPLE_TOKENS, seed)))
-
-    @property
-    def _own(self) -> Indices:
-        return self._split.held_out[self._group.index :: self._group.size]
 
 
 def _bad_row(source: IndexedSource, row: int) -> str:
@@ -346,8 +348,9 @@ class StreamData(TrainingData):
         held_out = self._hold_out(rows, how or HowHeldOut("rows", seed))
         self._held_out = of_each_hook(rows.joined(held_out), source.n_hooks)
         self._clusters = _clusters_of_chunks(held_out)
+        self._halves, n_texts = self._halves_and_texts()
         if self.hold_out == "texts":
-            self.n_texts = len(np.unique(self._clusters.labels))
+            self.n_texts = n_texts
         first = BufferPlace(0, 0, rows.place)
         taken = rows.take_chunks(-(-SAMPLE_TOKENS // self._group.size))
         self._sample = of_each_hook(self._whole_sample(rows.joined(taken)), source.n_hooks)
@@ -357,7 +360,8 @@ class StreamData(TrainingData):
         self._bad: list[Mark] = []
 
     def of_hook(self, hook: int) -> HookRows:
-        return _StreamHook(self, self._held_out[hook], self._sample[hook], self._bad_in_sample, self._clusters)
+        rows = self._held_out[hook], self._sample[hook]
+        return _StreamHook(self, *rows, self._bad_in_sample, self._clusters, self._halves)
 
     def rewind(self) -> None:
         self._is_filled = False
@@ -426,6 +430,22 @@ class StreamData(TrainingData):
         rows.begin_again(lambda documents: (documents <= 2 * last + 1) & _is_chosen(documents, key))
         return _first(held, n_own)
 
+    def _halves_and_texts(self) -> tuple[Indices, int]:
+        """Return the half of each of this rank's held-out rows, and the number of texts that all ranks hold out.
+
+        The contexts of one text are in several parts: by the labels of all ranks it is in one half on all of them.
+        """
+        own = torch.from_numpy(self._clusters.labels)
+        if not self._source.knows_texts or not self.n_held_out:
+            return halves_of(self._clusters.labels), 0
+        n_most = len(range(0, self.n_held_out, self._group.size))
+        # The numbers of texts are not negative.
+        padded = torch.nn.functional.pad(own, (0, n_most - len(own)), value=-1).to(self._device)
+        of_ranks = self._group.gather(padded).cpu().numpy()
+        labels = of_ranks[of_ranks >= 0]
+        first = int((of_ranks[: self._group.index] >= 0).sum())
+        return halves_of(labels)[first : first + len(own)], len(np.unique(labels))
+
     def _whole_sample(self, own: Pair) -> Pair:
         """Return the same number of rows of each part, on all ranks."""
         n = int(self._group.gather(torch.tensor(len(own[0]), device=self._device)).min())
@@ -462,10 +482,17 @@ class _StreamHook(HookRows):
     """What a stream keeps of one hook, in memory."""
 
     def __init__(
-        self, data: StreamData, held_out: Pair, sample: Pair, bad: Callable[[int], str], clusters: Clusters
+        self,
+        data: StreamData,
+        held_out: Pair,
+        sample: Pair,
+        bad: Callable[[int], str],
+        clusters: Clusters,
+        halves: Indices,
     ) -> None:
         self.n_held_out, self.hold_out = data.n_held_out, data.hold_out
-        self._held_out, self._sample, self._bad, self._clusters = held_out, sample, bad, clusters
+        self._held_out, self._sample, self._bad = held_out, sample, bad
+        self._clusters, self._halves = clusters, halves
 
     def sample(self, seed: int) -> Pair:
         return self._sample
@@ -480,8 +507,7 @@ class _StreamHook(HookRows):
         return Clusters(np.arange(len(self._sample[0])) // BLOCK, "blocks")
 
     def of_half(self, half: int) -> Indices:
-        # Each part of a stream has texts of its own.
-        return of_half(half, len(self._held_out[0]), Group())
+        return np.flatnonzero(self._halves == half)
 
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         x, y = self._held_out
@@ -517,15 +543,6 @@ def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
     if not documents:
         return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")
     return Clusters(torch.cat(documents).numpy(), "texts")
-
-
-def of_half(half: int, n_held_out: int, group: Group) -> Indices:
-    """Return which of a rank's held-out rows, counted from 0, are of half 0 or 1 of those of all ranks.
-
-    Stretches of rows take turns: neighbours are of one text, and the beginning of the data is not like its end.
-    """
-    numbers = np.arange(group.index, n_held_out, group.size)
-    return np.flatnonzero(numbers * min(N_STRETCHES, n_held_out) // n_held_out % 2 == half)
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.open_source import continue_from, open_source
 from trainer.activations.order import Order
 from trainer.activations.shards import Shards
-from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import Texts
-from trainer.activations.training_data import open_data
+from trainer.activations.training_data import HALVES, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.data_record import record_of
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 
 MakeJob = Callable[..., JobConfig]
 
@@ -110,6 +112,14 @@ def test_too_few_texts_are_refused_where_they_are_asked_for_and_else_blocks_are_
     split = split_of(1000, 50, 0, hold_out="texts", texts=texts)
     assert split.hold_out == "blocks"
     assert len(split.held_out) == 50
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=300))
+def test_no_text_is_in_both_halves_unless_it_is_nearly_all_rows(labels: list[int]) -> None:
+    halves, n = halves_of(np.array(labels)), len(labels)
+    assert np.bincount(halves, minlength=2).min() >= n / 4
+    if max(np.bincount(labels)) <= 3 * n / 4:
+        assert len({*zip(labels, halves.tolist(), strict=True)}) == len({*labels})
 
 
 def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
@@ -215,3 +225,26 @@ def test_a_folder_that_grows_keeps_what_is_held_out_also_by_shards_that_know_no_
     assert grown.hold_out == "texts"
     assert grown.split.held_out.tolist() == before.held_out.tolist()
     assert grown.n_held_out == 150
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_ranks_agree_on_halves_of_whole_texts_and_read_no_shard_for_them_later(
+    n_ranks: int, activations: Path, make_job: MakeJob
+) -> None:
+    with_documents(activations)
+    source, job = Shards(path=str(activations)), make_job()
+    held_out, of_half = split_by(job).held_out, dict[int, set[int]]()
+    for index in range(n_ranks):
+        group = Group()
+        group.index, group.size = index, n_ranks
+        rows = open_data(source, job, Parallel(torch.device("cpu"), data=group)).of_hook(0)
+        own = held_out[index::n_ranks]
+        for half in HALVES:
+            of_half.setdefault(half, set()).update(own[rows.of_half(half)].tolist())
+    assert of_half[0] | of_half[1] == {*held_out.tolist()}
+    assert {row // 50 for row in of_half[0]}.isdisjoint(row // 50 for row in of_half[1])
+    # To read what a file has lost would end the process.
+    for file in activations.glob("*.safetensors"):
+        os.truncate(file, 64)
+    assert sorted(np.concatenate([rows.of_half(half) for half in HALVES]).tolist()) == list(range(len(own)))
+    assert len(rows.clusters().labels) == len(own)

@@ -11,11 +11,12 @@ from support.toy_stream import ToyKnobs, ToyStream
 
 from trainer.activations.copies import copies_in
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import HowHeldOut, IndexedData, Read, StreamData
+from trainer.activations.training_data import HALVES, HowHeldOut, IndexedData, Read, StreamData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
+from trainer.parallel.threads import on_all
 
 SAMPLE = 60
 
@@ -62,8 +63,8 @@ def rows_of(x: torch.Tensor) -> list[tuple[float, ...]]:
     return [tuple(row) for row in x.tolist()]
 
 
-def held_out(data: StreamData) -> list[tuple[float, ...]]:
-    return [row for x, _ in data.of_hook(0).held_out(8) for row in rows_of(x)]
+def held_out(data: StreamData, half: int | None = None) -> list[tuple[float, ...]]:
+    return [row for x, _ in data.of_hook(0).held_out(8, half) for row in rows_of(x)]
 
 
 def test_the_parts_of_a_stream_and_what_they_hold_out_share_no_row() -> None:
@@ -108,6 +109,18 @@ def test_a_stream_that_knows_its_texts_holds_out_whole_ones_in_all_parts(size: i
     assert len({number for of_part in (*kept_back, *trained) for number in of_part}) == 45 + 500 * size
     assert [part.hold_out for part in parts] == ["texts"] * size
     assert parts[0].of_hook(0).clusters().labels.tolist() == [number // 6 for number in kept_back[0]]
+
+
+def test_no_text_of_a_stream_is_in_one_half_of_one_part_and_the_other_half_of_another() -> None:
+    def begin(group: Group) -> StreamData:
+        return StreamData(toy(text_rows=6), 45, 0, Parallel(torch.device("cpu"), data=group), None, BY_TEXTS)
+
+    parts = on_all(2, begin)
+    first, second = ({number // 6 for part in parts for number in numbers_of(held_out(part, half))} for half in HALVES)
+    assert first
+    assert second
+    assert first.isdisjoint(second)
+    assert [part.n_texts for part in parts] == [len(first | second)] * 2
 
 
 def test_one_part_of_a_stream_measures_no_text_that_two_parts_have_trained_on() -> None:
