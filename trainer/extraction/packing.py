@@ -74,8 +74,9 @@ class Tokenizer:
                     yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
-        """Return a document that a tokenizer takes; count it where it is not as it was."""
-        if isinstance(document, str) and document.isascii():
+        """Return a document that a tokenizer takes; count it if it differs from the original."""
+        is_chat = not isinstance(document, str) and bool(document) and isinstance(document[0], dict)
+        if not is_chat and (not isinstance(document, str) or document.isascii()):
             return document
         whole: Document = mended(document)
         self.n_mended += whole != document

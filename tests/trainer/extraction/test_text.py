@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
@@ -65,6 +66,18 @@ def test_a_text_with_bytes_that_are_not_utf_8_costs_no_other_text(form: str, tmp
         datasets.Dataset(table).save_to_disk(tmp_path / "set")
     found = read(tmp_path / ("a.parquet" if form == "parquet" else "set"))
     assert [mended(text) for text in found] == ["a cat", "the \ufffd cat", "caf\ufffd"]
+
+
+def test_a_chat_with_bytes_that_are_not_utf_8_costs_no_other_text(tmp_path: Path) -> None:
+    def chats(text: pyarrow.DataType) -> pyarrow.DataType:
+        return pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", text)]))
+
+    raw = [[{"role": "user", "content": text}] for text in (b"a cat", b"caf\xe9")]
+    as_texts = pyarrow.compute.CastOptions(chats(pyarrow.string()), allow_invalid_utf8=True)
+    column = pyarrow.array(raw, chats(pyarrow.binary())).cast(options=as_texts)
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "a.parquet")
+    found = mended(read(tmp_path / "a.parquet"))
+    assert found == [[{"role": "user", "content": text}] for text in ("a cat", "caf\ufffd")]
 
 
 def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:
