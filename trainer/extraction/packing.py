@@ -53,7 +53,7 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer beside it splits no text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # Texts in which something stands for halves of surrogate pairs.
+        # The number of texts in which unpaired surrogates were replaced.
         self.n_mended = 0
 
     def require_room(self, context: int) -> None:

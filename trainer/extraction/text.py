@@ -39,9 +39,9 @@ def documents(text: Text) -> Iterator[Document]:
 
 
 def mended(value: Any) -> Any:
-    """Return a text, or a chat of texts, with U+FFFD for each half of a surrogate pair that stands alone.
+    """Replace each unpaired surrogate of a text, or of the texts of a chat, by U+FFFD.
 
-    Texts that were cut within a character have them, as JSON can write them, and no tokenizer takes them.
+    JSON can hold them in texts that were cut within a character, and no tokenizer accepts them.
     """
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -115,7 +115,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _plain_rows(rows: Any) -> list[Any]:
-    """Return the rows of an Arrow table or batch; bytes of a text that are not UTF-8 become halves of pairs."""
+    """Return the rows of an Arrow table or batch; bytes that are not UTF-8 become unpaired surrogates."""
     try:
         return list(rows.to_pylist())
     except UnicodeDecodeError:
@@ -125,7 +125,7 @@ def _plain_rows(rows: Any) -> list[Any]:
 
 
 def _as_bytes(kind: Any) -> Any:
-    """Return an Arrow type with bytes in place of texts, also of those in chats."""
+    """Return an Arrow type with bytes in place of texts, nested ones included."""
     import pyarrow
 
     types = pyarrow.types
