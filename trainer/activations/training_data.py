@@ -201,7 +201,7 @@ class IndexedData(TrainingData):
         self, source: IndexedSource, n_held_out: int, seed: int, group: Group, how: HowHeldOut | None = None
     ) -> None:
         super().__init__(source.n_hooks)
-        self._source, self._group = source, group
+        self._source = source
         try:
             self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed))
         except TooFewTexts as error:
