@@ -63,7 +63,7 @@ def norms_of(rows: Tensor) -> Tensor:
 
 
 def are_finite(x: Tensor, y: Tensor) -> Tensor:
-    """Tell for each row, bool [n], whether fp32 can compute with it and with its target."""
+    """Return for each row, bool [n], whether fp32 can compute with it and with its target."""
     finite = norms_of(x) < torch.inf
     return finite if y is x else finite & (norms_of(y) < torch.inf)
 
@@ -83,7 +83,7 @@ class Source(ABC):
     n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
-    # What a user should know of how it is read.
+    # What a user should know about how it is read.
     notes: Sequence[str] = ()
 
     def of_hook(self, hook: int) -> Source:
@@ -105,11 +105,11 @@ class IndexedSource(Source):
     # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
     sizes: Sequence[int] = ()
     weights: Sequence[float] | None = None
-    # The texts of each of these sets; none where some shard does not know them.
+    # The texts of each of these sets; empty if a shard does not record them.
     texts: Sequence[Texts] = ()
-    # How rows are held out where the job leaves it open.
+    # How rows are held out if the job does not say.
     usual_hold_out: HoldOut = "rows"
-    # The rows of each set that a run began with, where it has grown since: held-out rows are drawn from these.
+    # For a set that has grown since the run began: its rows at that time. Held-out rows are drawn from these.
     split_sizes: Sequence[int] = ()
     # Rows beside each other that may be trained on together; more than 1 where they were shuffled as they were stored.
     run: int = 1
@@ -118,7 +118,7 @@ class IndexedSource(Source):
         return self
 
     def continue_from(self, before: DataRecord) -> None:
-        """Keep the numbers that rows had in a run that was trained on `before`; new rows come behind them."""
+        """Keep the row numbers of a run that was trained on `before`; new rows follow them."""
 
     def read_by_all_threads(self) -> None:
         """Read with all threads of this process from now on: of a rank on a GPU they have nothing else to do."""
@@ -140,7 +140,7 @@ class IndexedSource(Source):
         """Name a row for a message."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """Return the lowest of these rows that is not finite at one of the hooks, or None; read them again for it."""
+        """Read these rows again and return the lowest one that is not finite at one of the hooks, or None."""
         of_hooks = [are_finite(*pair) for pair in of_each_hook(self.pairs(indices), self.n_hooks)]
         bad = ~torch.stack(of_hooks).all(dim=0)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
@@ -157,7 +157,7 @@ class StreamSource(Source):
     shuffle_tokens: int
     # Whether rows cost so much that ranks with the same part make a share of them each; `divide` is then called.
     is_divided: bool = False
-    # Whether `documents` says which texts rows are of.
+    # Whether `documents` returns the texts of rows.
     knows_texts: bool = False
     # Devices of this rank that only make rows, set before `begin`; without one they are made where they are trained on.
     own_devices: Sequence[torch.device] = ()
@@ -177,9 +177,9 @@ class StreamSource(Source):
         """
 
     def documents(self) -> Tensor:
-        """Return the number of the text of each row that `next_rows` gave last, int64 [n] on the CPU.
+        """Return the text number of each row of the last `next_rows`, int64 [n] on the CPU.
 
-        A text has the same number in all parts, and those that come later mostly have higher ones.
+        A text has the same number in all parts, and later texts mostly have higher numbers.
         """
         raise NotImplementedError
 

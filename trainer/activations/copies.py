@@ -1,4 +1,4 @@
-"""Finds held-out rows that were trained on as well, under another number: their FVU says nothing of new rows."""
+"""Finds held-out rows that are also training rows: their FVU says nothing about new rows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 if TYPE_CHECKING:
     from trainer.activations.training_data import HookRows
 
-# Held-out rows that are looked at.
+# The most held-out rows to check.
 MOST_HELD_OUT = 32_768
 _BATCH = 4096
 
 
 def copies_in(rows: HookRows, seed: int) -> float | None:
-    """Return the share of a rank's held-out rows that are the same, bit by bit, as one of a sample of training rows.
+    """Return the share of a rank's held-out rows that equal, bit by bit, a row of a sample of training rows.
 
-    None where nothing is held out. It reads rows once more that the start of a run reads anyway, and hashes them: 0.3 s
-    for twice 32,768 rows of 2,304 numbers in 16 bits.
+    Return None if nothing is held out. The rows are read again, although the start of a run reads them anyway. Hashing
+    twice 32,768 rows of 2,304 16-bit numbers takes 0.3 s.
     """
     if not rows.n_held_out:
         return None
@@ -34,6 +34,6 @@ def copies_in(rows: HookRows, seed: int) -> float | None:
 
 
 def _hashes(rows: Tensor) -> list[int]:
-    """Return a hash of 64 bits of each row [n, d]; rows of zeros, as padding leaves them, have none."""
+    """Return a 64-bit hash of each row [n, d], without rows of zeros, which padding leaves."""
     rows = rows[(rows != 0).any(dim=1)]
     return [hash(row.tobytes()) for row in rows.contiguous().view(torch.uint8).numpy()]

@@ -1,6 +1,6 @@
-"""Few dimensions that hold most of the variance: an SAE that learns them alone has a low FVU, and nothing else.
+"""Finds the few dimensions that hold most of the variance: an SAE that learns only these already has a low FVU.
 
-The remedies are to leave them out, or to scale them down: a factor for each dimension, 0 for one that is left out.
+They can be left out or scaled down: each dimension gets a factor, 0 if it is left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.contract.settings.job import Data
 from trainer.contract.wording import join_words, plural
 
-# How many times as far as the median one a dimension may spread where they are scaled.
+# The largest spread of a scaled dimension, as a multiple of the median spread.
 WIDEST = 3.0
 # They are few up to this share of all dimensions, or as one alone, and hold most of the variance from here on.
 FEW, MOST = 0.01, 0.5
@@ -38,7 +38,7 @@ class HeavyDimensions(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """Say what to do about them."""
+        """Return what to do about them."""
         it, listed = "it" if len(self.numbers) == 1 else "them", ", ".join(map(str, self.numbers))
         return (
             f"FVU mostly measures {it}: leave {it} out with data.drop_dimensions = [{listed}], "
@@ -65,10 +65,10 @@ def named(numbers: Sequence[int], d: int) -> str:
 
 
 def dimension_scales(rows: Tensor, data: Data) -> Tensor:
-    """Return the factor of each dimension of rows [n, d] that a job asks for, fp32 [d]: 1, less, or 0 to leave it out.
+    """Return the factor of each dimension of rows [n, d] for a job, fp32 [d]: at most 1, or 0 to leave it out.
 
-    Where they are scaled, none spreads more than `WIDEST` times as far as the median one of those that vary. So what
-    is no outlier stays as it is, and a dimension just above the limit is treated like one just below.
+    Scaling reduces each spread to at most `WIDEST` times the median of the dimensions that vary. So ordinary dimensions
+    stay as they are, and one just above the limit is treated like one just below.
     """
     scales = torch.ones(rows.shape[1], dtype=torch.float64, device=rows.device)
     if data.scale_dimensions == "auto":
@@ -80,12 +80,12 @@ def dimension_scales(rows: Tensor, data: Data) -> Tensor:
 
 
 def changed_scales(scales: Tensor) -> dict[str, float]:
-    """Return the factors other than 1 by the number of their dimension, as JSON keeps them."""
+    """Return the factors other than 1 by dimension, in the form that JSON stores."""
     return {str(number): factor for number, factor in enumerate(scales.tolist()) if factor != 1}
 
 
 def scales_sentence(changed: Mapping[str, float], d: int) -> str:
-    """Say which dimensions of `d` are left out or scaled down; "" where none is."""
+    """Describe which of `d` dimensions are left out or scaled down; return "" if none are."""
     dropped = [int(number) for number, factor in changed.items() if factor == 0]
     scaled = {int(number): factor for number, factor in changed.items() if factor}
     parts = [f"{named(dropped, d)} left out"] if dropped else []

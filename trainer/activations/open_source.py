@@ -24,9 +24,9 @@ def open_source(job: JobConfig) -> Source:
 
 
 def continue_from(source: Source, job: JobConfig, before: DataRecord | None) -> DataRecord:
-    """Keep the numbers that rows had in a run that was trained on `before`, and return what the data is now.
+    """Keep the row numbers of a run that was trained on `before`, and return the record of the data as it is now.
 
-    New rows come behind the old ones. Raise `JobFileError` where a shard is no longer what it was.
+    New rows follow the old ones. Raise `JobFileError` if a shard has changed.
     """
     record = record_of(job.hooks.values(), before)
     if before and isinstance(source, IndexedSource):

@@ -1,8 +1,8 @@
-"""Rows that no SAE should learn from: left out one by one, and counted.
+"""Leaves out and counts rows that no SAE should learn from.
 
-These are rows that are not finite, rows whose norm is far beyond all others, such as those of a text's first tokens,
-and on request rows of zeros, as padding leaves them. One row of 170 times the norm in 256 takes more of an SAE's loss
-than all others together; one with a NaN takes all of it.
+These are rows that are not finite, rows with a far larger norm than all others, such as first tokens of texts, and on
+request rows of zeros, which padding leaves. One row in 256 with 170 times the usual norm contributes more to an SAE's
+loss than all others together; a single NaN makes the whole loss NaN.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 
 from trainer.activations.base import Pair, norms_of
 
-# Where no limit is asked for: in fp32 the squares of squares of longer rows, in the optimizer, are infinite.
+# The limit if the job sets none: the optimizer squares squares, which overflow fp32 for longer rows.
 _BEYOND_FP32 = 1e9
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class LeftOut(NamedTuple):
-    """How many of `n_seen` rows were left out, by the reason."""
+    """How many of `n_seen` rows were left out, by reason."""
 
     outliers: int
     not_finite: int
@@ -34,11 +34,11 @@ class LeftOut(NamedTuple):
 
 
 class Outliers:
-    """Finds rows to leave out, by a sample of inputs x [n, d_in] and targets y [n, d_out], `x` itself for an SAE.
+    """Finds rows to leave out, from a sample of inputs x [n, d_in] and targets y [n, d_out]; y is x for an SAE.
 
-    A row is an outlier where its norm is more than `times` the median norm of rows that are not zero; with `times` = 0
-    only where fp32 cannot compute with it. Rows that are not finite in fp32 are left out, too, and with `drops_zero`
-    rows of zeros. A row goes with its target.
+    A row is an outlier if its norm is more than `times` the median norm of rows that are not zero; with `times` = 0,
+    only if fp32 cannot compute with it. Rows that are not finite in fp32 are left out as well, and with `drops_zero`
+    also rows of zeros. A row and its target are left out together.
     """
 
     def __init__(self, x: Tensor, y: Tensor, times: float, *, drops_zero: bool = False) -> None:
@@ -49,7 +49,7 @@ class Outliers:
 
     @property
     def counts(self) -> Tensor:
-        """Return the fields of `LeftOut`, by the rows that were noted and went through `replace`: float64 [4]."""
+        """Return the fields of `LeftOut` for the rows that `note` and `replace` were given, float64 [4]."""
         # Filled on the device, since a copy from the host would wait.
         n_seen = self._n_marked.new_full((), self._n_seen)
         n_within, n_finite, *n_not_zero = self._n_marked
@@ -57,13 +57,13 @@ class Outliers:
         return torch.stack([n_finite - n_within, n_seen - n_finite, n_zero, n_seen]).double()
 
     def ordinary(self, x: Tensor, y: Tensor) -> Tensor:
-        """Tell for each row whether it stays, bool [n]."""
+        """Return for each row whether it stays, bool [n]."""
         return self._stay(self._marks(x, y))
 
     def replace(self, x: Tensor, y: Tensor) -> Pair:
-        """Return the rows with each one to leave out replaced by the row before it that stays, in a ring; count them.
+        """Replace each row to leave out by the last row before it that stays, cyclically; count the replaced rows.
 
-        So batches keep their size, and nothing waits for a GPU. `note` counts the rows that were looked at.
+        So batches keep their size, and nothing waits for a GPU. `note` counts all rows.
         """
         marks = self._marks(x, y)
         self._n_marked += torch.stack(marks).sum(1)
@@ -87,13 +87,13 @@ class Outliers:
         return kept, kept if y is x else y[stay]
 
     def count(self, x: Tensor, y: Tensor) -> LeftOut:
-        """Count what is left out of rows."""
+        """Count the rows to leave out."""
         n_within, n_finite, *n_not_zero = (int(mark.sum()) for mark in self._marks(x, y))
         n_zero = len(x) - n_not_zero[0] if n_not_zero else 0
         return LeftOut(n_finite - n_within, len(x) - n_finite, n_zero, len(x))
 
     def _marks(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        """Tell of each row, bool [n] each, whether it is within the limit, finite and, where it is asked, not zero."""
+        """Return whether each row is within the limit, finite and, if `drops_zero`, not zero: bool [n] each."""
         marks = self._marks_of(x, self._limits[0])
         if y is x:
             return marks
@@ -101,7 +101,7 @@ class Outliers:
 
     def _marks_of(self, rows: Tensor, limit: float) -> list[Tensor]:
         norms = norms_of(rows)
-        # Neither is true of a NaN, which is not 0.
+        # Both are false for NaN, which is also not 0.
         within_and_finite = [norms <= limit, norms < torch.inf]
         return [*within_and_finite, norms != 0] if self._drops_zero else within_and_finite
 

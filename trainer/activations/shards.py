@@ -36,7 +36,7 @@ _DTYPES = {
 }
 
 _NO_TEXT = -(2**63)
-# Only an extraction of ours notes this next to its shards.
+# A key of meta.json that only our own extraction writes.
 _OF_EXTRACTION = "documents_share_contexts"
 # Rows that are read at one place of shuffled shards: a disk serves them as fast as the whole file, and a batch of 4096
 # is still of 64 places.
@@ -152,9 +152,9 @@ class _Mapped:
         return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
     def _read(self, number: int, indices: Indices, into: Tensor) -> None:
-        """Read rows of a shard into their place in a batch; beside a step on the CPU by this thread alone.
+        """Read rows of a shard into their place in a batch; during a step on the CPU only this thread reads.
 
-        Raise `UserError` where the file has become shorter: to read beyond its end would kill the process by SIGBUS.
+        Raise `ShardCutError` if the file has become shorter: reading beyond its end would kill the process by SIGBUS.
         """
         mapped = self._maps[number]
         if mapped is not None and (size := mapped.size()) < len(mapped):
@@ -172,7 +172,7 @@ class _Mapped:
 
 
 def _in_order(sets: list[ShardSet], before: DataRecord) -> list[ShardSet]:
-    """Return the shards of each folder with those that a run was trained on first, in the order that they had."""
+    """Return the shards of each folder; shards that the run was trained on come first, in their old order."""
     return [one.beginning_with(folder.names) for one, folder in zip(sets, before, strict=True)]
 
 
@@ -212,9 +212,9 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 
 
 def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Texts]:
-    """Return the texts of each set; none where one of the shards that held-out rows are chosen from knows none.
+    """Return the texts of each set; an empty list if a shard that held-out rows are chosen from does not record them.
 
-    Rows of a later shard that knows none are of no text that is held out.
+    Rows of later shards that do not record their texts belong to no held-out text.
     """
     texts = []
     for one, n_split in zip(sets, split_sizes or [one.n_tokens for one in sets], strict=True):
@@ -230,7 +230,7 @@ def _texts_of(sets: Sequence[ShardSet], split_sizes: Sequence[int]) -> list[Text
             )
             first += shard.n_tokens
         meta = _read_meta(one.shards[0].file.parent / "meta.json")
-        # An extraction counts through its text, also where several processes write.
+        # An extraction numbers all its texts in one sequence, even if several processes write.
         texts.append(Texts(parts, numbered_through=_OF_EXTRACTION in meta))
     return texts
 

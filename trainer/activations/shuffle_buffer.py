@@ -18,7 +18,7 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
 
 class Chunk(NamedTuple):
-    """Rows that a stream gave at once, on the CPU, its state before, and the texts of the rows where it knows them."""
+    """Rows that a stream returned together, on the CPU; its state before them; and their texts, if it knows them."""
 
     state: Any
     x: Tensor
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
     documents: Tensor | None = None
 
     def where(self, chosen: Tensor) -> Chunk:
-        """Return the rows that are chosen, bool [n]."""
+        """Return the chosen rows, bool [n]."""
         if chosen.all():
             return self
         x = self.x[chosen]
@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
         return Chunk(self.state, x, x if self.y is self.x else self.y[chosen], documents)
 
 
-# Tells of the texts of rows, int64 [n], which of them are left out, bool [n].
+# Maps the text numbers of rows, int64 [n], to whether they are left out, bool [n].
 LeaveOut = Callable[[Tensor], Tensor]
 
 
@@ -62,7 +62,7 @@ class StreamRows:
         return self.joined(self.take_chunks(n))
 
     def take_chunks(self, n: int) -> list[Chunk]:
-        """Return the next n rows as the stream gave them; fewer where it ends."""
+        """Return the next n rows in the chunks that the stream returned; fewer at its end."""
         chunks: list[Chunk] = []
         while n and (chunk := self._some(n)):
             chunks.append(chunk)
@@ -82,11 +82,11 @@ class StreamRows:
         return None if chunk is None else (chunk.x, chunk.y)
 
     def next_chunk(self) -> Chunk | None:
-        """Return the rest of what the stream has given at once, or the next that it gives; None where it ends."""
+        """Return the rest of the current chunk, or the next one; None at the end of the stream."""
         return self._some(None)
 
     def begin_again(self, leave_out: LeaveOut | None = None) -> None:
-        """Go to the first row again, before the first `go_to`; from now on leave out the rows of some texts."""
+        """Return to the first row, before any `go_to`; leave out the rows of some texts from now on."""
         assert self._kept is not None
         self._leave_out = leave_out
         self._again = deque(self._kept)

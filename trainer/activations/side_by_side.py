@@ -64,7 +64,7 @@ class SideBySide(IndexedSource):
 
 
 def are_alike(some: Sequence[Texts], others: Sequence[Texts]) -> bool:
-    """Tell whether rows of the same number are of the same texts, by rows from everywhere."""
+    """Return whether equal row numbers belong to the same texts, judged by rows from everywhere."""
     return len(some) == len(others) and all(
         one.n_rows == other.n_rows
         and np.array_equal(one.labels(_spread(one.n_rows)), other.labels(_spread(one.n_rows)))

@@ -9,26 +9,30 @@ from trainer.activations.permutation import Words
 from trainer.activations.texts import Counts, Texts, keys_of, seed_key
 from trainer.contract.settings.sources import HoldOut
 
-# Neighbours that are held out together, and that count as of one text where no text is known.
+# Neighbouring rows that are held out together, and count as one text if no text is known.
 BLOCK = 128
-# The fewest places that rows are held out at.
+# The fewest places from which rows are held out.
 LEAST_BLOCKS = 8
-# Whole texts are held out if they have no more rows than this share of all.
+# Whole texts are held out only if they make up at most this share of all rows.
 MOST_IN_TEXTS = 0.25
+# The least share of the held-out rows that a half of them may have.
+LEAST_OF_HALF = 0.25
+# The number of stretches of rows that alternate if texts are too long to be kept whole.
+N_STRETCHES = 16
 
 
 class TooFewTexts(ValueError):
-    """The texts are too few or too long for whole ones to be held out; says so in a sentence."""
+    """The texts are too few or too long to hold out whole ones; the message gives the figures."""
 
 
 class Split:
-    """Rows that are held out, and the others, which are numbered from 0 without a gap.
+    """Held-out rows, and training rows, which are numbered from 0 without a gap.
 
-    It depends on its arguments alone: on `hold_out`, the seed, how many rows are wanted, and of the first `n_first`
-    rows (by default all) on their number, or on the texts that they are of. So `held_out` stays the same where rows are
-    added at the end. These are trained on, but for those of a text that is held out, which are `left_out` alone.
+    The split depends only on `hold_out`, the seed, the number of rows wanted, and the number or texts of the first
+    `n_first` rows (by default all). So `held_out` stays the same if rows are added at the end. Added rows are trained
+    on, except those of a held-out text: these are in `left_out` but not in `held_out`.
 
-    Whole texts have about as many rows as are wanted, "rows" and "blocks" exactly. Raise `TooFewTexts`.
+    Whole texts give about the number of rows wanted, "rows" and "blocks" exactly that. Raise `TooFewTexts`.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Split:
     ) -> None:
         n_first = n_tokens if n_first is None else n_first
         self.hold_out = hold_out
-        # How many texts are held out; 0 where none is known.
+        # How many texts are held out; 0 if texts are unknown.
         self.n_texts = 0
         if hold_out == "texts" and n_held_out:
             assert texts is not None
@@ -53,7 +57,7 @@ class Split:
             self.left_out = np.sort((_blocks if hold_out == "blocks" else _rows)(n_first, n_held_out, seed))
         self.held_out: Indices = self.left_out[self.left_out < n_first]
         self.n_train = n_tokens - len(self.left_out)
-        # Row j of those left out lies after left_out[j] - j training rows.
+        # left_out[j] has left_out[j] - j training rows before it.
         self._before = self.left_out - np.arange(len(self.left_out))
 
     def rows(self, numbers: Indices) -> Indices:
@@ -75,12 +79,12 @@ def split_of(
     n_first: int | None = None,
     is_asked: bool = False,
 ) -> Split:
-    """Return a `Split` by texts, or by blocks where these are too few; if texts are asked for, raise `TooFewTexts`."""
+    """Return a `Split` by texts, or by blocks if there are too few; raise `TooFewTexts` if the job asks for texts."""
     if hold_out != "texts":
         return Split(n_tokens, n_held_out, *seed, hold_out=hold_out, n_first=n_first)
     try:
         if texts is None:
-            raise TooFewTexts("which text a row is of is not known")
+            raise TooFewTexts("the texts of the rows are unknown")
         return Split(n_tokens, n_held_out, *seed, hold_out="texts", texts=texts, n_first=n_first)
     except TooFewTexts:
         if is_asked:
@@ -88,8 +92,26 @@ def split_of(
         return Split(n_tokens, n_held_out, *seed, hold_out="blocks", n_first=n_first)
 
 
+def halves_of(labels: Indices) -> Indices:
+    """Return the half, 0 or 1, of each row, given the label of its text: no text is in both halves.
+
+    The longest texts are assigned first, each to the half with fewer rows. If a few long texts would leave one half
+    less than `LEAST_OF_HALF` of the rows, texts are cut: stretches of rows alternate between the halves, so that
+    neighbours mostly stay together and both halves cover the data from beginning to end.
+    """
+    _, of_row, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    half_of, totals = np.zeros(len(sizes), np.int64), [0, 0]
+    for text in np.argsort(-sizes, kind="stable").tolist():
+        half_of[text] = half = int(totals[1] < totals[0])
+        totals[half] += int(sizes[text])
+    n = len(labels)
+    if min(totals) >= LEAST_OF_HALF * n:
+        return half_of[of_row]
+    return np.arange(n) * min(N_STRETCHES, n) // n % 2
+
+
 def _generator(seed: tuple[int, ...]) -> np.random.Generator:
-    # A stream of its own: the permutations of epochs are seeded by (seed, epoch).
+    # A random stream of its own: the permutations of epochs are seeded by (seed, epoch).
     return np.random.default_rng((*seed, 2**32))
 
 
@@ -99,7 +121,7 @@ def _rows(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
-    """Choose the first rows of some blocks of `BLOCK` neighbours, of each as many: whole blocks if many are wanted."""
+    """Choose equally many first rows of random blocks of `BLOCK` neighbours: whole blocks if many rows are wanted."""
     if not n_held_out:
         return np.zeros(0, np.int64)
     n_blocks = -(-n_rows // BLOCK)
@@ -115,9 +137,9 @@ def _blocks(n_rows: int, n_held_out: int, seed: tuple[int, ...]) -> Indices:
 
 
 def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
-    """Choose texts at random until they have `n_wanted` rows, of those that have no more than that each.
+    """Choose random texts of at most `n_wanted` rows each until they have `n_wanted` rows in all.
 
-    Where these are too few, the shortest of the others follow.
+    If these are too few, the shortest of the longer texts follow.
     """
     order = np.argsort(keys_of(texts.number, seed, texts.numbering), kind="stable")
     is_long = texts.n_rows[order] > n_wanted
@@ -130,5 +152,5 @@ def _texts(texts: Counts, n_rows: int, n_wanted: int, seed: Words) -> Counts:
     total = int(totals[n - 1]) if n else 0
     if total < n_wanted / 2 or total > max(2 * n_wanted, MOST_IN_TEXTS * n_rows):
         n_texts, longest = len(totals), int(texts.n_rows.max())
-        raise TooFewTexts(f"the {n_rows:,} rows are of {n_texts:,} texts, the longest of {longest:,} rows")
+        raise TooFewTexts(f"the {n_rows:,} rows come from {n_texts:,} texts, the longest has {longest:,} rows")
     return Counts(*(column[candidates[:n]] for column in texts))

@@ -1,4 +1,4 @@
-"""Which text each stored row is of, by the `document` of its shard; activations are not read for it."""
+"""Maps stored rows to their texts, by the tensor `document` of each shard; activations are not read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from trainer.activations.permutation import Indices, Words, mixed
 
 Numbers = NDArray[Any]
-# Numbers of texts are counted in a table if it has no more than this many places for each row.
+# Text numbers are counted in a table if it has at most this many entries per row.
 _PLACES_PER_ROW = 4
 
 
 class Counts(NamedTuple):
-    """Texts, [n] each: which numbering their number is of, the number, and how many rows they have."""
+    """Texts, [n] each: the numbering, the number within it, and the number of rows."""
 
     numbering: Indices
     number: Indices
@@ -24,11 +24,11 @@ class Counts(NamedTuple):
 
 
 class Texts:
-    """The texts of the rows of one set of shards; `parts` are the numbers of each shard's rows, in their order.
+    """The texts of the rows of one set of shards; `parts` has the text numbers of each shard's rows, in order.
 
-    A number stands for the same text in all shards where they are `numbered_through`, as those of an extraction are.
-    Where a later shard begins again at the lowest number, and numbers ascend in all shards, it is of other texts. In
-    doubt equal numbers are one text, so that none is on both sides of a split.
+    With `numbered_through`, as in our own extractions, a number means the same text in all shards. Otherwise, if
+    numbers ascend within all shards and a later shard starts again at the lowest number, it holds other texts. In
+    doubt, equal numbers count as one text, so that no text is on both sides of a split.
     """
 
     def __init__(self, parts: Sequence[Numbers], *, numbered_through: bool = True) -> None:
@@ -38,7 +38,7 @@ class Texts:
         self._numbered_through = numbered_through
 
     def counts(self, n_rows: int) -> Counts:
-        """Return the texts of the first `n_rows` rows; what comes later changes nothing."""
+        """Return the texts of the first `n_rows` rows; later rows have no influence."""
         found: dict[int, list[tuple[Indices, Indices]]] = {}
         for part, start, numbering in zip(self._parts, self._starts, self._numberings(n_rows), strict=False):
             if start < n_rows:
@@ -49,9 +49,9 @@ class Texts:
         return Counts(np.concatenate(numberings), np.concatenate(numbers), np.concatenate(counts))
 
     def rows_of(self, texts: Counts, n_rows: int) -> Indices:
-        """Return all rows, ascending, of some texts that were counted in the first `n_rows`.
+        """Return all rows, ascending, of some texts among those counted in the first `n_rows`.
 
-        In later shards all rows under one of their numbers count, whichever numbering that is of.
+        In later shards all rows with one of their numbers count, whatever the numbering.
         """
         rows, numberings = [], self._numberings(n_rows)
         for place, (part, start) in enumerate(zip(self._parts, self._starts, strict=False)):
@@ -61,47 +61,44 @@ class Texts:
         return np.concatenate(rows)
 
     def labels(self, rows: Indices) -> Indices:
-        """Return for each of some ascending rows a label, from 0, which those of one text share."""
+        """Return a label for each of some ascending rows, from 0; rows of one text share a label."""
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
         for place in np.unique(places):
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
-        pairs = np.stack([self._numberings(self.n_rows)[places], numbers], axis=1)
-        return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
+        known, of_known = np.unique(numbers, return_inverse=True)
+        return np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[1]
 
     def _numberings(self, n_rows: int) -> Indices:
-        """Return for each shard with one of the first `n_rows` rows which numbering it is of."""
+        """Return the numbering of each shard that has some of the first `n_rows` rows."""
         parts = [part for part, start in zip(self._parts, self._starts, strict=False) if start < n_rows]
         return np.zeros(len(parts), np.int64) if self._numbered_through else _numberings(parts)
 
 
 def keys_of(number: Indices, seed: Words, numbering: Indices | int = 0) -> Words:
-    """Return a random number for each text, the same whatever other texts there are; `seed` is of `seed_key`."""
+    """Return a random number for each text, independent of other texts; `seed` comes from `seed_key`."""
     of_number = mixed(number.astype(np.int64).view(np.uint64) ^ seed)
     return mixed(of_number + np.asarray(numbering).astype(np.uint64))
 
 
 def seed_key(*seed: int) -> Words:
-    """Return what `keys_of` takes as its seed."""
+    """Return the seed for `keys_of`."""
     return np.random.SeedSequence(seed).generate_state(1, np.uint64).astype(np.uint64)
 
 
 def _numberings(parts: Sequence[Numbers]) -> Indices:
-    """Return for each shard which numbering it is of, from 0; all of one in doubt."""
-    numberings, lowest = np.zeros(len(parts), np.int64), int(parts[0].min()) if parts else 0
-    last = lowest
-    for number, part in enumerate(parts):
-        # A single text that goes on in the next shard looks like a numbering of one text that begins again.
-        begins = number > 0 and int(part.min()) == lowest < last
-        if begins and not all(_is_ascending(one) for one in parts):
-            # Rows that were shuffled over all shards: each has some of every text.
-            return np.zeros(len(parts), np.int64)
-        if int(part.min()) < last and not begins:
-            return np.zeros(len(parts), np.int64)
-        numberings[number:] += begins
-        last = int(part.max())
-    return numberings
+    """Return the numbering of each shard, from 0; in doubt all shards share one."""
+    if not parts:
+        return np.zeros(0, np.int64)
+    lowest, highest = (np.array([int(limit(part)) for part in parts]) for limit in (np.min, np.max))
+    # Strictly below: a single text that continues in the next shard does not begin a new numbering.
+    falls = lowest[1:] < highest[:-1]
+    is_sure = bool((lowest[1:][falls] == lowest[0]).all())
+    # Rows that were shuffled across shards: each shard has some rows of every text.
+    if not is_sure or (falls.any() and not all(_is_ascending(part) for part in parts)):
+        return np.zeros(len(parts), np.int64)
+    return np.concatenate([[0], falls.cumsum()])
 
 
 def _is_ascending(part: Numbers) -> bool:
@@ -109,7 +106,7 @@ def _is_ascending(part: Numbers) -> bool:
 
 
 def _counted(part: Numbers) -> tuple[Indices, Indices]:
-    """Return the numbers in a shard, ascending, and how often each is there."""
+    """Return the text numbers in a shard, ascending, and how often each occurs."""
     low, high = int(part.min()), int(part.max())
     if high - low < _PLACES_PER_ROW * len(part) + 2**16:
         counts = np.bincount(part.astype(np.int64) - low)

@@ -28,7 +28,7 @@ from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.permutation import Words
 from trainer.activations.shuffle_buffer import Chunk, ShuffleBuffer, StreamRows
-from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import keys_of, seed_key
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, State
@@ -40,17 +40,16 @@ from trainer.parallel.group import Group, gather_bytes
 # Rows of a sample: OpenAI's number for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 _HELD_OUT_OTHERS = (
-    "data.hold_out: other rows would be held out than before, since shards were added that do not know their texts, or "
-    "there are more ranks than rows held out; undo that, or start a new run"
+    "data.hold_out: the held-out rows would change, since added shards do not record their texts or there are more "
+    "ranks than held-out rows; undo that, or start a new run"
 )
-# Of the texts of a stream, one in so many is held out among those that come first: the rows that are read for that, 8 x
-# 32,768, are as many as are held to mix them, so that a model reads none of them for it alone.
+# The share of a stream's first texts that is held out. Finding these takes 8 x 32,768 rows, as many as the shuffle
+# buffer holds, so that the model reads no extra rows.
 SHARE_OF_TEXTS = 1 / 8
-# Rows that are read to find those to hold out, for each of them; and the least share of those that are wanted.
+# The most rows to read per held-out row, and the least share of the wanted rows that must be found.
 MOST_READ, LEAST_OF_TEXTS = 16, 0.25
-# The halves of the held-out rows, and into how many stretches both together are cut.
+# The halves of the held-out rows.
 HALVES = (0, 1)
-N_STRETCHES = 16
 
 
 class Read(NamedTuple):
@@ -70,7 +69,7 @@ class Mark(NamedTuple):
 
 
 class Clusters(NamedTuple):
-    """A label for each of some rows, int64 [n], which rows of one text, or of one block of neighbours, share."""
+    """A label for each row, int64 [n]; rows of one text, or of one block of neighbours, share a label."""
 
     labels: Indices
     of: Literal["texts", "blocks"]
@@ -93,18 +92,18 @@ class HookRows(ABC):
 
     @abstractmethod
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield this rank's part of the rows that are never trained on, in batches; of one half of them where asked.
+        """Yield this rank's part of the rows that are never trained on, in batches; with `half` only those of one half.
 
         Halves are 0 and 1, the same on any number of ranks.
         """
 
     @abstractmethod
     def of_half(self, half: int) -> Indices:
-        """Return which of the rows that `held_out` yields, counted from 0, are of one half."""
+        """Return the positions of one half's rows among the rows that `held_out` yields."""
 
     @abstractmethod
     def clusters(self) -> Clusters:
-        """Return which of the rows that `held_out` yields depend on each other."""
+        """Return which rows that `held_out` yields depend on each other."""
 
     @abstractmethod
     def clusters_of_sample(self, seed: int) -> Clusters:
@@ -114,7 +113,7 @@ class HookRows(ABC):
 class TrainingData(ABC):
     """The rows that one rank trains on, in their order; of several hooks side by side, as their source has them."""
 
-    # Rows kept back on all ranks together, how they are chosen, and how many texts they are, where these are known.
+    # The held-out rows of all ranks together, how they are chosen, and how many texts they come from, if known.
     n_held_out: int
     hold_out: str = "rows"
     n_texts: int = 0
@@ -157,14 +156,14 @@ class TrainingData(ABC):
         return msgspec.UNSET
 
     def held_out_key(self) -> str:
-        """Return a short text that is the same for the same held-out rows; "" for those of a stream."""
+        """Return a short text that identifies the held-out rows; "" for a stream."""
         return ""
 
 
 def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State | None = None) -> TrainingData:
     """Return what one rank trains on; `resumed` is the state of the checkpoint that a run goes on from.
 
-    Raise `UserError` where a stream cannot go on from there, or rows cannot be held out as asked.
+    Raise `UserError` if a stream cannot continue from there, or rows cannot be held out as the job asks.
     """
     n_held_out, seed = job.data.held_out(_n_split(source), parallel.world_size), job.train.seed
     is_asked = job.data.hold_out != "auto"
@@ -172,7 +171,7 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
         how = HowHeldOut(job.hold_out, job.data.split_seed, is_asked)
         return StreamData(source, n_held_out, seed, parallel, resumed.stream if resumed else None, how)
     assert isinstance(source, IndexedSource)
-    # By the shards that the run began with: one that was added may not know its texts.
+    # Judged by the shards that the run began with: added ones may not record their texts.
     how = HowHeldOut(job.hold_out if is_asked else source.usual_hold_out, job.data.split_seed, is_asked)
     if parallel.device.type != "cpu":
         source.read_by_all_threads()
@@ -183,12 +182,12 @@ def open_data(source: Source, job: JobConfig, parallel: Parallel, resumed: State
 
 
 def _choice(key: str) -> str:
-    """Return what a `held_out_key` says of the rows that a run began with."""
+    """Return the part of a `held_out_key` that depends only on the rows that the run began with."""
     return key.partition("-")[0]
 
 
 class HowHeldOut(NamedTuple):
-    """How rows are held out, and by which seed; where that `is_asked` for, no other way takes its place."""
+    """How rows are held out, and the seed; if the job asks for it (`is_asked`), there is no fallback."""
 
     hold_out: HoldOut
     seed: int
@@ -202,28 +201,26 @@ class IndexedData(TrainingData):
         self, source: IndexedSource, n_held_out: int, seed: int, group: Group, how: HowHeldOut | None = None
     ) -> None:
         super().__init__(source.n_hooks)
-        self._source, self._group = source, group
+        self._source = source
         try:
             self.split = _split(source, n_held_out, how or HowHeldOut("rows", seed))
         except TooFewTexts as error:
-            raise UserError(f'data.hold_out: {error}, and whole ones cannot be held out; use "blocks"') from None
+            raise UserError(f'data.hold_out: whole texts cannot be held out, since {error}; use "blocks"') from None
         if isinstance(self.split, MixedSplit):
             self._order: Order | MixedOrder = MixedOrder(self.split, seed, source.run)
         else:
             self._order = Order(self.split, seed, source.run)
         self.n_held_out, self.n_texts = len(self.split.held_out), self.split.n_texts
         self.n_train, self.hold_out = self.split.n_train, self.split.hold_out
+        self._of_hooks = [_IndexedRows(source.of_hook(hook), self.split, group) for hook in range(source.n_hooks)]
 
     def of_hook(self, hook: int) -> HookRows:
-        return _IndexedRows(self._source.of_hook(hook), self.split, self._group)
+        return self._of_hooks[hook]
 
     def held_out_key(self) -> str:
-        """Return a hash of the held-out rows among those that the run began with, and the number of all of them."""
+        """Return a hash of the held-out rows and their number."""
         splits = self.split.splits if isinstance(self.split, MixedSplit) else [self.split]
-        digest = hashlib.sha256()
-        sizes = self._source.split_sizes or self._source.sizes or [self._source.n_tokens]
-        for split, n_first in zip(splits, sizes, strict=True):
-            digest.update(split.held_out[split.held_out < n_first].tobytes())
+        digest = hashlib.sha256(b"".join(split.held_out.tobytes() for split in splits))
         return f"{digest.hexdigest()[:16]}-{self.n_held_out}"
 
     def rewind(self) -> None:
@@ -245,8 +242,14 @@ class _IndexedRows(HookRows):
     """The stored rows of one hook."""
 
     def __init__(self, source: IndexedSource, split: Split | MixedSplit, group: Group) -> None:
-        self._source, self._split, self._group = source, split, group
+        self._source, self._split = source, split
         self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
+        of_rank = slice(group.index, None, group.size)
+        # Read once at the start: a shard may be cut short later. All ranks find the same labels and halves.
+        clusters = _clusters(source, split.held_out)
+        self._own = split.held_out[of_rank]
+        self._own_clusters = clusters._replace(labels=clusters.labels[of_rank])
+        self._own_halves = halves_of(clusters.labels)[of_rank]
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self._split.sample(SAMPLE_TOKENS, seed))
@@ -260,17 +263,13 @@ class _IndexedRows(HookRows):
             yield self._source.pairs(own[start : start + batch_size])
 
     def of_half(self, half: int) -> Indices:
-        return of_half(half, self.n_held_out, self._group)
+        return np.flatnonzero(self._own_halves == half)
 
     def clusters(self) -> Clusters:
-        return _clusters(self._source, self._own)
+        return self._own_clusters
 
     def clusters_of_sample(self, seed: int) -> Clusters:
         return _clusters(self._source, np.sort(self._split.sample(SAMPLE_TOKENS, seed)))
-
-    @property
-    def _own(self) -> Indices:
-        return self._split.held_out[self._group.index :: self._group.size]
 
 
 def _bad_row(source: IndexedSource, row: int) -> str:
@@ -278,7 +277,7 @@ def _bad_row(source: IndexedSource, row: int) -> str:
 
 
 def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | MixedSplit:
-    """Choose the held-out rows, of a run whose data has grown from those that it began with."""
+    """Choose the held-out rows; if the data has grown since the run began, from the rows it began with."""
     first_sizes = source.split_sizes
     if len(source.sizes) < 2:
         texts, n_first = source.texts[0] if source.texts else None, first_sizes[0] if first_sizes else None
@@ -297,7 +296,7 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
 
 
 def _clusters(source: IndexedSource, rows: Indices) -> Clusters:
-    """Return which of some ascending rows are of one text, or where that is not known of `BLOCK` neighbours."""
+    """Label some ascending rows by their text, or if texts are unknown, by blocks of `BLOCK` neighbours."""
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")
     sizes = source.sizes or [source.n_tokens]
@@ -311,16 +310,16 @@ def _clusters(source: IndexedSource, rows: Indices) -> Clusters:
 
 
 def _n_split(source: Source) -> int | None:
-    """Return the number of rows from which held-out rows are drawn; None of a stream whose length nobody knows."""
+    """Return the number of rows from which held-out rows are drawn; None for a stream of unknown length."""
     return sum(source.split_sizes) or source.n_tokens if isinstance(source, IndexedSource) else source.n_tokens
 
 
 class StreamData(TrainingData):
     """Rows of a stream, each trained on once, mixed by a `ShuffleBuffer`; every rank reads a part of its own.
 
-    Of a stream that knows its texts whole ones are held out, which a hash of their numbers chooses among those that
-    come first; of another, or of one of few long texts, the first rows of each part. They and the sample, which is of
-    the first rows that are trained on, stay in memory, and are read again by a run that is resumed. A checkpoint keeps
+    If the stream knows its texts, whole ones are held out, chosen by a hash of their numbers among the first texts;
+    otherwise, or if there are only a few long texts, the first rows of each part. They and the sample, which has the
+    first training rows, stay in memory, and are read again by a run that is resumed. A checkpoint keeps
     how far each part is, so that parts stay as they are: a run is resumed by as many ranks with tokens of their own as
     it had, or not at all. Where shares of the tokens change, a step has other rows than it would have had; none is
     trained on twice.
@@ -346,8 +345,9 @@ class StreamData(TrainingData):
         held_out = self._hold_out(rows, how or HowHeldOut("rows", seed))
         self._held_out = of_each_hook(rows.joined(held_out), source.n_hooks)
         self._clusters = _clusters_of_chunks(held_out)
+        self._halves, n_texts = self._halves_and_texts()
         if self.hold_out == "texts":
-            self.n_texts = len(np.unique(self._clusters.labels))
+            self.n_texts = n_texts
         first = BufferPlace(0, 0, rows.place)
         taken = rows.take_chunks(-(-SAMPLE_TOKENS // self._group.size))
         self._sample = of_each_hook(self._whole_sample(rows.joined(taken)), source.n_hooks)
@@ -357,7 +357,8 @@ class StreamData(TrainingData):
         self._bad: list[Mark] = []
 
     def of_hook(self, hook: int) -> HookRows:
-        return _StreamHook(self, self._held_out[hook], self._sample[hook], self._bad_in_sample, self._clusters)
+        rows = self._held_out[hook], self._sample[hook]
+        return _StreamHook(self, *rows, self._bad_in_sample, self._clusters, self._halves)
 
     def rewind(self) -> None:
         self._is_filled = False
@@ -392,23 +393,23 @@ class StreamData(TrainingData):
         return [msgspec.json.decode(of_part, type=BufferPlace) for of_part in encoded]
 
     def _hold_out(self, rows: StreamRows, how: HowHeldOut) -> list[Chunk]:
-        """Return the rows that this rank holds out; `rows` are then at the first that is trained on."""
+        """Return the rows that this rank holds out, and leave `rows` at the first training row."""
         n_own = len(range(self._group.index, self.n_held_out, self._group.size))
         if how.hold_out == "texts" and self.n_held_out:
             if self._source.knows_texts and (chunks := self._of_whole_texts(rows, n_own, how.seed)):
                 self.hold_out = "texts"
                 return chunks
             if how.is_asked:
-                known = "are too few or too long" if self._source.knows_texts else "are not known"
+                known = "are too few or too long" if self._source.knows_texts else "are unknown"
                 raise UserError(f'data.hold_out: the texts of {self._source.place} {known}; use "rows"')
             rows.begin_again()
         return rows.take_chunks(n_own)
 
     def _of_whole_texts(self, rows: StreamRows, n_own: int, seed: int) -> list[Chunk]:
-        """Hold out the texts that a hash chooses among those that are read first; return [] where that gives too few.
+        """Hold out texts chosen by a hash among the first texts; return [] if these have too few rows.
 
-        All ranks hold out the same texts, and of each as much as lies in its part. Those of twice as high numbers as
-        have been read are chosen too, since fewer parts read as many rows a little further.
+        All ranks hold out the same texts, each rank the rows in its part. Training leaves out chosen texts up to twice
+        the highest number read, since a run with fewer parts reads a little further to find as many rows.
         """
         key, held, n_held, n_read, last = seed_key(seed), list[Chunk](), 0, 0, -1
         while n_held < n_own and n_read < MOST_READ * n_own and (chunk := rows.next_chunk()):
@@ -425,6 +426,22 @@ class StreamData(TrainingData):
             n_own, self.n_held_out = fewest, fewest * self._group.size
         rows.begin_again(lambda documents: (documents <= 2 * last + 1) & _is_chosen(documents, key))
         return _first(held, n_own)
+
+    def _halves_and_texts(self) -> tuple[Indices, int]:
+        """Return the half of each of this rank's held-out rows, and the number of texts held out on all ranks.
+
+        A text can have contexts in several parts. The labels of all ranks together put it into the same half on each.
+        """
+        own = torch.from_numpy(self._clusters.labels)
+        if not self._source.knows_texts or not self.n_held_out:
+            return halves_of(self._clusters.labels), 0
+        n_most = len(range(0, self.n_held_out, self._group.size))
+        # Text numbers are not negative.
+        padded = torch.nn.functional.pad(own, (0, n_most - len(own)), value=-1).to(self._device)
+        of_ranks = self._group.gather(padded).cpu().numpy()
+        labels = of_ranks[of_ranks >= 0]
+        first = int((of_ranks[: self._group.index] >= 0).sum())
+        return halves_of(labels)[first : first + len(own)], len(np.unique(labels))
 
     def _whole_sample(self, own: Pair) -> Pair:
         """Return the same number of rows of each part, on all ranks."""
@@ -447,7 +464,7 @@ class StreamData(TrainingData):
         """Say that a row, counted from the first that is not held out, is not finite."""
         where = f"row {row + len(range(part, self.n_held_out, self._group.size))}"
         if self.hold_out == "texts":
-            where = f"row {row} of those that are not held out"
+            where = f"row {row} (not counting held-out texts)"
         return f"{self._source.place} holds NaN or infinite values in {where}{self._of_part(part)}"
 
     def _ended(self) -> UserError:
@@ -462,10 +479,17 @@ class _StreamHook(HookRows):
     """What a stream keeps of one hook, in memory."""
 
     def __init__(
-        self, data: StreamData, held_out: Pair, sample: Pair, bad: Callable[[int], str], clusters: Clusters
+        self,
+        data: StreamData,
+        held_out: Pair,
+        sample: Pair,
+        bad: Callable[[int], str],
+        clusters: Clusters,
+        halves: Indices,
     ) -> None:
         self.n_held_out, self.hold_out = data.n_held_out, data.hold_out
-        self._held_out, self._sample, self._bad, self._clusters = held_out, sample, bad, clusters
+        self._held_out, self._sample, self._bad = held_out, sample, bad
+        self._clusters, self._halves = clusters, halves
 
     def sample(self, seed: int) -> Pair:
         return self._sample
@@ -480,8 +504,7 @@ class _StreamHook(HookRows):
         return Clusters(np.arange(len(self._sample[0])) // BLOCK, "blocks")
 
     def of_half(self, half: int) -> Indices:
-        # Each part of a stream has texts of its own.
-        return of_half(half, len(self._held_out[0]), Group())
+        return np.flatnonzero(self._halves == half)
 
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]:
         x, y = self._held_out
@@ -495,8 +518,8 @@ class _StreamHook(HookRows):
 
 
 def _is_chosen(documents: Tensor, key: Words) -> Tensor:
-    """Tell which texts, by their numbers int64 [n], are among the share that is held out, bool [n]."""
-    # Rows of one text follow each other: a hash for each text, not for each row.
+    """Return whether each text, by its number int64 [n], is in the share that is held out, bool [n]."""
+    # Rows of one text are neighbours, so that each text is hashed once and not each row.
     numbers, inverse = documents.unique_consecutive(return_inverse=True)
     return torch.from_numpy(keys_of(numbers.numpy(), key) < np.uint64(2**64 * SHARE_OF_TEXTS))[inverse]
 
@@ -512,20 +535,11 @@ def _first(chunks: list[Chunk], n: int) -> list[Chunk]:
 
 
 def _clusters_of_chunks(chunks: Sequence[Chunk]) -> Clusters:
-    """Return which rows of chunks are of one text, or where that is not known of `BLOCK` neighbours."""
+    """Label the rows of chunks by their text, or if texts are unknown, by blocks of `BLOCK` neighbours."""
     documents = [chunk.documents for chunk in chunks if chunk.documents is not None]
     if not documents:
         return Clusters(np.arange(sum(len(chunk.x) for chunk in chunks)) // BLOCK, "blocks")
     return Clusters(torch.cat(documents).numpy(), "texts")
-
-
-def of_half(half: int, n_held_out: int, group: Group) -> Indices:
-    """Return which of a rank's held-out rows, counted from 0, are of half 0 or 1 of those of all ranks.
-
-    Stretches of rows take turns: neighbours are of one text, and the beginning of the data is not like its end.
-    """
-    numbers = np.arange(group.index, n_held_out, group.size)
-    return np.flatnonzero(numbers * min(N_STRETCHES, n_held_out) // n_held_out % 2 == half)
 
 
 def _place_of(group: Group, places: list[BufferPlace] | msgspec.UnsetType) -> BufferPlace:

@@ -117,7 +117,7 @@ def extract(job: ExtractJob, device: torch.device, peers: Alone, tell: Callable[
             tell("one document in each context: packed, this model would let one see the other")
         result = extraction.run()
         if n := extraction.model.tokenizer.n_mended:
-            tell(f"half of a surrogate pair stood alone in {plural(n, 'text')}, and is replaced by U+FFFD")
+            tell(f"unpaired surrogates in {plural(n, 'text')} are replaced by U+FFFD")
         return result
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):

@@ -42,12 +42,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # A packed document and the same alone differ by the rounding of sums: the rows of 30 blocks in bf16 by 0.01 of their
 # norm in the mean and 0.015 at most.
 _ROUNDING = 0.05
-# How much a document's rows may change with the tokens of its neighbour. The same layout is rounded alike, but for a
-# mixture of experts, whose products have other rows next to them.
+# How much a document's rows may change with the tokens of its neighbour. The same layout rounds alike, except in a
+# mixture of experts, where other rows share the products.
 _LEAKS = {torch.float32: 1e-5, torch.bfloat16: 2 * 2**-7, torch.float16: 2 * 2**-10}
-# Where the two documents of each context of the probe meet. Some kernels know the limits of a single context only.
+# Where the second document begins in each context of the probe. Some kernels handle only a single context.
 _CUTS, _PROBE = (12, 8), 24
-# What the files of a tokenizer are called.
+# The names of tokenizer files.
 _OF_TOKENIZER = ("*token*", "*vocab*", "*merges*", "*.model")
 # What models raise that need other inputs than a text, or other positions.
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
@@ -205,7 +205,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _keeps_documents_apart(self) -> bool:
-        """Try whether documents that share a context come out alone, whatever the tokens of their neighbours.
+        """Test that the rows of a packed document do not depend on the tokens of its neighbour.
 
         Raise `UserError` for a model that does not read even one.
         """
@@ -235,7 +235,7 @@ class LanguageModel:
 
 
 def _change(rows: Tensor, others: Tensor) -> float:
-    """Return by how much rows differ from others, as a share of their norms in the mean."""
+    """Return the mean difference between rows and others, relative to the norms of the rows."""
     exact = rows.double()
     return float(((others.double() - exact).norm(dim=-1) / exact.norm(dim=-1)).mean())
 
@@ -308,7 +308,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
 
 
 def _lack_of_tokenizer(folder: Path) -> str:
-    """Say that no file of a model's folder can be of a tokenizer; "" where one may be."""
+    """Return a sentence if a model's folder has no tokenizer file, else ""."""
     if not folder.is_dir() or any(file for one in _OF_TOKENIZER for file in folder.glob(one)):
         return ""
     return f"{folder} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"

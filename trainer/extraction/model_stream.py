@@ -117,9 +117,9 @@ class ModelStream(StreamSource):
         return self._documents
 
     def _next_of_all(self) -> list[tuple[Pair, Tensor]]:
-        """Return the rows of the next batches, one of each peer, in their order in the text, and their documents.
+        """Return the rows and documents of the next batches, one from each peer, in text order.
 
-        They are fewer where it ends.
+        There are fewer at the end of the text.
         """
         own = self._next_own()
         documents = self._coming_documents.popleft() if own else _NO_DOCUMENTS
@@ -161,7 +161,7 @@ class ModelStream(StreamSource):
         self._own_batches = self._noting_documents(self._batches)
 
     def _noting_documents(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches, and note the documents of the rows that each gives."""
+        """Yield batches, and note the documents of their rows."""
         for batch in batches:
             places = kept_places(batch, self._model.tokenizer.special, self._job.extract).places
             self._coming_documents.append(torch.from_numpy(batch.documents).flatten()[places])

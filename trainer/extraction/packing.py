@@ -53,7 +53,7 @@ class Tokenizer:
             raise UserError("model.path: the tokenizer beside it splits no text; add its tokenizer.json")
         self.before, self.after = whole[:start], whole[start + len(bare) :]
         self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
-        # Texts in which something stands for halves of surrogate pairs.
+        # The number of texts in which unpaired surrogates were replaced.
         self.n_mended = 0
 
     def require_room(self, context: int) -> None:
@@ -74,8 +74,9 @@ class Tokenizer:
                     yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
-        """Return a document that a tokenizer takes; count it where it is not as it was."""
-        if isinstance(document, str) and document.isascii():
+        """Return a document that a tokenizer takes; count it if it differs from the original."""
+        is_chat = not isinstance(document, str) and bool(document) and isinstance(document[0], dict)
+        if not is_chat and (not isinstance(document, str) or document.isascii()):
             return document
         whole: Document = mended(document)
         self.n_mended += whole != document

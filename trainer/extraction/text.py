@@ -39,9 +39,9 @@ def documents(text: Text) -> Iterator[Document]:
 
 
 def mended(value: Any) -> Any:
-    """Return a text, or a chat of texts, with U+FFFD for each half of a surrogate pair that stands alone.
+    """Replace each unpaired surrogate of a text, or of the texts of a chat, by U+FFFD.
 
-    Texts that were cut within a character have them, as JSON can write them, and no tokenizer takes them.
+    JSON can hold them in texts that were cut within a character, and no tokenizer accepts them.
     """
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -115,26 +115,42 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _plain_rows(rows: Any) -> list[Any]:
-    """Return rows of a table or batch of Arrow's; bytes of a text that are not UTF-8 become halves of pairs."""
+    """Return the rows of an Arrow table or batch; bytes that are not UTF-8 become unpaired surrogates."""
     try:
         return list(rows.to_pylist())
     except UnicodeDecodeError:
-        columns = {name: rows.column(name) for name in rows.schema.names}
-        texts = {name: one for name, one in columns.items() if str(one.type) in ("string", "large_string")}
-        decoded = {
-            name: [_decoded(text) for text in one.cast("large_binary").to_pylist()] for name, one in texts.items()
-        }
-        plain = {name: decoded.get(name) or one.to_pylist() for name, one in columns.items()}
+        columns = {field.name: rows.column(field.name).cast(_as_bytes(field.type)) for field in rows.schema}
+        plain = {name: [_decoded(one) for one in column.to_pylist()] for name, column in columns.items()}
         return [dict(zip(plain, row, strict=True)) for row in zip(*plain.values(), strict=True)]
 
 
-def _decoded(text: bytes | None) -> str | None:
-    if text is None:
-        return None
+def _as_bytes(kind: Any) -> Any:
+    """Return an Arrow type with bytes in place of texts, nested ones included."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_string(kind) or types.is_large_string(kind):
+        return pyarrow.large_binary()
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_as_bytes(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        list_of = pyarrow.list_ if types.is_list(kind) else pyarrow.large_list
+        return list_of(kind.value_field.with_type(_as_bytes(kind.value_type)))
+    return kind
+
+
+def _decoded(value: Any) -> Any:
+    """Return a value with texts in place of bytes."""
+    if isinstance(value, dict):
+        return {name: _decoded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_decoded(one) for one in value]
+    if not isinstance(value, bytes):
+        return value
     try:
-        return text.decode("utf-8", "surrogatepass")
+        return value.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError:
-        return text.decode("utf-8", "surrogateescape")
+        return value.decode("utf-8", "surrogateescape")
 
 
 def _hub_rows(text: Text) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from trainer.contract.wording import plural
 from trainer.measuring.parts_table import parts_of, table
 from trainer.ranks.devices import Device, gpus_here
 
-# Processes that want to run, for each core, from which on a job takes clearly longer.
+# Runnable processes per core from which a job takes clearly longer.
 _BUSY = 1.5
 
 
@@ -93,7 +93,7 @@ class Estimate(msgspec.Struct, frozen=True):
         n = self.job.data.held_out(work.shape.n_tokens, work.ranks)
         how = {
             "texts": "all rows of some texts",
-            "blocks": "blocks of neighbouring rows, as not all shards know their texts",
+            "blocks": "blocks of neighbouring rows, since not all shards record their texts",
             "rows": "single rows",
         }
         of_stream = "the first rows" if work.shape.n_tokens is None else how["rows"]
@@ -102,7 +102,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def busy_sentence(load: float, n_cores: int) -> str | None:
-    """Say by the load of the last minute how much longer a job will take on busy cores; None where they are idle."""
+    """Estimate from the load of the last minute how much longer a job takes; return None if cores are mostly idle."""
     times = load / n_cores
     if times < _BUSY:
         return None

@@ -52,10 +52,10 @@ class Inspection(msgspec.Struct, frozen=True):
     """What stored activations are like, by `n_looked_at` rows of them.
 
     `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
-    data.max_norm times the median norm. `duplicates` are of rows that are not zero. `heavy_dimensions` are few that
-    hold most of the variance, `heavy_share` of it; `subnormal` is the share of values in fp16 that are too small for
-    their digits. A training holds out `n_held_out` of the rows if it asks for nothing else, by `hold_out`, of `n_texts`
-    texts where these are known; `copies` is the share of them that are training rows as well, of those looked at.
+    data.max_norm times the median norm. `duplicates` does not count rows of zeros. `heavy_dimensions` are few that
+    hold most of the variance, `heavy_share` of it; `subnormal` is the share of fp16 values that are too small to keep
+    all their digits. By default a training run holds out `n_held_out` rows by `hold_out`, from `n_texts` texts if these
+    are known; `copies` is the share of the held-out rows checked that are also training rows.
     """
 
     n_tokens: int
@@ -88,7 +88,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
     stage("reading rows")
     rows = _sample(source, seed)
     usable = are_finite(rows, rows)
-    # Where all are too large for fp32, that is what is wrong with them.
+    # If all rows are too large for fp32, the findings report that.
     ordinary = finite = rows[usable] if usable.any() else rows[rows.isfinite().all(dim=1)]
     norms = _norms(finite)
     lengths = norms[norms > 0]
@@ -195,7 +195,7 @@ def _of_size(facts: Inspection) -> Iterator[Finding]:
 
 
 def _duplicates(rows: Tensor) -> int:
-    """Count the rows that are there before, those of zeros apart."""
+    """Count the rows that repeat an earlier row, rows of zeros excepted."""
     n_zero = sum(int((part == 0).all(dim=1).sum()) for part in rows.split(_ROWS_AT_ONCE))
     n_all = len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()})
     return max(0, n_all - max(0, n_zero - 1))

@@ -128,32 +128,32 @@ class Sae(nn.Module, ABC):
         self.W_skip = nn.Parameter(torch.zeros(self.d_in, self.d_out))
 
     def scale_dimensions(self) -> None:
-        """Let each dimension have a scale of its own, and those of scale 0 a mean [d_out] of raw targets."""
+        """Give each dimension its own scale, and dimensions of scale 0 a mean of raw targets [d_out]."""
         self.x_scale, self.y_scale = torch.ones(self.d_in), torch.ones(self.d_out)
         self.dropped_mean = torch.zeros(self.d_out)
 
     @property
     def acts_scale(self) -> Tensor:
-        """The factor, 0-dim, from activations of raw data to those of normalised data: the scale of most dimensions."""
+        """The factor from activations on raw data to activations on normalised data, 0-dim: the largest scale."""
         return self.y_scale.max() if self.y_scale.dim() else self.y_scale
 
     @property
     def raw_scale(self) -> Tensor:
-        """What normalised targets are divided by to get raw ones: `y_scale`, but infinite for what is left out."""
+        """The divisor from normalised to raw targets: `y_scale`, but infinite for dimensions that are left out."""
         return self.y_scale if self.dropped_mean is None else self.y_scale.masked_fill(self.y_scale == 0, torch.inf)
 
     def raw(self, x_hat: Tensor) -> Tensor:
-        """Return reconstructions [n_tokens, d_out] of normalised targets in the units of raw ones."""
+        """Convert reconstructions [n_tokens, d_out] of normalised targets to the units of raw targets."""
         raw = x_hat / self.raw_scale
         return raw if self.dropped_mean is None else raw + self.dropped_mean
 
     @property
     def dimension_scales(self) -> Tensor | None:
-        """The factors of the targets' dimensions [d_out] before all are scaled, 0 for what is left out; None: all 1."""
+        """The factors of the target dimensions [d_out] without the common scale, 0 if left out; None if all are 1."""
         return None if self.dropped_mean is None else self.y_scale / self.acts_scale
 
     def raw_decoder(self) -> Tensor:
-        """Return the directions [d_sae, d_out] in which latents write raw data: W_dec, but for scales of dimensions."""
+        """Return the directions [d_sae, d_out] that latents write into raw data: W_dec without dimension scales."""
         return self.W_dec if self.dropped_mean is None else self.W_dec / (self.raw_scale / self.acts_scale)
 
     @torch.no_grad()
@@ -181,9 +181,9 @@ class Sae(nn.Module, ABC):
     def export_weights(self) -> dict[str, Tensor]:
         """Return SAELens' tensors by name, with the scales folded in so that raw data goes in and comes out.
 
-        Activations are in the target's units: W_dec stays as it is where dimensions have one scale, and all that is
-        compared with a pre-activation or added to one is divided by `acts_scale`. A dimension that is left out has rows
-        of zeros in W_enc, columns of zeros in W_dec, and its mean in b_dec.
+        Activations are in the target's units: W_dec stays as it is if dimensions share one scale, and all that is
+        compared with or added to a pre-activation is divided by `acts_scale`. A dimension that is left out has a row of
+        zeros in W_enc, a column of zeros in W_dec, and its mean in b_dec.
         """
         # SAELens' transcoders subtract nothing from their input.
         folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
@@ -209,7 +209,7 @@ class Sae(nn.Module, ABC):
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Measure rows of one half of those held back, 0 or 1, by nothing that was set on that half."""
+        """Measure rows of held-out half 0 or 1 without anything that was set on that half."""
         yield
 
     def calibrate(self, x: Tensor) -> None:

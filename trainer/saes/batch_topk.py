@@ -16,7 +16,7 @@ from trainer.saes.kernels.top_k_across_ranks import k_per_batch
 from trainer.saes.sparse_acts import Acts
 from trainer.saes.topk import TopK
 
-# A threshold that nothing has set.
+# The value of a threshold that is not set.
 UNSET = -1.0
 
 
@@ -26,9 +26,9 @@ class BatchTopK(TopK):
 
     Outside training a token must not depend on its neighbours: there a latent is active above a threshold. In this
     form the SAE is exported, as a JumpReLU. `threshold` is learnt: a running average of the smallest active value in a
-    batch. It fits rows that the SAE knows. On others more latents pass (36.4 for a k of 32 on a small sample), so that
-    `set_thresholds` [3], set on held-back rows, come first once they are there: that of all rows, and for the rows of
-    each half that of the other half, so that no row is measured by a threshold that was set on it.
+    batch. It fits training rows. On other rows more latents pass (36.4 for a k of 32 on a small sample). So
+    `set_thresholds` [3], set on held-out rows, take precedence: one for all rows, and one for each half, which was set
+    on the other half, so that no row is measured with a threshold that was set on it.
     """
 
     n_own_sums = 1
@@ -65,7 +65,7 @@ class BatchTopK(TopK):
         # Below 0 until they are set.
         self.register_buffer("set_thresholds", torch.full((3,), UNSET))
         self.register_load_state_dict_pre_hook(_without_set_thresholds)  # type: ignore[no-untyped-call]
-        # Which of them is in use.
+        # The index of the one in use.
         self._used = 0
 
     def encode_latents(self, centred: Tensor) -> Acts:
@@ -123,7 +123,7 @@ class BatchTopK(TopK):
 
 
 def _without_set_thresholds(sae: BatchTopK, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Let a checkpoint be loaded that was saved before thresholds were set on held-back rows."""
+    """Allow loading a checkpoint that was saved before thresholds were set on held-out rows."""
     state.setdefault(f"{prefix}set_thresholds", torch.full_like(sae.set_thresholds, UNSET))
 
 

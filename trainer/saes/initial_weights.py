@@ -31,8 +31,8 @@ def initialise(
 ) -> None:
     """Set scales, means and weights from rows of the data: x [n, d_in] and targets y [n, d_out], x itself for an SAE.
 
-    `dimensions` are factors for each of theirs [d_in], [d_out], 0 to leave one out. Raise `UserError` where there is
-    nothing to learn from the rows.
+    `dimensions` are factors for their dimensions, [d_in] and [d_out], 0 to leave one out. Raise `UserError` if there
+    is nothing to learn from the rows.
     """
     if dimensions is not None and sae.dropped_mean is not None:
         sae.x_scale.copy_(dimensions[0])
@@ -90,7 +90,7 @@ def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) ->
     scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
     sae.W_enc.copy_(directions.T).mul_(scale)
     if sae.dropped_mean is not None:
-        # Of what is left out they stay 0: neither error nor input has anything there.
+        # Weights of dimensions that are left out stay 0, since both input and error are 0 there.
         sae.W_dec.mul_(sae.y_scale > 0)
         sae.normalise_decoder()
         sae.W_enc.mul_((sae.x_scale > 0)[:, None])

@@ -28,7 +28,7 @@ def test_only_rows_of_more_than_so_many_times_the_median_norm_are_outliers() -> 
 
 @pytest.mark.parametrize("drops_zero", [False, True])
 @given(norms=st.lists(st.sampled_from([1.0, 1.0, 1.0, *REASONS]), min_size=1, max_size=40))
-def test_a_row_to_leave_out_becomes_the_nearest_before_it_that_stays_in_a_ring_and_is_counted(
+def test_a_row_to_leave_out_is_replaced_by_the_nearest_one_before_it_cyclically_and_counted(
     drops_zero: bool, norms: list[float]
 ) -> None:
     sample, x = rows_of_norm([1.0] * 5), rows_of_norm(norms)
@@ -51,7 +51,7 @@ def _reason(norm: float) -> str:
     return "not_finite" if norm != norm else REASONS[norm]
 
 
-def test_a_row_goes_with_its_target_and_either_may_be_to_leave_out() -> None:
+def test_a_row_and_its_target_are_left_out_together_if_either_has_to_be() -> None:
     sample = rows_of_norm([1.0] * 5)
     x, y = rows_of_norm([1.0, 100.0, 1.0, 1.0, 1.0]), rows_of_norm([2.0, 2.0, 2.0, 90.0, 2.0])
     y[4, 2] = torch.nan
@@ -66,12 +66,12 @@ def test_a_row_goes_with_its_target_and_either_may_be_to_leave_out() -> None:
     assert LeftOut.of(outliers.counts) == LeftOut(outliers=2, not_finite=1, zero=0, n_seen=5)
 
 
-def test_where_most_rows_are_zero_outliers_are_still_found() -> None:
+def test_outliers_are_found_even_if_most_rows_are_zero() -> None:
     sample, x = rows_of_norm([0.0] * 7 + [1.0] * 3), rows_of_norm([1.0, 0.0, 170.0])
     assert Outliers(sample, sample, times=10.0).ordinary(x, x).tolist() == [True, True, False]
 
 
-def test_without_a_limit_only_what_fp32_cannot_compute_with_is_left_out() -> None:
+def test_without_a_limit_only_rows_beyond_fp32_are_left_out() -> None:
     x = rows_of_norm([1.0, 1e6, 1e10])
     sample = rows_of_norm([1.0] * 5)
     assert Outliers(sample, sample, times=0.0).ordinary(x, x).tolist() == [True, True, False]

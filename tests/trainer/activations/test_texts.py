@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.open_source import continue_from, open_source
 from trainer.activations.order import Order
 from trainer.activations.shards import Shards
-from trainer.activations.split import BLOCK, Split, TooFewTexts, split_of
+from trainer.activations.split import BLOCK, Split, TooFewTexts, halves_of, split_of
 from trainer.activations.texts import Texts
-from trainer.activations.training_data import open_data
+from trainer.activations.training_data import HALVES, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.runs.data_record import record_of
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 
 MakeJob = Callable[..., JobConfig]
 
@@ -55,14 +57,14 @@ def test_no_text_is_both_trained_on_and_held_out(parts: list[np.ndarray], wanted
 
 
 @given(shards_of_texts(), st.integers(1, 100), st.integers(0, 99))
-def test_what_is_held_out_stays_so_when_rows_are_added(parts: list[np.ndarray], wanted: int, seed: int) -> None:
+def test_held_out_rows_stay_held_out_when_rows_are_added(parts: list[np.ndarray], wanted: int, seed: int) -> None:
     n_first = len(parts[0])
     wanted = min(wanted, n_first - 1)
     before = split_of(n_first, wanted, seed, hold_out="texts", texts=Texts(parts[:1]))
     n, texts = sum(map(len, parts)), Texts(parts)
     grown = split_of(n, wanted, seed, hold_out="texts", texts=texts, n_first=n_first)
     assert grown.held_out.tolist() == before.held_out.tolist()
-    # Of later shards that do not say of which texts they are all rows are trained on.
+    # All rows of later shards that do not record their texts are trained on.
     unknown = [*parts[:1], *(np.full(len(part), -(2**63)) for part in parts[1:])]
     without = split_of(n, wanted, seed, hold_out="texts", texts=Texts(unknown), n_first=n_first)
     assert without.left_out.tolist() == before.held_out.tolist()
@@ -80,7 +82,7 @@ def test_blocks_are_exactly_as_many_rows_as_wanted_from_many_places(n: int, data
     assert (held_out < n).all()
     if wanted > 8 * BLOCK:
         of_blocks = np.bincount(held_out // BLOCK)
-        # All of a block or none of it, but for a few.
+        # Nearly all blocks are held out as a whole or not at all.
         assert (of_blocks[of_blocks > 0] >= BLOCK // 2).mean() > 0.8
 
 
@@ -93,7 +95,7 @@ def test_about_as_many_rows_as_wanted_are_held_out() -> None:
     assert len({tuple(one.held_out) for one in splits}) == 20
 
 
-def test_texts_longer_than_what_is_wanted_are_held_out_only_where_there_are_no_others() -> None:
+def test_texts_longer_than_the_wanted_rows_are_held_out_only_if_there_are_no_others() -> None:
     short = np.repeat(np.arange(100), 10)
     held_out = Split(2000, 50, 0, hold_out="texts", texts=Texts([short, np.full(1000, 999)])).held_out
     assert len(held_out) == 50
@@ -103,13 +105,21 @@ def test_texts_longer_than_what_is_wanted_are_held_out_only_where_there_are_no_o
 
 
 @pytest.mark.parametrize("of_rows", [np.zeros(1000, np.int32), np.repeat([0, 1], 500), np.arange(1000) < 999])
-def test_too_few_texts_are_refused_where_they_are_asked_for_and_else_blocks_are_held_out(of_rows: np.ndarray) -> None:
+def test_too_few_texts_are_refused_if_the_job_asks_for_texts_and_else_blocks_are_held_out(of_rows: np.ndarray) -> None:
     texts = Texts([of_rows.astype(np.int32)])
-    with pytest.raises(TooFewTexts, match=r"^the 1,000 rows are of [12] texts, the longest of"):
+    with pytest.raises(TooFewTexts, match=r"^the 1,000 rows come from [12] texts, the longest has"):
         Split(1000, 50, 0, hold_out="texts", texts=texts)
     split = split_of(1000, 50, 0, hold_out="texts", texts=texts)
     assert split.hold_out == "blocks"
     assert len(split.held_out) == 50
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=300))
+def test_no_text_is_in_both_halves_unless_it_is_nearly_all_rows(labels: list[int]) -> None:
+    halves, n = halves_of(np.array(labels)), len(labels)
+    assert np.bincount(halves, minlength=2).min() >= n / 4
+    if max(np.bincount(labels)) <= 3 * n / 4:
+        assert len({*zip(labels, halves.tolist(), strict=True)}) == len({*labels})
 
 
 def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
@@ -117,13 +127,13 @@ def labels_of(parts: list[list[int]], **options: bool) -> list[int]:
     return texts.labels(np.arange(texts.n_rows)).tolist()
 
 
-def test_numbers_that_begin_again_are_other_texts_and_in_doubt_the_same() -> None:
+def test_numbers_that_restart_mean_other_texts_and_in_doubt_the_same_texts() -> None:
     # Each shard counts from 0, or each process that wrote several.
     assert labels_of([[0, 0, 1], [0, 1, 2]], numbered_through=False) == [0, 0, 1, 2, 3, 4]
     assert labels_of([[0, 1], [1, 2], [0, 1], [2]], numbered_through=False) == [0, 1, 1, 2, 3, 4, 5]
     # An extraction counts through its text.
     assert labels_of([[0, 0, 1], [0, 1, 2]]) == [0, 0, 1, 0, 1, 2]
-    # A text that goes on in the next shard; shards of two processes in turns; numbers without an order.
+    # A text that continues in the next shard; alternating shards of two processes; unordered numbers.
     assert labels_of([[0, 0], [0, 1]], numbered_through=False) == [0, 0, 0, 1]
     assert labels_of([[0, 5], [0, 5], [5, 9], [5, 9]], numbered_through=False) == [0, 1, 0, 1, 1, 2, 1, 2]
     assert labels_of([[7, 3], [1, 4]], numbered_through=False) == [3, 1, 0, 2]
@@ -159,7 +169,7 @@ def split_by(job: JobConfig) -> Any:
     return open_data(source, job, Parallel(torch.device("cpu"))).split
 
 
-def test_texts_are_held_out_where_all_shards_know_them_and_seeds_of_training_do_not_move_them(
+def test_texts_are_held_out_if_all_shards_record_them_whatever_the_training_seed(
     activations: Path, make_job: MakeJob
 ) -> None:
     assert make_job().hold_out == "blocks"
@@ -175,14 +185,15 @@ def test_texts_are_held_out_where_all_shards_know_them_and_seeds_of_training_do_
     assert make_job().hold_out == "rows"
 
 
-def test_texts_that_are_asked_for_and_not_there_are_refused_in_a_sentence(activations: Path, make_job: MakeJob) -> None:
-    with pytest.raises(UserError, match=r"^data\.hold_out: which text a row is of is not known, .*; use \"blocks\"$"):
+def test_holding_out_texts_that_no_shard_records_is_refused_in_one_sentence(
+    activations: Path, make_job: MakeJob
+) -> None:
+    why = "whole texts cannot be held out, since the texts of the rows are unknown"
+    with pytest.raises(UserError, match=rf'^data\.hold_out: {why}; use "blocks"$'):
         split_by(make_job(data={"hold_out": "texts"}))
 
 
-def test_which_rows_depend_on_each_other_is_known_by_their_texts_or_else_by_their_neighbours(
-    activations: Path, make_job: MakeJob
-) -> None:
+def test_rows_are_clustered_by_text_or_else_by_blocks_of_neighbours(activations: Path, make_job: MakeJob) -> None:
     def clusters() -> Any:
         job = make_job(data={"hold_out": "rows"})
         data = open_data(Shards(path=str(activations)), job, Parallel(torch.device("cpu")))
@@ -199,13 +210,13 @@ def test_which_rows_depend_on_each_other_is_known_by_their_texts_or_else_by_thei
 
 
 @pytest.mark.parametrize("knows_texts", [True, False])
-def test_a_folder_that_grows_keeps_what_is_held_out_also_by_shards_that_know_no_texts(
+def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_record_no_texts(
     knows_texts: bool, activations: Path, make_job: MakeJob
 ) -> None:
     with_documents(activations)
     job = make_job()
     before, record = split_by(job), record_of(job.hooks.values())
-    # The last text goes on in the new shard.
+    # The last text continues in the new shard.
     more = {"activations": torch.randn(500, 16)}
     documents = {"document": (2990 + torch.arange(500)) // 50} if knows_texts else {}
     save_file(more | documents, activations / "c.safetensors")
@@ -215,3 +226,26 @@ def test_a_folder_that_grows_keeps_what_is_held_out_also_by_shards_that_know_no_
     assert grown.hold_out == "texts"
     assert grown.split.held_out.tolist() == before.held_out.tolist()
     assert grown.n_held_out == 150
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_ranks_agree_on_halves_of_whole_texts_and_do_not_read_shards_for_them_later(
+    n_ranks: int, activations: Path, make_job: MakeJob
+) -> None:
+    with_documents(activations)
+    source, job = Shards(path=str(activations)), make_job()
+    held_out, of_half = split_by(job).held_out, dict[int, set[int]]()
+    for index in range(n_ranks):
+        group = Group()
+        group.index, group.size = index, n_ranks
+        rows = open_data(source, job, Parallel(torch.device("cpu"), data=group)).of_hook(0)
+        own = held_out[index::n_ranks]
+        for half in HALVES:
+            of_half.setdefault(half, set()).update(own[rows.of_half(half)].tolist())
+    assert of_half[0] | of_half[1] == {*held_out.tolist()}
+    assert {row // 50 for row in of_half[0]}.isdisjoint(row // 50 for row in of_half[1])
+    # To read what a file has lost would end the process.
+    for file in activations.glob("*.safetensors"):
+        os.truncate(file, 64)
+    assert sorted(np.concatenate([rows.of_half(half) for half in HALVES]).tolist()) == list(range(len(own)))
+    assert len(rows.clusters().labels) == len(own)

@@ -11,11 +11,12 @@ from support.toy_stream import ToyKnobs, ToyStream
 
 from trainer.activations.copies import copies_in
 from trainer.activations.shards import Shards
-from trainer.activations.training_data import HowHeldOut, IndexedData, Read, StreamData
+from trainer.activations.training_data import HALVES, HowHeldOut, IndexedData, Read, StreamData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
+from trainer.parallel.threads import on_all
 
 SAMPLE = 60
 
@@ -62,8 +63,8 @@ def rows_of(x: torch.Tensor) -> list[tuple[float, ...]]:
     return [tuple(row) for row in x.tolist()]
 
 
-def held_out(data: StreamData) -> list[tuple[float, ...]]:
-    return [row for x, _ in data.of_hook(0).held_out(8) for row in rows_of(x)]
+def held_out(data: StreamData, half: int | None = None) -> list[tuple[float, ...]]:
+    return [row for x, _ in data.of_hook(0).held_out(8, half) for row in rows_of(x)]
 
 
 def test_the_parts_of_a_stream_and_what_they_hold_out_share_no_row() -> None:
@@ -110,13 +111,25 @@ def test_a_stream_that_knows_its_texts_holds_out_whole_ones_in_all_parts(size: i
     assert parts[0].of_hook(0).clusters().labels.tolist() == [number // 6 for number in kept_back[0]]
 
 
-def test_one_part_of_a_stream_measures_no_text_that_two_parts_have_trained_on() -> None:
+def test_no_text_of_a_stream_is_in_one_half_of_one_part_and_the_other_half_of_another() -> None:
+    def begin(group: Group) -> StreamData:
+        return StreamData(toy(text_rows=6), 45, 0, Parallel(torch.device("cpu"), data=group), None, BY_TEXTS)
+
+    parts = on_all(2, begin)
+    first, second = ({number // 6 for part in parts for number in numbers_of(held_out(part, half))} for half in HALVES)
+    assert first
+    assert second
+    assert first.isdisjoint(second)
+    assert [part.n_texts for part in parts] == [len(first | second)] * 2
+
+
+def test_one_part_of_a_stream_holds_out_no_text_that_two_parts_were_trained_on() -> None:
     alone = {number // 6 for number in numbers_of(held_out(stream_data(how=BY_TEXTS, text_rows=6)))}
     parts = [stream_data(index, 2, how=BY_TEXTS, text_rows=6) for index in range(2)]
     assert alone.isdisjoint(number // 6 for part in parts for number in numbers_of(go(part, 900)))
 
 
-def test_a_stream_by_texts_goes_on_exactly_at_a_later_place() -> None:
+def test_a_stream_with_held_out_texts_continues_exactly_from_a_later_place() -> None:
     first = stream_data(how=BY_TEXTS, text_rows=6)
     go(first, 333)
     later = stream_data(places=first.stream_places(), how=BY_TEXTS, text_rows=6)
@@ -131,7 +144,7 @@ def test_a_stream_of_few_long_texts_holds_out_its_first_rows_or_refuses() -> Non
     assert numbers_of(held_out(data)) == list(range(45))
     assert data.hold_out == "rows"
     assert min(numbers_of(go(data, 100))) >= 45
-    for text_rows, reason in ((3000, "are too few or too long"), (0, "are not known")):
+    for text_rows, reason in ((3000, "are too few or too long"), (0, "are unknown")):
         with pytest.raises(UserError, match=rf'^data\.hold_out: the texts of a toy stream {reason}; use "rows"$'):
             stream_data(how=HowHeldOut("texts", 0, is_asked=True), text_rows=text_rows)
 
@@ -178,7 +191,7 @@ def test_stored_rows_are_read_at_any_position_and_a_checkpoint_keeps_nothing_of_
     assert sum(len(x) for x, _ in data.of_hook(0).held_out(7)) == data.n_held_out == 100
 
 
-def test_rows_of_zeros_are_no_copies_of_a_text(tmp_path: Path) -> None:
+def test_rows_of_zeros_do_not_count_as_copies(tmp_path: Path) -> None:
     rows = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
     rows[::2] = 0
     save_file({"activations": rows}, tmp_path / "a.safetensors")

@@ -124,11 +124,11 @@ def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:
     assert "the text has ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
 
 
-def test_half_a_surrogate_pair_in_a_text_is_replaced_and_told(job_file: Path, tmp_path: Path, capsys) -> None:
+def test_unpaired_surrogates_in_texts_are_replaced_and_reported(job_file: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "broken.jsonl").write_text('{"text": "the cat \\ud83d sat on the mat"}\n' * 30)
     text = f"text.path={tmp_path / 'broken.jsonl'}"
     assert main(["extract", str(job_file), "--set", text, "--set", "extract.n_tokens=50"]) == EXIT_FINISHED
-    assert "half of a surrogate pair stood alone in 30 texts, and is replaced by U+FFFD\n" in capsys.readouterr().err
+    assert "unpaired surrogates in 30 texts are replaced by U+FFFD\n" in capsys.readouterr().err
 
 
 def test_a_model_without_a_tokenizer_or_with_git_lfs_pointers_is_one_whole_sentence(

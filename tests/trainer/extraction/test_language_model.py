@@ -78,7 +78,7 @@ def test_an_encoder_gets_one_document_in_a_row_and_fillings_change_nothing(tiny,
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
-def test_an_encoder_whose_attention_weighs_little_is_not_packed(copy, weight: float) -> None:
+def test_an_encoder_with_weak_attention_is_not_packed(copy, weight: float) -> None:
     file = (folder := copy("bert")) / "model.safetensors"
     weights = load_file(file)
     scaled = {name: one * weight if "attention.output.dense.weight" in name else one for name, one in weights.items()}
@@ -86,7 +86,7 @@ def test_an_encoder_whose_attention_weighs_little_is_not_packed(copy, weight: fl
     assert not load(folder).packs
 
 
-def test_a_model_that_keeps_documents_apart_in_a_batch_of_one_alone_is_not_packed(
+def test_a_model_that_separates_documents_only_in_a_batch_of_one_is_not_packed(
     tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = LanguageModel._forward

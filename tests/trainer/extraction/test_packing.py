@@ -136,7 +136,7 @@ def test_more_documents_than_are_tokenized_at_once_keep_their_order(load) -> Non
     assert one_by_one[0].before == [0]
 
 
-def test_half_a_surrogate_pair_is_replaced_and_its_texts_are_counted(load) -> None:
+def test_unpaired_surrogates_are_replaced_and_their_texts_are_counted(load) -> None:
     tokenizer = load("qwen3")
     chat = [{"role": "user", "content": "a \udc00 cat"}]
     mended, of_chat, whole, _ = tokenizer.tokens(["the \ud83d cat", chat, "a \U0001f600 cat", "the cat"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
@@ -45,14 +46,14 @@ def test_a_text_file_above_a_mebibyte_is_cut_at_ends_of_lines_and_nothing_is_los
     assert all(piece.endswith("\n") and len(piece.encode()) < 2**20 + 30 for piece in pieces)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     for name, content in (("a.txt", b"a cat"), ("b.jsonl", b'{"text": "a cat"}\n'), ("c.json", b'[{"text": "a cat"}]')):
         assert read(write(tmp_path / name, mark + content)) == ["a cat"]
 
 
 @pytest.mark.parametrize("form", ["parquet", "datasets"])
-def test_a_text_with_bytes_that_are_not_utf_8_costs_no_other_text(form: str, tmp_path: Path) -> None:
+def test_other_texts_are_read_next_to_one_that_is_not_utf_8(form: str, tmp_path: Path) -> None:
     raw = [b"a cat", b"the \xed\xa0\xbd cat", b"caf\xe9", None]
     table = pyarrow.table({"text": pyarrow.array(raw, pyarrow.binary()), "id": [1, 2, 3, 4]})
     buffers = table.column("text").chunk(0).buffers()
@@ -65,6 +66,18 @@ def test_a_text_with_bytes_that_are_not_utf_8_costs_no_other_text(form: str, tmp
         datasets.Dataset(table).save_to_disk(tmp_path / "set")
     found = read(tmp_path / ("a.parquet" if form == "parquet" else "set"))
     assert [mended(text) for text in found] == ["a cat", "the \ufffd cat", "caf\ufffd"]
+
+
+def test_other_chats_are_read_next_to_one_that_is_not_utf_8(tmp_path: Path) -> None:
+    def chats(text: pyarrow.DataType) -> pyarrow.DataType:
+        return pyarrow.list_(pyarrow.struct([("role", pyarrow.string()), ("content", text)]))
+
+    raw = [[{"role": "user", "content": text}] for text in (b"a cat", b"caf\xe9")]
+    as_texts = pyarrow.compute.CastOptions(chats(pyarrow.string()), allow_invalid_utf8=True)
+    column = pyarrow.array(raw, chats(pyarrow.binary())).cast(options=as_texts)
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "a.parquet")
+    found = mended(read(tmp_path / "a.parquet"))
+    assert found == [[{"role": "user", "content": text}] for text in ("a cat", "caf\ufffd")]
 
 
 def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:

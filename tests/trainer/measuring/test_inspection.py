@@ -53,10 +53,10 @@ def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
     clean = np.delete(rows.numpy().astype(np.float64), np.s_[::200], axis=0)
     assert facts.outliers == 10
     assert facts.scale == pytest.approx(np.sqrt(clean.var(axis=0).sum()), rel=1e-9)
-    (told,) = facts.findings
-    assert told.severity == "warning"
-    assert told.sentence.startswith("10 of 2,000 rows have more than 10 × the median norm")
-    assert "data.max_norm" in told.remedy
+    (found,) = facts.findings
+    assert found.severity == "warning"
+    assert found.sentence.startswith("10 of 2,000 rows have more than 10 × the median norm")
+    assert "data.max_norm" in found.remedy
     assert inspect_data(tmp_path / "a", max_norm=0).outliers == 0
 
 
@@ -73,15 +73,15 @@ def test_a_few_rows_that_are_not_finite_are_a_warning_and_more_than_a_hundredth_
         assert main(["inspect", str(tmp_path / severity)]) == (severity == "error")
 
 
-def test_rows_of_zeros_are_named_as_padding_and_not_as_duplicates_and_hide_no_outlier(tmp_path: Path) -> None:
+def test_rows_of_zeros_are_reported_as_padding_not_as_duplicates_and_do_not_hide_outliers(tmp_path: Path) -> None:
     rows = ordinary()
     rows[:1200] = 0
     rows[1300:1310] *= 100
     facts = inspect_data(store(tmp_path / "a", rows))
     assert (facts.zero_rows, facts.duplicates, facts.outliers) == (1200, 0, 10)
-    (told,) = [one for one in facts.findings if "zero" in one.sentence]
-    assert told.sentence == "60.0 % of 2,000 rows are zero, as padding leaves them"
-    assert told.remedy == "set data.drop_zero_rows = true to leave them out"
+    (found,) = [one for one in facts.findings if "zero" in one.sentence]
+    assert found.sentence == "60.0 % of 2,000 rows are zero, as padding leaves them"
+    assert found.remedy == "set data.drop_zero_rows = true to leave them out"
 
 
 def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) -> None:
@@ -91,20 +91,20 @@ def test_few_dimensions_that_hold_most_of_the_variance_are_told(tmp_path: Path) 
     facts = inspect_data(store(tmp_path / "b", rows), max_norm=0)
     assert facts.heavy_dimensions == [17]
     assert facts.heavy_share > 0.999
-    (told,) = facts.findings
-    assert told.severity == "warning"
-    assert told.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
-    assert "data.drop_dimensions = [17]" in told.remedy
-    assert 'data.scale_dimensions = "auto"' in told.remedy
+    (found,) = facts.findings
+    assert found.severity == "warning"
+    assert found.sentence == "1 dimension of 32 (number 17) holds 100.0 % of the variance"
+    assert "data.drop_dimensions = [17]" in found.remedy
+    assert 'data.scale_dimensions = "auto"' in found.remedy
 
 
 @pytest.mark.parametrize(("factor", "word"), [(1e15, "large"), (1e-19, "small")])
 def test_rows_too_large_or_too_small_for_fp32_are_an_error(factor: float, word: str, tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", ordinary() * factor))
-    (told,) = facts.findings
-    assert told.severity == "error"
-    assert told.sentence.endswith(f"too {word} for fp32")
-    assert "constant" in told.remedy
+    (found,) = facts.findings
+    assert found.severity == "error"
+    assert found.sentence.endswith(f"too {word} for fp32")
+    assert "constant" in found.remedy
     assert inspect_data(store(tmp_path / "b", ordinary() * factor**0.9)).findings == []
 
 
@@ -116,10 +116,10 @@ def test_norms_whose_squares_overflow_in_fp32_are_told_as_they_are(tmp_path: Pat
 
 def test_values_of_fp16_that_are_too_small_for_their_digits_are_told(tmp_path: Path) -> None:
     facts = inspect_data(store(tmp_path / "a", (ordinary() * 1e-6).half()))
-    (told,) = facts.findings
-    assert told.severity == "warning"
-    assert "where fp16 loses digits" in told.sentence
-    assert "bf16" in told.remedy
+    (found,) = facts.findings
+    assert found.severity == "warning"
+    assert "where fp16 loses digits" in found.sentence
+    assert "bf16" in found.remedy
     assert inspect_data(store(tmp_path / "b", (ordinary() * 1e-3).half())).findings == []
 
 
@@ -130,9 +130,9 @@ def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Pat
     facts = inspect_data(store(tmp_path / "a", rows[:900], rows[900:]))
     assert (facts.constant_dimensions, facts.duplicates) == (2, 100)
     assert facts.gamma > 10
-    told = "\n".join(sentences(facts))
+    found = "\n".join(sentences(facts))
     for part in ("2 dimensions of 32 are the same", "100 of 2,000 rows are there more than once", "the mean is"):
-        assert part in told
+        assert part in found
 
 
 def test_rows_that_are_all_the_same_and_too_few_rows_are_told(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ scales = st.lists(st.sampled_from([0.0, 1.0, 1.0, 0.5, 0.01]), min_size=D_IN, ma
 @settings(max_examples=8)
 @given(of_x=scales, of_y=scales.filter(lambda one: 1.0 in one[:7]), unit=st.sampled_from([0.3, 20.0]))
 @torch.no_grad()
-def test_the_exported_sae_does_to_raw_rows_what_the_trained_one_does_to_scaled_rows(
+def test_the_exported_sae_on_raw_rows_equals_the_trained_one_on_scaled_rows(
     kind: str, d_out: int | None, skip: bool, of_x: list[float], of_y: list[float], unit: float
 ) -> None:
     if d_out and kind == "gated":
@@ -90,7 +90,7 @@ def test_the_exported_sae_does_to_raw_rows_what_the_trained_one_does_to_scaled_r
     torch.testing.assert_close(sae.raw(trained.x_hat), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_only_what_spreads_more_than_three_times_as_far_as_the_median_dimension_is_scaled_and_to_that() -> None:
+def test_only_dimensions_with_more_than_three_times_the_median_spread_are_scaled_to_that() -> None:
     rows = torch.randn(20_000, 8, generator=torch.Generator().manual_seed(0)) + 5
     rows *= torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0, 6.0, 300.0, 0.0])
     scales = dimension_scales(rows, Data(knobs=KNOBS, scale_dimensions="auto", drop_dimensions=[4]))

@@ -472,7 +472,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_threshold_is_found_without_all_pre_activations_in_memory_at_once(
+def test_the_first_threshold_is_found_without_holding_all_pre_activations_in_memory(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(penalised, "START_VALUES", 2**12)

@@ -1,4 +1,4 @@
-"""Thresholds that are set on held-back rows: against sorting, on any number of ranks, and from old checkpoints."""
+"""Thresholds that are set on held-back rows: against sorting, and from old checkpoints."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.activations.training_data import HALVES, of_half
+from trainer.activations.training_data import HALVES
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.exported import ExportedSae, read_exported
-from trainer.parallel.group import Group
 from trainer.saes.batch_topk import BatchTopK
 from trainer.training.loop import Trainer
 from trainer.training.thresholds import count_values, threshold_for
@@ -47,22 +45,6 @@ def l0_of(sae: ExportedSae, x: Tensor) -> float:
 
 def test_without_a_row_no_threshold_is_set() -> None:
     assert threshold_for(count_values(torch.zeros(0)).double(), 0, 4) < 0
-
-
-@given(st.integers(1, 400), st.integers(1, 5))
-def test_the_halves_are_the_same_rows_on_any_number_of_ranks(n_rows: int, n_ranks: int) -> None:
-    def of_rank(index: int, size: int, half: int) -> set[int]:
-        group = Group()
-        group.index, group.size = index, size
-        own = np.arange(n_rows)[index::size]
-        return {*own[of_half(half, n_rows, group)].tolist()}
-
-    halves = [of_rank(0, 1, half) for half in HALVES]
-    assert halves[0] | halves[1] == {*range(n_rows)}
-    assert not halves[0] & halves[1]
-    assert abs(len(halves[0]) - len(halves[1])) <= max(1, n_rows // 8)
-    for half in HALVES:
-        assert set.union(*(of_rank(index, n_ranks, half) for index in range(n_ranks))) == halves[half]
 
 
 def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each_half_the_others_threshold(

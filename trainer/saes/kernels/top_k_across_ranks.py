@@ -184,12 +184,12 @@ def _among_largest_of_all(pre_acts: PreActs, n: int, n_sent: int, group: Group) 
 
 
 def nth_largest(parts: Iterable[Tensor], n: int, group: Group) -> Tensor:
-    """Return the n-th largest of all values of all ranks, 0-dim; only one part of them is in memory at a time."""
+    """Return the n-th largest value of all ranks, 0-dim; only one part of the values is in memory at a time."""
     own: Tensor | None = None
     for part in parts:
         values = part.flatten()
         if own is not None:
-            # A CPU's topk takes 16 bytes for each value, so that it gets only those that can be among the largest.
+            # topk on a CPU takes 16 bytes per value: pass only values that can be among the largest.
             values = torch.cat([own, values[values > own.amin()] if len(own) == n else values])
         own = values.topk(min(n, len(values)), sorted=False).values
     assert own is not None
