@@ -72,13 +72,13 @@ class Report:
         if n_zero > MANY_ZERO * n_seen:
             dropped = f"{DROP_ZERO_ROWS} leaves them out"
             level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
-            self.tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
+            self.log("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
 
     def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
         """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
         if not n_rows:
             return
-        self.tell("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
+        self.log("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence that held-out rows are trained on as well; "" where they are not."""
@@ -90,7 +90,7 @@ class Report:
         reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
-            self.tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}")
+            self.log("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
         """Report which dimensions hold most of the variance; of several hooks, at one."""
@@ -99,7 +99,7 @@ class Report:
     def scaled(self, sentence: str, hook: str = "") -> None:
         """Report by a sentence which dimensions are left out or scaled down, if any; of several hooks, at one."""
         if sentence:
-            self.tell("dimensions", f"{sentence}{_at(hook)}: the FVU of this run is of what is left")
+            self.log("dimensions", f"{sentence}{_at(hook)}: the FVU of this run is of what is left")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
@@ -110,9 +110,9 @@ class Report:
 
     def warn(self, kind: str, message: str) -> None:
         """Record a warning of the whole run, and log it."""
-        self.tell(kind, message, "warning")
+        self.log(kind, message, "warning")
 
-    def tell(self, kind: str, message: str, level: str = "info") -> None:
+    def log(self, kind: str, message: str, level: str = "info") -> None:
         """Record an event of the whole run, and log it."""
         self.event(kind, message, level=level)
         rank_log.say(message)
