@@ -60,7 +60,7 @@ def make_parser() -> Parser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     resume.add_argument("--finish", action="store_true", help="cool down over its next steps, and end as finished")
     _add_common(resume)
-    stop = add("stop", "have a run in the foreground or under torchrun save and stop, or finish early", STOP)
+    stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps first, and end as finished")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
@@ -107,7 +107,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
     command.add_argument(
-        "--only", action="append", default=[], metavar="LABEL", help="of a sweep only this SAE; can be given again"
+        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; can be given again"
     )
     command.add_argument(
         "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
@@ -139,7 +139,10 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
     )
     command.add_argument(
-        "--tokens", type=_count, metavar="N", help="of --model: how many it reads; 0 none; default 32768, on a CPU 4096"
+        "--tokens",
+        type=_count,
+        metavar="N",
+        help="of --model: how many to read; 0: none; default 32768, on a CPU 4096",
     )
     command.add_argument(
         "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
@@ -148,7 +151,7 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
     )
     command.add_argument(
-        "--keep-rows", action="store_true", help="do not measure rows again where the card has them of these weights"
+        "--keep-rows", action="store_true", help="do not measure rows again if the card has them for these weights"
     )
     command.add_argument(
         "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"

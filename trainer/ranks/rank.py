@@ -240,7 +240,7 @@ def _train_with(
         finish=finish,
     )
     if parallel.is_main:
-        # Where the process dies of a shard that is cut short, its parent finds out which one it was.
+        # If a shard that is cut short kills the process, the parent uses this to find out which one it was.
         with contextlib.suppress(OSError):
             write_json(paths.data_record(spec.attempt), trainer.record)
     finished = trainer.run()

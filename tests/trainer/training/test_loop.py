@@ -324,7 +324,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert 0 < n_bad < len(rows) - len(ordinary) < 0.1 * len(rows)
     ((_, _, left_out),) = [event for event in kept.events if event[0] == "heldout_rows"]
     n_outliers = len(rows) - len(ordinary) - n_bad
-    assert left_out.endswith(f"measurements leave out {n_bad} not finite and {n_outliers} of enormous norm")
+    assert left_out.endswith(f" leave out {n_bad} not finite and {n_outliers} of enormous norm")
     learner = only(trainer)
     with torch.no_grad(), learner.evaluating():
         target = ordinary * learner.sae.y_scale
