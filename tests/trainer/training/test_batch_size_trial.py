@@ -93,4 +93,4 @@ def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_w
 
 def test_architectures_that_choose_within_a_micro_batch_are_said_to_learn_another_sae() -> None:
     told = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
-    assert told.endswith("; batch_topk choose latents among these tokens alone, and learn another SAE than by 8,192")
+    assert told.endswith("; batch_topk choose latents within each piece, and learn another SAE than with 8,192")
