@@ -2,8 +2,9 @@
 
 from trainer.api import train
 
-fitted = train(batches, d_sae=3072, k=32, n_steps=500)  # tensors [n_tokens, d_in], or pairs for a transcoder
-print(fitted.values["fvu"], fitted.encode(x).shape)  # FVU of the last batches
+# Tensors [n_tokens, d_in], or pairs of them for a transcoder.
+fitted = train(batches, d_sae=3072, k=32, n_steps=500, held_out=rows)
+print(fitted.values["heldout_fvu"], fitted.encode(x).shape)  # "fvu" is that of the last batches
 fitted.save("my-sae")  # SAELens' format
 """
 
@@ -22,7 +23,7 @@ from tqdm import tqdm
 from trainer.activations.base import are_finite
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import LeftOut, Outliers
-from trainer.activations.training_data import SAMPLE_TOKENS
+from trainer.activations.training_data import SAMPLE_TOKENS, of_half
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -30,10 +31,13 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_knobs
 from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
 from trainer.sharing.saelens import export_sae
 from trainer.training.bad_rows import CURE, too_many
+from trainer.training.evaluate import evaluate
+from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner, StepState
 from trainer.training.skipped_steps import is_hopeless
 from trainer.training.step import take_step
@@ -75,6 +79,7 @@ def train(
     *,
     n_steps: int,
     device: str | torch.device | None = None,
+    held_out: Rows | None = None,
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
@@ -83,6 +88,8 @@ def train(
     `settings` are those of `[sae]` and `[train]` in a job file, by their names. Raise `JobFileError` if one is unknown
     or wrong, `UserError` if the data cannot be trained on; warn if there is too little of it.
     `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
+    `held_out` are rows that `data` does not have: the result's `values` then have `heldout_fvu` and `heldout_l0` as
+    well, and a BatchTopK or Matryoshka SAE gets a threshold by which L0 is k on them.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
@@ -90,6 +97,7 @@ def train(
     if not first:
         raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
+    rows = None if held_out is None else _HeldOutRows(held_out, first[0])
     set_matmul_precision(resolve_precision(job.train.precision, device))
     if job.train.deterministic:
         set_deterministic(True)
@@ -109,20 +117,24 @@ def train(
             values = _interval(learner)
             if on_log:
                 on_log(step, values)
-    if n_bad := LeftOut.of(outliers.counts).not_finite:
+    found = LeftOut.of(outliers.counts)
+    if n_bad := found.not_finite + found.outliers:
         warnings.warn(f"data: {plural(n_bad, 'row')} not finite, or too large for fp32, left out", stacklevel=2)
     if step < n_steps:
         ends = f"data: ended after {step} of {n_steps} steps, before the learning rate has fallen"
         warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
-    return Fitted(learner, _interval(learner) if step % job.train.log_every and step < n_steps else values)
+    values = _interval(learner) if step % job.train.log_every and step < n_steps else values
+    if rows:
+        values |= evaluate({"": learner}, HeldOut(rows, [outliers], device), parallel, job.train.batch_size)[""]
+    return Fitted(learner, values)
 
 
 _NOT_HERE = {
     "n_tokens": "give n_steps, a step being a batch of data",
     "batch_size": "a step is a batch of data, as large as that is",
     "accumulate": "a step is a batch of data, as large as that is",
-    "eval_every": "there is no held-out data; give fitted.reconstruct what you want measured",
-    "report_card": "there is no held-out data; give fitted.reconstruct what you want measured",
+    "eval_every": "rows given as held_out are measured at the end",
+    "report_card": "rows given as held_out are measured at the end",
     **{
         name: "nothing is written before fitted.save"
         for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
@@ -158,6 +170,27 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
         if any(knob.name == name for knob in section_knobs(section, chosen)):
             return section
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
+
+
+class _HeldOutRows:
+    """Rows that training does not see."""
+
+    def __init__(self, rows: Rows, first: tuple[Tensor, Tensor]) -> None:
+        x, y = self._pair = (rows, rows) if isinstance(rows, Tensor) else _pair(rows)
+        is_like = [part.ndim == 2 and part.shape[1] == own.shape[1] for part, own in zip((x, y), first, strict=True)]
+        if not all(is_like) or len(x) != len(y) or not len(x) or (x is y) != (first[0] is first[1]):
+            raise UserError(f"held_out: has to be like the batches of data, {_shapes(*first)}, not {_shapes(x, y)}")
+
+    def of_hook(self, hook: int) -> _HeldOutRows:
+        return self
+
+    def held_out(self, batch_size: int, half: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self._pair
+        if half is not None:
+            own = torch.from_numpy(of_half(half, len(x), Group()))
+            x, y = (x[own], x[own]) if y is x else (x[own], y[own])
+        for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
+            yield inputs, inputs if y is x else targets
 
 
 def _refuse_bad_rows(found: LeftOut) -> None:

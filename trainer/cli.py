@@ -199,8 +199,8 @@ def _stop(flags: argparse.Namespace) -> int:
     spec = running_spec(run_dir)
     ask_by_file(run_dir, spec.attempt, finish=flags.finish)
     does = "cools down, and ends finished" if flags.finish else "saves a checkpoint and stops at its next step"
-    told = {"run_dir": str(run_dir), "message": f"the run {does}"}
-    _say(json.dumps(told) if flags.json else told["message"])
+    answer = {"run_dir": str(run_dir), "message": f"the run {does}"}
+    _say(json.dumps(answer) if flags.json else answer["message"])
     return EXIT_FINISHED
 
 

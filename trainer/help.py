@@ -106,10 +106,11 @@ examples:
   python -m trainer stop runs/sae-20250101-120000              save a checkpoint and stop, as Ctrl-C does
   python -m trainer stop runs/sae-20250101-120000 --finish     cool down first: a finished run, only shorter
 
---finish: the learning rate falls to 0 over the next {COOL_DOWN_SHARE:.0%} of the steps done so far, all else that
-follows the run's length ends with it, and the run ends as finished, with its SAE and report card. Most of an SAE's
+--finish: the learning rate falls to 0 over a further {COOL_DOWN_SHARE:.0%} of the steps done so far. Everything else
+that follows the run's length ends with it, and the run ends as finished, with its SAE and report card. Most of an SAE's
 quality comes while the rate falls: a run stopped halfway is worse than a finished one of half the length. Another
-`stop` ends the cool-down at once; resuming goes on with it, and `resume --set train.n_steps=N` trains on instead.
+`stop` ends the cool-down at once; `resume` continues it, and `resume --set train.n_steps=N` trains to N steps instead.
+A stopped run whose disk is full waits for space; another `stop` ends that wait.
 {_EXITS}
 """
 
@@ -124,8 +125,8 @@ examples:
 
 {_FORMATS}
 
-a format that cannot hold an SAE without changing what it computes is refused; what else is left out is told. Of a sweep
-each SAE gets a folder of its own; those that fit are written, and the others are listed with the reason.
+a format that cannot hold an SAE without changing what it computes is refused; anything else left out is reported. Each
+SAE of a sweep gets its own folder: the SAEs that fit the format are written, the others are listed with the reason.
 raw activations go in and come out: scales are folded into the weights.
 --push sends the files that this export wrote, and a model card where neither DIR nor the hub has a README.md: it tells
 which and where, and asks. Their metadata names model, hook and text as your job did. It needs `pip install
@@ -144,12 +145,12 @@ examples:
   python -m trainer resume runs/theirs                                train it further: --set train.n_tokens=20M
   python -m trainer export runs/theirs --out copy --format sparsify   in another format
 
-it reads SAEs by their files: {_READ}.
-an SAE that computes what none of our architectures does is refused with the reason. FOLDER may be a folder, a file, or
-OWNER/NAME/FOLDER on the Hugging Face hub, whose cache it looks into first. A .pt file is read as tensors alone and an
-.npz file as arrays alone; one that holds anything else is not read. Links are followed inside the hub's cache only.
-model, hook, text and context of the SAE are kept and are in later exports. It is checked on 1,000 rows of DATA: L0, FVU
-and a warning where they cannot be right. Weights are kept as they are, at the scale of DATA. Its optimizer starts anew.
+formats, recognised by their files: {_READ}.
+an SAE that none of our architectures can compute is refused with the reason. FOLDER may be a folder, a file, or
+OWNER/NAME/FOLDER on the Hugging Face hub, whose cache is searched first. From a .pt file only tensors are read and from
+an .npz file only arrays; a file with anything else is refused. Links are followed inside the hub's cache only.
+the SAE's model, hook, text and context are kept for later exports. It is checked on 1,000 rows of DATA by L0 and FVU,
+with a warning if they cannot be right. Weights stay as they are, at the scale of DATA. Its optimizer starts from zero.
 {_EXITS}
 """
 
@@ -164,19 +165,19 @@ FVU with its standard error, explained variance, MSE, cosine, the distribution o
 rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of
 SAELens and SAEBench, on the rows that the run has held back, and 20 latents by chance with their texts. With --model,
 what the model loses where the SAE's reconstructions take the place of its activations: cross-entropy and KL divergence,
-their scores against zeroed rows, on text after what was extracted. All of it, and the explained variance of that text,
+their scores against zeroed rows, on text after the extracted part. All this, and the explained variance on that text,
 is measured twice. First without the rows that were not extracted, such as first tokens and special tokens: they stay as
-they are and do not count. Then of all tokens, as SAELens has it (`all_tokens` in JSON): compare those with figures of
-SAELens. First tokens are often enormous, and no SAE was trained on them: one had a CE score of 0.97 without them, and
-of 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most between
-two classes of texts, beside one on all activations, over 3 splits of the texts of
-sae-probes (`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the
-standard error of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE
-is probed all the same, without loss. An evaluation adds to the card and replaces only what it measures again; the
-card before stays in .cards. All is written beside the weights as card.json and as a model card, README.md,
-where those are of this checkpoint; so are the texts in which each latent fires most, where the data tells the tokens of
-its rows or a language model streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U,
-with the weight of the final norm folded into W_U. `sae-tui features` shows them.
+they are and do not count. Then on all tokens, as in SAELens (`all_tokens` in JSON): compare these with figures from
+SAELens. First tokens often have huge norms, and SAEs are not trained on them: one SAE had a CE score of 0.97 without
+them and 0.63 with them. With --probe, the AUC of logistic regressions on the 1 and 16 latents whose means differ most
+between two classes of texts, next to one on all activations, over 3 splits of the texts of sae-probes
+(`pip install 'sae-tui[eval]'`; `--no-deps sae-probes`, scikit-learn and zstandard are enough). ± is the standard error
+of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE is probed all
+the same, without loss. An evaluation adds to the card and replaces only what it measures again; the previous card stays
+in .cards. The card is written next to the weights as card.json and as a model card, README.md, if they are of this
+checkpoint; so are the texts in which each latent fires most, where the data tells the tokens of its rows or a language
+model streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the weight of the
+final norm folded into W_U. `sae-tui features` shows them.
 {_EXITS_OF_EVAL}
 """
 

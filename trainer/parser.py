@@ -60,40 +60,13 @@ def make_parser() -> Parser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     resume.add_argument("--finish", action="store_true", help="cool down over its next steps, and end as finished")
     _add_common(resume)
-    stop = add("stop", "have a run in the foreground or under torchrun save and stop, or finish early", STOP)
+    stop = add("stop", "ask a run in the foreground or under torchrun to save and stop, or to finish early", STOP)
     stop.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     stop.add_argument("--finish", action="store_true", help="cool down over the next steps first, and end as finished")
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     _add_export(add("export", "write the SAE of a checkpoint for other tools", EXPORT))
     _add_import(add("import", "make a run of an SAE that another tool has trained", IMPORT))
-    judge = add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL)
-    judge.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
-    judge.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that no run tells the rows of")
-    judge.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
-    judge.add_argument(
-        "--model",
-        metavar="JOB.toml",
-        help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
-    )
-    judge.add_argument(
-        "--tokens", type=_count, metavar="N", help="of --model: how many it reads; 0 none; default 32768, on a CPU 4096"
-    )
-    judge.add_argument(
-        "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
-    )
-    judge.add_argument(
-        "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
-    )
-    judge.add_argument(
-        "--keep-rows", action="store_true", help="do not measure rows again where the card has them of these weights"
-    )
-    judge.add_argument(
-        "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
-    )
-    judge.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
-    )
-    judge.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    _add_eval(add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL))
     _add_job(add("estimate", "memory per GPU and time of a job, before anything runs", ESTIMATE))
     bench = add("bench", "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
     _add_job(bench, nargs="?")
@@ -102,11 +75,7 @@ def make_parser() -> Parser:
     probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
     probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
-    test = add("self-test", "whether a GPU trains right: against float64, the CPU and itself", SELF_TEST)
-    test.add_argument("--gpus", default="auto:1", metavar="GPU", help='one GPU by number, or "cpu"; default the first')
-    more = "longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
-    test.add_argument("--full", action="store_true", help=more)
-    test.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+    _add_self_test(add("self-test", "whether a GPU trains right: against float64, the CPU and itself", SELF_TEST))
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.add_argument("--any-owner", action="store_true", help="run whoever owns the files of the run")
@@ -138,7 +107,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
     command.add_argument(
-        "--only", action="append", default=[], metavar="LABEL", help="of a sweep only this SAE; can be given again"
+        "--only", action="append", default=[], metavar="LABEL", help="only this SAE of a sweep; can be given again"
     )
     command.add_argument(
         "--push", metavar="REPO", help="send what is written to NAME or OWNER/NAME on the Hugging Face hub as well"
@@ -158,6 +127,47 @@ def _add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
     _add_common(command)
+
+
+def _add_eval(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
+    command.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that no run tells the rows of")
+    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
+    command.add_argument(
+        "--model",
+        metavar="JOB.toml",
+        help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
+    )
+    command.add_argument(
+        "--tokens",
+        type=_count,
+        metavar="N",
+        help="of --model: how many to read; 0: none; default 32768, on a CPU 4096",
+    )
+    command.add_argument(
+        "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
+    )
+    command.add_argument(
+        "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
+    )
+    command.add_argument(
+        "--keep-rows", action="store_true", help="do not measure rows again if the card has them for these weights"
+    )
+    command.add_argument(
+        "--contexts", type=_count, metavar="N", help="texts to keep of each latent of a run; 0: none; default 20"
+    )
+    command.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
+    )
+    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+
+
+def _add_self_test(command: argparse.ArgumentParser) -> None:
+    which = 'one GPU by number, or "cpu"; default the first'
+    command.add_argument("--gpus", default="auto:1", metavar="GPU", help=which)
+    more = "longer trainings, memory against the estimate, and matrices of more than 2^31 numbers"
+    command.add_argument("--full", action="store_true", help=more)
+    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
 def _positive(text: str) -> int:

@@ -30,6 +30,23 @@ def test_an_iterator_of_tensors_is_all_that_training_needs() -> None:
     assert fitted.values["l0"] == pytest.approx(4, abs=0.1)
 
 
+@pytest.mark.parametrize("architecture", ["topk", "batch_topk"])
+def test_rows_that_are_held_out_are_measured_and_set_the_threshold(architecture: str) -> None:
+    rows = next(batches(1, 1000, seed=5))
+    fitted = train(batches(60), n_steps=60, held_out=rows, architecture=architecture, **SETTINGS)
+    error = (rows - fitted.reconstruct(rows)).square().sum() / (rows - rows.mean(0)).square().sum()
+    # Each half of the rows is measured by a threshold that the other half has set.
+    assert fitted.values["heldout_fvu"] == pytest.approx(float(error), rel=1e-4 if architecture == "topk" else 0.05)
+    assert float((fitted.encode(rows) > 0).sum()) / 1000 == pytest.approx(4, rel=0.01)
+    assert fitted.values["fvu"] != fitted.values["heldout_fvu"]
+
+
+def test_rows_held_out_that_are_not_like_the_data_are_one_sentence() -> None:
+    for rows in (torch.zeros(3, 5), torch.zeros(0, 16), torch.zeros(16), (torch.zeros(3, 16), torch.zeros(3, 16))):
+        with pytest.raises(UserError, match=r"^held_out: has to be like the batches of data, \[128, 16\], not "):
+            train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
+
+
 def test_what_is_saved_is_what_reconstructs(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     fitted = train(batches(20), n_steps=20, **SETTINGS)
@@ -70,7 +87,8 @@ def test_rows_that_are_not_finite_are_left_out_one_by_one_and_told() -> None:
     data = list(batches(3))
     data[1] = data[1].clone()
     data[1][2, 0] = torch.nan
-    with pytest.warns(UserWarning, match="data: 2 rows not finite, or too large for fp32, left out"):
+    data[1][3] *= 1e12
+    with pytest.warns(UserWarning, match="data: 4 rows not finite, or too large for fp32, left out"):
         fitted = train(data, n_steps=6, **SETTINGS)
     assert fitted.values["skipped_steps"] == 0
 

@@ -27,7 +27,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class NoRoomError(UserError):
-    """The disk is full, or a quota is used up: the same may succeed later."""
+    """The disk is full, or a quota is used up: the same write may succeed later."""
 
 
 @contextlib.contextmanager
@@ -46,6 +46,11 @@ def fill_folder(folder: Path, last: str) -> Iterator[Path]:
         temporary.mkdir(mode=0o700)
     except OSError as error:
         raise _write_error(folder, error) from error
+    except UserError as error:
+        # A missing parent that a full disk refuses: the cause is in the context.
+        if isinstance(cause := error.__context__, OSError) and cause.errno in _NO_ROOM:
+            raise _write_error(folder, cause) from error
+        raise
     try:
         yield temporary
         _place(temporary, folder, last)
@@ -92,7 +97,7 @@ def _place(temporary: Path, folder: Path, last: str) -> None:
 def _write_error(folder: Path, error: Exception) -> UserError:
     if isinstance(error, OSError):
         return not_written(folder, error.strerror or str(error), error.errno)
-    # safetensors has the number in its words alone.
+    # safetensors gives the number in the message only.
     number = _IN_WORDS.search(str(error))
     return not_written(folder, str(error), int(number[1]) if number else None)
 

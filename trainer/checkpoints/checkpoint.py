@@ -56,8 +56,8 @@ class Checkpoints:
     """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
 
     `d_out` and `origin` are what an export from a checkpoint alone has to know of the data; where SAEs are of several
-    hooks, `origins` are those of each, by label. `data` returns the record of the shards that are trained on, in which
-    there are `n_train_rows` rows to train on.
+    hooks, `origins` has one for each, by label. `data` returns the record of the shards, which hold `n_train_rows` rows
+    to train on.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Checkpoints:
         return self._folder / f"step-{position.step:08d}"
 
     def best(self) -> State | None:
-        """Return the state of the checkpoint with the lowest held-out FVU; None where there is none."""
+        """Return the state of the checkpoint with the lowest held-out FVU; None without a checkpoint."""
         best = best_first(newest_first(self._folder))
         return read_state(best[0]) if best else None
 

@@ -1,4 +1,4 @@
-"""Space on the disk that is kept for the last checkpoint of a run."""
+"""Reserves disk space for the last checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from trainer.contract.paths import open_private, private_folder
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# What JSON files, the random state and the blocks of a file system take of each folder that is written.
+# Bytes per folder for JSON files, the random state and partly filled blocks.
 _OF_FOLDER = 2**16
 
 
 def reserved_bytes(tensor_bytes: int, n_folders: int) -> int:
-    """Return the space to keep for so many bytes of tensors in so many folders."""
+    """Return the bytes to reserve for tensors of `tensor_bytes` in `n_folders` folders."""
     return int(BESIDE_TENSORS * tensor_bytes) + _OF_FOLDER * n_folders
 
 
 class Reserve:
-    """A file that takes space until the last checkpoint and the SAEs need it; of no bytes it does nothing."""
+    """A file that takes up space until the last checkpoint and the SAEs need it; with 0 bytes it does nothing."""
 
     def __init__(self, file: Path, n_bytes: int) -> None:
         self._file, self._n_bytes = file, n_bytes
 
     def hold(self) -> None:
-        """Take the space, where the file system can keep some and has it; a run does not fail without."""
+        """Take the space if the file system has it and can reserve it; a run does not fail without it."""
         self.release()
         if not self._n_bytes:
             return
@@ -50,9 +50,9 @@ class Reserve:
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Take space for a file; raise `OSError` where there is none, or where the file system cannot.
+    """Reserve space for a file; raise `OSError` if the disk has too little, or the file system cannot reserve.
 
-    `os.posix_fallocate` writes to every block of a file system that cannot: minutes for some gibibytes over a network.
+    `os.posix_fallocate` would then write to every block instead, which takes minutes for some GiB over a network.
     """
     zero, length = ctypes.c_longlong(0), ctypes.c_longlong(n_bytes)
     if _libc.fallocate(descriptor, 0, zero, length):

@@ -69,9 +69,9 @@ def write_job(job: AnyJob, paths: RunPaths) -> None:
 
 
 def own_box_file() -> Path | None:
-    """Return the file in the user's data folder for the speeds of this box, as jobs of the app have it.
+    """Return the file in the user's data folder for the speeds of this machine, which jobs of the app use as well.
 
-    None where there can be no such folder.
+    None if the folder cannot be made.
     """
     data = data_dir()
     try:
@@ -82,7 +82,7 @@ def own_box_file() -> Path | None:
 
 
 def running_spec(run_dir: Path) -> RankSpec:
-    """Return the attempt of the run that a folder is of; raise `UserError` where none runs, or the app runs it."""
+    """Return the spec of the running attempt in a folder; raise `UserError` if none runs, or the app runs it."""
     if not RunPaths(run_dir).job_file.exists():
         raise UsageError(f"RUN_DIR: there is no run in {run_dir}: it holds no job.toml")
     spec = last_spec(run_dir)
@@ -91,7 +91,7 @@ def running_spec(run_dir: Path) -> RankSpec:
             f"the run in {run_dir} is not running; `python -m trainer resume {run_dir} --finish` finishes it"
         )
     if spec.job_id is not None:
-        raise UsageError(f"RUN_DIR: {run_dir} is that of a launched job; `sae-tui stop {spec.job_id}` stops it")
+        raise UsageError(f"RUN_DIR: {run_dir} belongs to a launched job; `sae-tui stop {spec.job_id}` stops it")
     return spec
 
 
@@ -207,7 +207,7 @@ class Foreground:
         if heartbeat:
             is_stepping = heartbeat.phase in (TRAINING, COOLING)
             phase = "stopping" if self._is_stopping and is_stepping else heartbeat.phase
-            # A run that is to finish early has fewer; what an attempt before this one has written does not count.
+            # A run that finishes early has fewer steps. A heartbeat of an earlier attempt does not count.
             bar.total = heartbeat.total_steps if heartbeat.timestamp > self._began else bar.total
             bar.set_description_str(phase, refresh=False)
             bar.set_postfix(_shown_in_bar(latest), refresh=False)
@@ -246,11 +246,11 @@ class Foreground:
 
 
 def refuse_uninstalled() -> None:
-    """Raise `UsageError` where this package is found in the working folder alone: ranks do not look there."""
+    """Raise `UsageError` if this package is only found in the working folder, which ranks do not search."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
-        # It was deleted, and so is not the first of these.
+        # It was deleted, so it is not the first entry of sys.path.
         here = ""
     elsewhere = sys.path[1:] if sys.path[0] in ("", here) else sys.path
     if not sys.flags.safe_path and PathFinder.find_spec("trainer", [folder for folder in elsewhere if folder]) is None:
@@ -271,7 +271,7 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def _shown_in_bar(latest: Mapping[str, float]) -> dict[str, str]:
-    """Return the values that the bar shows by short names, since it has 80 columns: the batch's FVU only at first."""
+    """Return the values that the bar shows, by short names for 80 columns; the batch's FVU only at first."""
     names = {series.short or name: name for name, series in key_metrics().items() if name != CRITERION}
     fvu = {"held-out FVU": held_out(CRITERION)} if held_out(CRITERION) in latest else {"batch FVU": CRITERION}
     values = {label: value_of_sae(latest, name, best_sae(latest)) for label, name in (fvu | names).items()}

@@ -34,7 +34,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
-from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.metrics_store import WAITING, Heartbeat, SeriesWriter
 from trainer.ranks.environment import write_environment
 from trainer.ranks.loading import load_trainer
 from trainer.ranks.patience import patience_s
@@ -240,7 +240,7 @@ def _train_with(
         finish=finish,
     )
     if parallel.is_main:
-        # Where the process dies of a shard that is cut short, its parent finds out which one it was.
+        # If a shard that is cut short kills the process, the parent uses this to find out which one it was.
         with contextlib.suppress(OSError):
             write_json(paths.data_record(spec.attempt), trainer.record)
     finished = trainer.run()
@@ -352,9 +352,17 @@ def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: f
 
 
 def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
-    """Wait for SIGTERM and ask the training to stop; exit the process if it is stuck or orphaned."""
+    """Ask the training to stop at every SIGTERM; from the first on, exit the process if it is stuck or orphaned."""
     signal.sigwait({signal.SIGTERM})
     stop.set()
+    threading.Thread(target=_end_if_stuck, args=(progress, stuck_after_s, parent), name="stuck", daemon=True).start()
+    while True:
+        signal.sigwait({signal.SIGTERM})
+        stop.set()
+
+
+def _end_if_stuck(progress: Progress, stuck_after_s: float, parent: int) -> None:
+    """Wait until the training is stuck or orphaned, and exit the process."""
 
     def is_alone() -> bool:
         """Tell whether the supervisor is gone before the first step, when nothing is lost by ending.
@@ -378,11 +386,14 @@ def _leave(reason: str) -> NoReturn:
 
 
 def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Return once step and phase have not changed for `after_s` seconds, or `is_over()`; a save may take any time."""
+    """Return once step and phase have not changed for `after_s` seconds, or `is_over()`.
+
+    A save may take any time, and so may the wait for space on a full disk.
+    """
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():
         time.sleep(min(0.5, after_s / 4))
-        if progress.place != place or place[0] == "saving":
+        if progress.place != place or place[0] in ("saving", WAITING):
             place, since = progress.place, time.monotonic()
 
 

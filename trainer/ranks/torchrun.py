@@ -56,6 +56,9 @@ def join(job: JobConfig, run_dir: Path) -> int:
     if rank == 0:
         for note in notes:
             complain(f"warning: {printable(note)}\n")
+        # The same attempt starts again by the same command: requests to the last one are done.
+        for file in (paths.stop_file(spec.attempt), paths.finish_file(spec.attempt)):
+            file.unlink(missing_ok=True)
     else:
         # One rank speaks for all on torchrun's console.
         sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
@@ -77,7 +80,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_run_job(paths.job_file), stored_run(paths.root)
-    # What the run began with before a setting was there, whatever the default is now.
+    # Settings that are newer than the run keep the values of its time, whatever their defaults are now.
     job = job_of(to_table(job), settings_since(paths.job_file))
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):

@@ -24,7 +24,16 @@ class FileRequests:
         self._stop_file, self._finish_file = stop_file, finish_file
 
     def wanted(self) -> Wanted:
-        return Wanted(self._stop_file.exists(), self._finish_file.exists())
+        return Wanted(_stamp(self._stop_file), self._finish_file.exists())
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Return what changes when a file is written again; () without a file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_mtime_ns
 
 
 class LineFile:

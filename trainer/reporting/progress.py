@@ -19,7 +19,7 @@ import msgspec
 from trainer.contract.errors import UserError
 from trainer.contract.store.database import StoreCorrupt
 from trainer.contract.store.follower import Follower
-from trainer.contract.store.job_store import Control
+from trainer.contract.store.job_store import ENDING, Control
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.rows import Event
 from trainer.reporting.backlog import Backlog
@@ -38,9 +38,12 @@ ROWS_AT_ONCE = 5000
 
 
 class Wanted(NamedTuple):
-    """What a run is asked for: to stop (or pause), and to cool down and finish early."""
+    """What a run is asked for: to stop (or pause), and to cool down and finish early.
 
-    stop: bool = False
+    `stop` identifies the newest request to stop, so that another one is seen; it is empty where there is none.
+    """
+
+    stop: frozenset[str] | tuple[int, ...] = ()
     finish: bool = False
 
 
@@ -60,7 +63,7 @@ class Requests:
 
     def _read(self, control: Control | None) -> None:
         asked = control.open_requests(self._job_id) if control else set()
-        self._wanted = Wanted(not asked.isdisjoint({"stop", "pause"}), "finish" in asked)
+        self._wanted = Wanted(frozenset(asked & ENDING), "finish" in asked)
 
 
 class Progress:
@@ -77,7 +80,7 @@ class Progress:
         self.place = (phase, step)
 
     def shorten(self, total_steps: int) -> None:
-        """Take in that the run ends after so many steps."""
+        """Set the number of steps after which the run now ends."""
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         """Hand over an event for the job's history."""
@@ -126,6 +129,7 @@ class StoredProgress(Progress):
         super().__init__()
         self._total_steps = total_steps
         self._stop, self._finish, self._requests = stop, finish or threading.Event(), requests
+        self._seen_stop = Wanted().stop
         self._rows: Backlog[Row] = Backlog(MOST_ROWS)
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
@@ -182,7 +186,9 @@ class StoredProgress(Progress):
         # No error here may reach the training.
         with contextlib.suppress(Exception):
             wanted = self._requests.wanted() if self._requests else Wanted()
-            if wanted.stop:
+            if wanted.stop and wanted.stop != self._seen_stop:
+                # Once for each request: a run clears the event to see the next one.
+                self._seen_stop = wanted.stop
                 self._stop.set()
             if wanted.finish:
                 self._finish.set()

@@ -65,41 +65,41 @@ class Report:
         self._tell_outliers(found.outliers / n_seen, f"the rows{_at(hook)} up to step {step}", times, hook)
 
     def sampled(self, found: LeftOut, n_zero: int, times: float, hook: str = "") -> None:
-        """Report what is wrong with rows of a first sample; of several hooks, at one."""
+        """Report what is wrong with the rows of a first sample at a hook."""
         n_seen = max(1, found.n_seen)
         of_rows = f"a sample of {n_seen:,} rows{_at(hook)}"
         self._tell_outliers(found.outliers / n_seen, of_rows, times, hook)
         if n_zero > MANY_ZERO * n_seen:
             dropped = f"{DROP_ZERO_ROWS} leaves them out"
             level, remedy = ("info", "they are left out") if found.zero else ("warning", dropped)
-            self.tell("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
+            self.log("zero_rows", f"{zero_rows(n_zero / n_seen, of_rows)}; {remedy}", level)
 
     def held_out(self, n_rows: int, hold_out: str, n_texts: int, asked: str) -> None:
-        """Report how many rows are held out, and how they were chosen, where `asked` may have left it open."""
+        """Report how many rows are held out, and how they were chosen, since `asked` may be "auto"."""
         if not n_rows:
             return
-        self.tell("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
+        self.log("held_out", f"{held_out_words(n_rows, hold_out, n_texts)} (data.hold_out = {show(asked)})")
 
     def copies(self, sentence: str, hook: str = "") -> None:
-        """Report by a sentence that held-out rows are trained on as well; "" where they are not."""
+        """Report the sentence that held-out rows are also among the training rows; "" if they are not."""
         if sentence:
             self.warn("copies", f"{sentence}{_at(hook)}; remove repeated texts or files from the data")
 
     def heldout_left_out(self, found: LeftOut, hook: str = "") -> None:
-        """Report which of the held-out rows no measurement counts; of several hooks, at one."""
+        """Report which held-out rows of a hook all measurements leave out."""
         reasons = {"not finite": found.not_finite, "of enormous norm": found.outliers, "zero": found.zero}
         if counted := [f"{n:,} {reason}" for reason, n in reasons.items() if n]:
             of_rows = f"{found.n_seen:,} held-out rows{_at(hook)}"
-            self.tell("heldout_rows", f"of {of_rows} measurements leave out {join_words(counted)}")
+            self.log("heldout_rows", f"all measurements on {of_rows} leave out {join_words(counted)}")
 
     def heavy(self, found: HeavyDimensions, hook: str = "") -> None:
-        """Report which dimensions hold most of the variance; of several hooks, at one."""
+        """Report which dimensions of a hook hold most of the variance."""
         self.warn("heavy_dimensions", f"{found.sentence()}{_at(hook)}; {found.remedy}")
 
     def scaled(self, sentence: str, hook: str = "") -> None:
-        """Report by a sentence which dimensions are left out or scaled down, if any; of several hooks, at one."""
+        """Report the sentence on the dimensions of a hook that are left out or scaled down, if any."""
         if sentence:
-            self.tell("dimensions", f"{sentence}{_at(hook)}: the FVU of this run is of what is left")
+            self.log("dimensions", f"{sentence}{_at(hook)}: this run's FVU is measured after that")
 
     def _tell_outliers(self, share: float, of_rows: str, times: float, hook: str) -> None:
         if not share or hook in self._told_outliers:
@@ -110,9 +110,9 @@ class Report:
 
     def warn(self, kind: str, message: str) -> None:
         """Record a warning of the whole run, and log it."""
-        self.tell(kind, message, "warning")
+        self.log(kind, message, "warning")
 
-    def tell(self, kind: str, message: str, level: str = "info") -> None:
+    def log(self, kind: str, message: str, level: str = "info") -> None:
         """Record an event of the whole run, and log it."""
         self.event(kind, message, level=level)
         rank_log.say(message)
@@ -147,7 +147,7 @@ class Report:
         self._rows(step, of_best | ({} if passes is None else {PASSES: passes}))
 
     def overfitting(self, message: str) -> None:
-        """Warn that an SAE knows its training rows better than others."""
+        """Warn that an SAE is clearly better on its training rows than on others."""
         self.warn("overfitting", message)
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:

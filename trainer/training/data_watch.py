@@ -1,7 +1,8 @@
-"""Finds out whether the shards of a run change while it reads them."""
+"""Detects changes of a run's shards while it reads them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,24 +11,24 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.data_record import DataRecord, FolderRecord, ShardRecord, change_of, cut_sentence, sampled
 from trainer.reporting.report import Report
 
-_LEFT = "the run goes on with the file that it has open, but can be resumed only with that one in its place"
+_LEFT = "the run continues with the file that it has open, but can be resumed only if you put that file back"
 _CURE = "put it back as it was and resume, or start a new run"
 
 
 class DataWatch:
     """Compares the shards with what they were when the run began; only rank 0 has one with a record.
 
-    A shard that was replaced or removed is still open and read as it was. One that was written to is no longer what the
-    run is trained on, which `fault` then says.
+    A shard that was replaced or removed is still open with its old content. If one was written to, the run no longer
+    trains on the recorded rows: `fault` then says so.
     """
 
     def __init__(self, record: DataRecord) -> None:
         self._began_with = record
-        # Beside the first steps, since it reads up to 256 MiB.
+        # In parallel to the first steps, since it reads up to 256 MiB.
         reader = ThreadPoolExecutor(1, "data-record")
         self._sampled = reader.submit(sampled, record)
         reader.shutdown(wait=False)
-        # Size and time of each changed file as it was last looked at.
+        # Size and time of change of each changed file, as last seen.
         self._seen: dict[Path, tuple[int, int] | None] = {}
         self._sound_at = Position(0, 0)
         self.fault: str | None = None
@@ -37,7 +38,7 @@ class DataWatch:
         return self._sampled.result()
 
     def look(self, at: Position, report: Report) -> None:
-        """Look at all shards again, and report each that has changed, once."""
+        """Check all shards, and report each change once."""
         for folder, shard in self._changed():
             if why := change_of(folder, shard):
                 self._judge(folder, shard, why, report)
@@ -45,17 +46,19 @@ class DataWatch:
             self._sound_at = at
 
     def _changed(self) -> Iterator[tuple[FolderRecord, ShardRecord]]:
-        """Yield the shards whose size or time is another than when they were last looked at."""
+        """Yield the shards whose size or time of change differs from the last check."""
         for number, folder in enumerate(self._began_with):
             for place, shard in enumerate(folder.shards):
                 file = folder.file(shard)
-                if (stamp := _stamp(file)) != self._seen.get(file, (shard.size, shard.mtime_ns)):
+                status = _status(file)
+                stamp = (status.st_size, status.st_mtime_ns) if status else None
+                if stamp != self._seen.get(file, (shard.size, shard.mtime_ns)):
                     self._seen[file] = stamp
                     yield folder, self.record()[number].shards[place]
 
     def _judge(self, folder: FolderRecord, shard: ShardRecord, why: str, report: Report) -> None:
         file = folder.file(shard)
-        status = file.stat() if file.exists() else None
+        status = _status(file)
         is_open_as_it_was = status is None or status.st_ino != shard.inode or file.suffix == ".parquet"
         if is_open_as_it_was:
             report.warn("data", f"{file} has changed since the run began: it {why}; {_LEFT}")
@@ -64,13 +67,12 @@ class DataWatch:
             self.fault = f"{folder.field}: {cut_sentence(file, status.st_size, shard.size)}"
         else:
             since = f"steps after {self._sound_at.step} may have learnt from it"
-            self.fault = f"{folder.field}: {file} was written to while the run reads it: it {why}, and {since}; {_CURE}"
+            self.fault = f"{folder.field}: {file} was written to while the run read it: it {why}, and {since}; {_CURE}"
         report.warn("data", self.fault)
 
 
-def _stamp(file: Path) -> tuple[int, int] | None:
+def _status(file: Path) -> os.stat_result | None:
     try:
-        status = file.stat()
+        return file.stat()
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns

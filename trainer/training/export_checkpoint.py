@@ -85,7 +85,7 @@ def export_checkpoint(
     stage("reading the checkpoint")
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
-    notes = dict.fromkeys(_of_unfinished(run_dir, job, state))
+    notes = dict.fromkeys(notes_on_unfinished(run_dir, job, state))
     firings_of = firings(job.replace("train", precision="fp32")) if chosen.needs_firings else None
     with usable(checkpoint):
         saes = partial(shared_saes, run_dir, job, tensors, state, firings_of)
@@ -107,7 +107,7 @@ def export_checkpoint(
 
 
 def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
-    """Return the labels of a job's SAEs, of `only` those where some are named; raise `JobFileError` for another."""
+    """Return the labels of a job's SAEs, or those in `only` if it has any; raise `JobFileError` for an unknown one."""
     labels = [*members(job)]
     if only and not job.sweep:
         raise JobFileError([Problem("--only", "this run has one SAE, which has no label; leave out --only")])
@@ -118,7 +118,7 @@ def labels_of(job: JobConfig, only: Sequence[str]) -> list[str]:
 
 
 def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collection[str]) -> None:
-    """Raise `UserError` where a format holds none of the SAEs that were asked for."""
+    """Raise `UserError` if a format can hold none of the SAEs that were asked for."""
     if len(left_out) < len(asked):
         return
     if "" in left_out:
@@ -130,7 +130,7 @@ def refuse_where_none_fits(form: str, left_out: Mapping[str, str], asked: Collec
 def how_far_of(
     run_dir: Path, job: JobConfig, state: State, measured: Mapping[str, float] = NOTHING, *, is_transcoder: bool
 ) -> HowFar | None:
-    """Return how far a run was by the state of a checkpoint, and what was measured then; None at its start."""
+    """Return how far a run was at a checkpoint, with the values `measured` there; None at step 0."""
     step, tokens = state.position.step, state.position.tokens
     if not step:
         return None
@@ -144,16 +144,16 @@ def how_far_of(
 
 
 def how_far_of_sae(run_dir: Path, job: JobConfig, label: str, state: State, *, is_transcoder: bool) -> HowFar | None:
-    """Return how far an SAE of a run was, with what was measured of it when the checkpoint was saved."""
+    """Return how far the training of an SAE was, with the values measured when the checkpoint was saved."""
     if job.sweep:
-        # The best is that of all SAEs together.
+        # The best of a sweep is a mean over its SAEs.
         state = msgspec.structs.replace(state, best=msgspec.UNSET)
     measured = _read_measurements(run_dir, state.position.step, label if job.sweep else "")
     return how_far_of(run_dir, members(job)[label], state, measured, is_transcoder=is_transcoder)
 
 
-def _of_unfinished(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
-    """Yield what is to be told of the SAEs of an unfinished run, and how to finish it."""
+def notes_on_unfinished(run_dir: Path, job: JobConfig, state: State) -> Iterator[str]:
+    """Yield a note that the run is unfinished, and how to finish it."""
     how_far = how_far_of(run_dir, job, state, is_transcoder=state.d_out is not None)
     if how_far and how_far.unfinished:
         yield f"{how_far.unfinished}{f': {_resume(run_dir)} --finish' * how_far.is_last}"
@@ -189,10 +189,10 @@ def shared_saes(
 
 
 def recipe_of_run(run_dir: Path, state: State, label: str, d_in: int) -> Recipe | None:
-    """Return how an SAE of a run was trained up to a checkpoint; None where it was imported or that is not known."""
+    """Return the recipe of an SAE up to a checkpoint; None if it was imported or the recipe is unknown."""
     with contextlib.suppress(UserError):
         if (position := state.position).step:
-            # However many ranks there were: a run keeps the tokens of its steps.
+            # A run keeps its tokens per step on any number of ranks.
             own = stored_job(run_dir, []).replace("train", global_batch_size=position.tokens // position.step)
             of = Layout(own, 1), members(own)[label], position, d_in
             return recipe_of(*of, is_transcoder=state.d_out is not None, n_rows=state.n_train_rows)

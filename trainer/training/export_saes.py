@@ -25,8 +25,8 @@ from trainer.training.thresholds import threshold_facts
 class Exporter:
     """Writes below `output`.
 
-    `origins` is what is known of the data of each SAE, by label, for its `cfg.json`; `recipe_of` returns how the one of
-    a label was trained.
+    `origins` describes the data of each SAE, by label, for its `cfg.json`; `recipe_of` returns the recipe of an SAE by
+    its label.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Exporter:
     def writes(
         self, learners: Mapping[str, Learner], position: Position, how_far: Callable[[str], HowFar]
     ) -> list[Write]:
-        """Return what writes each SAE to a folder of its label; all ranks that share its latents have to call this.
+        """Return the writes of each SAE to a folder of its label; all ranks that share its latents have to call this.
 
-        `how_far` tells by the label how far its training is.
+        `how_far` returns by label how far the training is.
         """
         writes = []
         for label, learner in learners.items():
             with learner.evaluating():
                 sae = learner.whole_sae()
             if sae is not None:
-                self._tell_missed_l0(label, learner, self._recipe_of(label).target_l0)
+                self._report_missed_l0(label, learner, self._recipe_of(label).target_l0)
                 to = partial(self._export_one, label, learner, sae, position, how_far(label))
                 folder = self._output / label if label else self._output
                 writes.append(Write(folder, partial(to, folder), to))
@@ -69,8 +69,8 @@ class Exporter:
         if how_far.unfinished:
             rank_log.say(how_far.unfinished)
 
-    def _tell_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
-        """Report an L0 that is not what was asked for: the SAE would look as good as any other, or as bad."""
+    def _report_missed_l0(self, label: str, learner: Learner, target: int | None) -> None:
+        """Report an L0 that is not the requested one, since its FVU cannot be compared with that of other SAEs."""
         values = self._report.values[label]
         l0 = values.get("heldout_l0", values.get("l0"))
         if l0 is None or abs(l0_miss(l0, target)) <= MOST_L0_MISS:
@@ -84,7 +84,7 @@ class Exporter:
 
 
 def training_facts(learner: Learner, position: Position, recipe: Recipe | None) -> dict[str, Any]:
-    """Return what the metadata of an exported SAE tell of its training."""
+    """Return the facts on its training for an exported SAE's metadata."""
     return {
         "training_architecture": learner.architecture,
         "training_tokens": position.tokens,

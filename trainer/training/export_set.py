@@ -17,6 +17,7 @@ from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, r
 from trainer.training.export_checkpoint import (
     checkpoint_of,
     labels_of,
+    notes_on_unfinished,
     refuse_to_overwrite,
     refuse_where_none_fits,
     shared_saes,
@@ -39,10 +40,10 @@ def is_set(paths: Sequence[Path], form: str) -> bool:
 def export_set(
     paths: Sequence[Path], out: Path, *, form: str, best: bool, force: bool, only: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Write every transcoder of runs or checkpoints, or those of `only`, into one folder; return each layer's step.
+    """Write every transcoder of runs or checkpoints into one folder, or only those labelled `only`; return their steps.
 
-    Those that the format cannot hold are left out, with a note. Nothing is written where the others cannot be one set.
-    Raise `UserError`.
+    Transcoders that the format cannot hold are left out, with a note. Nothing is written if the others do not make a
+    set. Raise `UserError`.
     """
     chosen = catalog.entry(catalog.FORMATS, form, "--format").load()()
     if not isinstance(chosen, CircuitTracer):
@@ -64,6 +65,11 @@ def export_set(
     if reason := refusal_of_set(members):
         raise UsageError(f"--format: {reason}")
     chosen.write_set((sae for name, _, sae in _transcoders(checkpoints, only) if name not in left_out), out)
+    unfinished = [
+        f"{run_dir.name}: {note}" if len(checkpoints) > 1 else note
+        for run_dir, checkpoint in checkpoints
+        for note in notes_on_unfinished(run_dir, load_run_job(RunPaths(run_dir).job_file), read_state(checkpoint))
+    ]
     return {
         "checkpoints": [str(checkpoint) for _, checkpoint in checkpoints],
         "output_path": str(out),
@@ -71,13 +77,14 @@ def export_set(
         **({"left_out": left_out} if left_out else {}),
         "notes": [
             *(f"{name} is not written: {reason}" for name, reason in left_out.items()),
+            *unfinished,
             *_gaps([one.layer or 0 for one in members]),
         ],
     }
 
 
 def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) -> Iterator[tuple[str, int, Shared]]:
-    """Yield what each SAE is called and its step, one after the other, since all may not fit into memory."""
+    """Yield the name, the step and the SAE, one after the other, since all may not fit into memory."""
     for run_dir, checkpoint in checkpoints:
         job = load_run_job(RunPaths(run_dir).job_file)
         tensors, position = load(checkpoint)

@@ -1,4 +1,4 @@
-"""Writes what a run leaves at its end, and waits for space where the disk is full: the weights are whole in memory."""
+"""Writes the last checkpoint and the SAEs of a run, and waits for space where the disk is full."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 
-# A failed write is tried again so much later, and given up after a day.
+# Seconds between two attempts to write to a full disk, and until the run gives up.
 RETRY_S = 30.0
 GIVE_UP_S = 24 * 3600.0
 
 
 class Write(NamedTuple):
-    """Something to write at the end of a run: where to, and what does it; an SAE can be written `to` any folder."""
+    """A folder to write at the end of a run, and the function that writes it; an SAE can be written `to` any folder."""
 
     folder: Path
     write: Callable[[], object]
@@ -35,54 +35,64 @@ class Write(NamedTuple):
 
 
 class FinalWrites:
-    """Writes on every rank what is its own to write; all ranks call it alike, and wait for each other.
+    """Writes what belongs to each rank; all ranks call it alike, and wait for each other.
 
-    An SAE that its own disk does not take is put on another one until then.
+    While the disk of an SAE is full, the SAE is kept on another disk.
     """
 
     def __init__(
         self, parallel: Parallel, report: Report, stop: threading.Event, beat: Callable[[str], object]
     ) -> None:
         self._parallel, self._report, self._stop, self._beat = parallel, report, stop, beat
-        # Folders of SAEs on another disk, by where they belong.
+        # The folder of an SAE on another disk, by the folder where it belongs.
         self._rescued: dict[Path, Path] = {}
         self._failed: list[UserError | OSError] = []
-        self._has_told = False
+        self._has_reported = False
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Write everything; wait up to a day for space, or until a stop is asked for.
+        """Write everything; wait up to a day for space, or until another stop is requested.
 
-        Raise `UserError` on the ranks that could not write something in the end, once all else is written.
+        Raise `UserError` on the ranks that could not write something in the end, once everything else is written.
         """
+        was_stopped = self._stop.is_set()
+        # The stop that brought the run here is done. Only a request that comes from now on ends the wait.
+        self._stop.clear()
+        try:
+            self._write(writes)
+        finally:
+            if was_stopped:
+                self._stop.set()
+
+    def _write(self, writes: Sequence[Write]) -> None:
         until = time.monotonic() + GIVE_UP_S
         waiting = self._attempt(writes)
         for one in waiting:
             self._rescue(one)
-        while self._goes_on(bool(waiting), is_over=self._stop.is_set() or time.monotonic() > until):
+        while self._is_waiting(bool(waiting), is_over=self._stop.is_set() or time.monotonic() > until):
             if waiting:
                 self._wait()
                 waiting = self._attempt(list(waiting))
         if errors := [*waiting.values(), *self._failed]:
-            raise self._last_word(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
+            raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
     def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoRoomError]:
-        """Try all writes, and return those for which there was no room."""
+        """Try all writes; return those that did not fit on the disk, with their errors."""
         waiting: dict[Write, NoRoomError] = {}
         for one in writes:
             try:
                 one.write()
             except NoRoomError as error:
                 waiting[one] = error
-                self._tell(error)
+                self._report_wait(error)
             except (UserError, OSError) as error:
                 self._failed.append(error)
             else:
                 self._forget_rescued(one.folder)
         return waiting
 
-    def _goes_on(self, is_waiting: bool, *, is_over: bool) -> bool:
-        """Tell on all ranks whether any of them waits, and none has to end."""
-        counts = torch.tensor([float(is_waiting), float(is_over)], device=self._parallel.device)
+    def _is_waiting(self, is_own: bool, *, is_over: bool) -> bool:
+        """Return on all ranks whether any rank waits and no rank has to end."""
+        counts = torch.tensor([float(is_own), float(is_over)], device=self._parallel.device)
         self._parallel.world.sum_(counts)
         n_waiting, n_over = counts.tolist()
         return n_waiting > 0 and not n_over
@@ -92,18 +102,18 @@ class FinalWrites:
         self._stop.wait(RETRY_S)
         self._beat("saving")
 
-    def _tell(self, error: NoRoomError) -> None:
+    def _report_wait(self, error: NoRoomError) -> None:
         message = f"{WAITING}: {error}"
         rank_log.say(message)
-        # Later attempts mostly say the same of other numbers.
-        if not self._has_told:
-            self._has_told = True
+        # The messages of later attempts differ in their numbers only.
+        if not self._has_reported:
+            self._has_reported = True
             self._report.event("space", message, level="warning")
 
     # an SAE on another disk
 
     def _rescue(self, one: Write) -> None:
-        """Write an SAE to another disk, and say where it is; do nothing where none takes it."""
+        """Write an SAE to another disk and report its folder; do nothing if no disk has space."""
         for place in _other_places(one.folder) if one.to else ():
             if rescued := _written_to(place, one):
                 self._rescued[one.folder] = rescued
@@ -115,18 +125,18 @@ class FinalWrites:
     def _forget_rescued(self, folder: Path) -> None:
         if rescued := self._rescued.pop(folder, None):
             shutil.rmtree(rescued.parent, ignore_errors=True)
-            message = f"there is space again: the SAE is in {folder}, and its copy in {rescued} is removed"
+            message = f"there is space again: the SAE is in {folder}; its copy in {rescued} was removed"
             rank_log.say(message)
             self._report.event("space", message)
 
-    def _last_word(self, error: UserError | OSError, *, is_stopped: bool) -> UserError:
-        stopped = "a stop was asked for before there was space: " if is_stopped else ""
+    def _failure(self, error: UserError | OSError, *, is_stopped: bool) -> UserError:
+        stopped = "stopped before there was space: " if is_stopped else ""
         places = join_words([str(rescued) for rescued in self._rescued.values()]) if self._rescued else ""
-        return UserError(f"{stopped}{error}" + (f"; what was trained is in {places}" if places else ""))
+        return UserError(f"{stopped}{error}" + (f"; the trained SAE is in {places}" if places else ""))
 
 
 def _written_to(place: Path, one: Write) -> Path | None:
-    """Write an SAE to a new folder in another place, and return it; None where that does not take it."""
+    """Write an SAE to a new folder in `place`; return the folder, or None if that fails."""
     assert one.to is not None
     try:
         made = Path(tempfile.mkdtemp(prefix=f"sae-of-{one.folder.parent.name}-", dir=place))
@@ -141,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders on other disks than this one's, the most lasting first."""
+    """Yield folders on other disks than that of `folder`, the most permanent first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

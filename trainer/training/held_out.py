@@ -3,43 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.activations.base import Pair, in_fp32, to_device
 from trainer.activations.outliers import LeftOut, Outliers
-from trainer.activations.training_data import TrainingData
 from trainer.contract.planning.rows_on_gpu import MOST_KEPT_BYTES
 from trainer.runtime.out_of_memory import is_shortage
 
 
+class HeldOutRows(Protocol):
+    """The held-out rows of a hook."""
+
+    def held_out(self, batch_size: int, half: int | None = None) -> Iterator[Pair]: ...
+
+
+class HeldOutData(Protocol):
+    """The held-out rows of all hooks."""
+
+    def of_hook(self, hook: int) -> HeldOutRows: ...
+
+
 class HeldOut:
-    """This rank's held-out rows of each hook on its device, without those to leave out, which are counted.
+    """This rank's held-out rows of each hook on its device, without the rows to leave out, which are counted.
 
     They are read for every evaluation where the host's memory is the device's; a GPU keeps them from the first on, up
     to `MOST_KEPT_BYTES`: to read 151 MB anew takes a tenth of a second from the page cache, and longer from a disk.
     """
 
-    def __init__(self, data: TrainingData, outliers: Sequence[Outliers], device: torch.device) -> None:
+    def __init__(self, data: HeldOutData, outliers: Sequence[Outliers], device: torch.device) -> None:
         self._data, self._outliers, self._device = data, outliers, device
         self.keeps = device.type == "cuda"
         self._kept: dict[tuple[int, int | None], list[Pair]] = {}
         self._n_bytes = 0
-        # What was left out of the rows of each hook and half when they were last read.
+        # Counts of the rows left out of each hook and half in the last pass.
         self._left_out: dict[tuple[int, int | None], Tensor] = {}
 
     def left_out(self, hook: int) -> LeftOut:
-        """Return what was left out of both halves of a hook's rows when they were last read."""
+        """Return how many rows of both halves of a hook were left out in the last pass."""
         counts = [
             of_half for (of_hook, half), of_half in self._left_out.items() if of_hook == hook and half is not None
         ]
         return LeftOut.of(sum(counts, torch.zeros(4, dtype=torch.int64)))
 
     def batches(self, hook: int, batch_size: int, half: int | None = None) -> Iterator[Pair]:
-        """Yield inputs and targets of a hook, at most so many at a time: on a CPU in fp32, elsewhere as stored.
+        """Yield inputs and targets of a hook, up to `batch_size` rows at a time: on a CPU in fp32, else as stored.
 
-        With `half` only those of that half of the rows of all ranks.
+        With `half`, yield only this rank's part of that half of all held-out rows.
         """
         if self.keeps and (hook, half) not in self._kept:
             self._keep(hook, batch_size, half)

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import TENSORS, State, read_state
 from trainer.contract.runs.recipe import recipe_lines
+from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job, members
-from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.settings.job_file import members
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 from trainer.sharing.saelens import exported_tokens
-from trainer.training.export_checkpoint import how_far_of, output_of, recipe_of_run
+from trainer.training.export_checkpoint import how_far_of_sae, output_of, recipe_of_run
 
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
@@ -26,8 +26,8 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 def hub_card(checkpoints: Sequence[Path], form: str, name: str, labels: Collection[str] | None = None) -> str:
     """Return the README.md of the SAEs of some checkpoints, exported in a format, in the repository `name`.
 
-    With `labels` only those of these labels were exported.
-    An SAE that was evaluated as it is has its model card in it.
+    `labels` names the SAEs that were exported; None stands for all. An SAE that was evaluated as it is has its model
+    card in it.
     """
     runs = [(path, _job_of(path), read_state(path)) for path in checkpoints]
     models = {
@@ -60,7 +60,7 @@ def is_on_the_hub(model: str) -> bool:
 
 
 def _job_of(checkpoint: Path) -> JobConfig:
-    return load_job(RunPaths(checkpoint.parent.parent).job_file, read=read_plain_text)
+    return load_run_job(RunPaths(checkpoint.parent.parent).job_file)
 
 
 def _chosen(job: JobConfig, labels: Collection[str] | None) -> dict[str, JobConfig]:
@@ -89,7 +89,8 @@ def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
     title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
     what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
     trained = [f"- {name}: {value}" for name, value in recipe_lines(recipe)] if recipe else []
-    how_far = how_far_of(checkpoint.parent.parent, job, state, is_transcoder=state.d_out is not None)
+    run_dir, is_transcoder = checkpoint.parent.parent, state.d_out is not None
+    how_far = how_far_of_sae(run_dir, _job_of(checkpoint), label, state, is_transcoder=is_transcoder)
     trained += [f"- {name}: {words}" for name, words in how_far.facts()] if how_far else []
     return "\n".join([title, "", what, *lines, *trained, ""])
 

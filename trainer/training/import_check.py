@@ -1,4 +1,4 @@
-"""Checks an imported SAE by numbers: what it makes of rows that should be like those it was trained on."""
+"""Checks an imported SAE on rows that should resemble its training rows: by L0 and FVU."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from trainer.sharing.base import Shared
 from trainer.sharing.reading import with_input_bias, with_row_scale, without_input_bias
 from trainer.training.learner import Learner
 
-# As many rows tell L0 to some percent and take a second; at once, for the memory of wide SAEs.
+# This many rows give L0 to a few percent and take a second. Batches are small for the memory of wide SAEs.
 N_ROWS, _AT_ONCE = 1000, 100
-# An L0 that is off by more than this factor is not that of the SAE's own rows.
+# L0 cannot be right if it is off by more than this factor.
 _FAR = 2.0
-# Without an L0 to compare with: a larger share of active latents is no sparse code, unless it explains the rows.
+# Without an L0 to compare with, a larger share of active latents with a larger FVU is no sparse code.
 _DENSE, _POOR = 0.25, 0.5
-# A way to read an SAE explains the rows so much better that it is worth a word.
+# Another way to read an SAE is mentioned if it lowers the FVU by at least this factor.
 _BETTER = 0.5
 
 
 def check(
     learner: Learner, shared: Shared, x: Tensor, y: Tensor, set_weights: Callable[[Shared], None]
 ) -> tuple[ImportCheck, list[str]]:
-    """Measure an SAE on raw rows x [n, d_in] and their targets, and say what of it cannot be right.
+    """Measure an SAE on raw rows x [n, d_in] and their targets; return the figures and why they cannot be right.
 
-    `set_weights` gives the learner the weights of an SAE: other ways to read its files are tried, and those of
-    `shared` are set in the end.
+    `set_weights` gives the learner the weights of an SAE. If the figures are wrong, other ways to read the files are
+    tried; in the end the learner has the weights of `shared` again.
     """
     places = torch.linspace(0, len(x) - 1, min(N_ROWS, len(x))).long()
     x, y = x[places], (x if y is x else y)[places]
@@ -64,13 +64,13 @@ def _doubts(found: ImportCheck, shared: Shared) -> Iterator[str]:
         yield f"{found.l0:.0f} of {shared.d_sae:,} latents fire on a row, which is no sparse code"
     if found.fvu is None or found.fvu > 1:
         fvu = "not finite" if found.fvu is None else number(found.fvu)
-        yield f"FVU is {fvu} on these rows: their mean is nearer to them than what the SAE makes of them"
+        yield f"FVU is {fvu} on these rows: their mean is a better reconstruction than the SAE's"
 
 
 def _cause(
     learner: Learner, shared: Shared, x: Tensor, y: Tensor, found: ImportCheck, set_weights: Callable[[Shared], None]
 ) -> str:
-    """Return which other way to read the SAE explains the rows, or what else may be the reason."""
+    """Return which other way to read the SAE fits the rows, or what else may be the cause."""
     tried = {}
     for name, other in _other_ways(shared, x):
         set_weights(other)
@@ -79,7 +79,7 @@ def _cause(
     name, best = min(tried.items(), key=lambda one: _error(one[1]))
     if _error(best) < min(1.0, _BETTER * _error(found)):
         return f"{name} its FVU is {number(_error(best))} and its L0 {best.l0:.1f}"
-    return "the rows may be of another hook, model or layer, or scaled in another way than those of its training"
+    return "the rows may be of another hook, model or layer, or scaled in another way than its training rows"
 
 
 def _error(found: ImportCheck) -> float:

@@ -40,9 +40,9 @@ _UNIT = 1e-3
 
 
 class Imported(NamedTuple):
-    """What came of an import: the run, its format, the SAE as we call it, and what is to be known of it.
+    """The result of an import: the run, its format, our name of the architecture, and notes.
 
-    `check` is what it makes of rows, `warnings` what of that cannot be right.
+    `check` has its figures on rows, `warnings` says why these cannot be right.
     """
 
     run_dir: Path
@@ -84,7 +84,7 @@ def import_sae(
 
 
 def _read(found: Found, given: Given) -> Shared:
-    """Read an SAE, with the factor of its rows that the user gives; SAELens has a setting of that name."""
+    """Read an SAE, with the scale factor of its rows from the user; SAELens has a setting of that name."""
     shared, said = found.reader.read(found.place, given), given.config.get("norm_scaling_factor")
     if found.form == "saelens" or said is None:
         return shared

@@ -29,7 +29,7 @@ from trainer.contract.planning.memory import last_bytes
 from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.runs.checkpoint_manifest import Best, Position, State, resumed_state
-from trainer.contract.runs.data_record import DataRecord, news_of_data
+from trainer.contract.runs.data_record import news_of_data
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
@@ -71,15 +71,15 @@ _OUTLIERS = "outliers"
 
 
 def halved_sentence(job: JobConfig, whole: int, size: int) -> str:
-    """Say that micro-batches were made smaller for want of memory, and whether that changes what is learnt."""
+    """Say that micro-batches were made smaller to fit into memory, and whether that changes the SAE."""
     kinds = {one.sae.architecture for one in Layout(job, 1).members.values()}
     by_batch = sorted(kind for kind in kinds if ARCHITECTURES[kind].per_batch)
     changes = (
-        f"{join_words(by_batch)} choose latents among these tokens alone, and learn another SAE than by {whole:,}"
+        f"{join_words(by_batch)} choose latents within each piece, and learn another SAE than with {whole:,}"
         if by_batch
-        else "what is learnt is the same"
+        else "the SAE stays the same"
     )
-    return f"{whole:,} tokens at a time do not fit into the memory: a step goes on in pieces of {size:,}; {changes}"
+    return f"{whole:,} tokens at a time do not fit into memory: each step takes them in pieces of {size:,}; {changes}"
 
 
 class EndedInterval(NamedTuple):
@@ -122,33 +122,12 @@ class Trainer:
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
-        # The early end of the run, where it was asked to finish.
+        # The early end of the run, if it was asked to finish.
         self._cool_down = resumed.cool_down_of(self._planned_steps) if resumed else None
         if self._cool_down:
             progress.shorten(self._cool_down.end)
         progress.beat("preparing", at.step, at.tokens)
-        if isinstance(source, StreamSource) and parallel.is_main:
-            progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
-        before = resumed.data_before if resumed else None
-        self.record = continue_from(source, job, before)
-        self._watch = DataWatch(self.record if parallel.is_main else [])
-        self.data = open_data(source, job, parallel, resumed)
-        # Once it is open: a stream has some of what it tells from its model.
-        origins = self._origins()
-        self._checkpoints = Checkpoints(
-            checkpoints,
-            job.train.keep_checkpoints,
-            d_out=source.d_out,
-            origin=origin(source.meta),
-            origins=origins if source.n_hooks > 1 else UNSET,
-            data=self._watch.record,
-            n_train_rows=self.data.n_train,
-        )
-        self._samplers = [Sampler(self.data.of_hook(hook), self._device) for hook in range(source.n_hooks)]
-        self.outliers = [one.find_outliers(job) for one in self._samplers]
-        # Of each hook; each rank looks at its own held-out rows.
-        self.copies = [copies_in(self.data.of_hook(hook), self._train.seed) for hook in range(source.n_hooks)]
-        self._held_out = HeldOut(self.data, self.outliers, self._device)
+        self._open_data(resumed)
         set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
@@ -163,18 +142,10 @@ class Trainer:
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
-        saved = self.position if resume_from else None
-        self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
-        self._saving.cool_down = self._cool_down
-        if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
-            self._saving.best = resumed.best
-        self._exporter = Exporter(output, origins, self.recipe_of, self.report)
-        work = Workload(job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
-        n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
-        self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
+        self._prepare_writes(checkpoints, resumed)
         self._skips = Skips(self.report)
         self._bad_rows = BadRows(self.data, self.report, self.tokens_per_step)
-        self._tell_of_data(resumed, before)
+        self._report_data(resumed)
         self._logged = self._evaluated = self.position
         self._ended: EndedInterval | None = None
         # Another one, with the ranks' paces on their way to the host.
@@ -183,7 +154,7 @@ class Trainer:
         # what they have read, for which all of them wait anyway.
         self._reads_late = self._device.type == "cuda" and (parallel.world_size == 1 or not parallel.learns_alone)
         self._first_step = self.position.step
-        self._stopping = self._told_held_out = False
+        self._stopping = self._has_reported_held_out = False
         self._is_finishing = self._cool_down is not None
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
@@ -218,7 +189,8 @@ class Trainer:
         except BaseException as error:
             self._batches.abandon()
             if isinstance(error, ShardCutError) and self._parallel.world_size == 1:
-                # The weights are those of the last whole step. Other ranks may be in the middle of an exchange.
+                # The last whole step has set the weights. Other ranks may be in the middle of an exchange.
+                self._reserve.release()
                 with contextlib.suppress(Exception):
                     self._saving.save(self.learners, self.position)
             if self._reads_late and self._parallel.world_size == 1:
@@ -231,7 +203,7 @@ class Trainer:
         self._reserve.release()
         last = self._saving.last(self.learners, self.position)
         FinalWrites(self._parallel, self.report, self._stop, self._beat).write([*last, *self._exports()])
-        self._tell_overfitting()
+        self._report_overfitting()
         self._share_news()
         if self._watch.fault:
             raise UserError(self._watch.fault)
@@ -242,6 +214,45 @@ class Trainer:
         return finished
 
     # before
+
+    def _open_data(self, resumed: State | None) -> None:
+        """Open the rows and find those to leave out; keep a record of the shards to see whether they change."""
+        source, job = self._source, self._job
+        if isinstance(source, StreamSource) and self._parallel.is_main:
+            self._progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
+        self.record = continue_from(source, job, resumed.data_before if resumed else None)
+        self._watch = DataWatch(self.record if self._parallel.is_main else [])
+        self.data = open_data(source, job, self._parallel, resumed)
+        # Of each hook.
+        rows = [self.data.of_hook(hook) for hook in range(source.n_hooks)]
+        self._samplers = [Sampler(of_hook, self._device) for of_hook in rows]
+        self.outliers = [one.find_outliers(job) for one in self._samplers]
+        # Each rank looks at its own held-out rows.
+        self.copies = [copies_in(of_hook, self._train.seed) for of_hook in rows]
+        self._held_out = HeldOut(self.data, self.outliers, self._device)
+
+    def _prepare_writes(self, checkpoints: Path, resumed: State | None) -> None:
+        """Prepare what writes checkpoints and SAEs, and size the space to reserve for the last ones."""
+        source, parallel = self._source, self._parallel
+        origins = self._origins()
+        own = Checkpoints(
+            checkpoints,
+            self._train.keep_checkpoints,
+            d_out=source.d_out,
+            origin=origin(source.meta),
+            origins=origins if source.n_hooks > 1 else UNSET,
+            data=self._watch.record,
+            n_train_rows=self.data.n_train,
+        )
+        saved = self.position if resumed else None
+        self._saving = Saving(self._train, own, parallel, self.report, self.data, saved)
+        self._saving.cool_down = self._cool_down
+        if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
+            self._saving.best = resumed.best
+        self._exporter = Exporter(self.output, origins, self.recipe_of, self.report)
+        work = Workload(self._job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
+        n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
+        self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
 
     def _start(self, resume_from: Path | None) -> None:
         if resume_from:
@@ -299,7 +310,7 @@ class Trainer:
         return {label: origin(self._source.of_hook(hook).meta) for label, hook in hooks.items()}
 
     def recipe_of(self, label: str) -> Recipe:
-        """Return the recipe by which an SAE was trained so far."""
+        """Return the recipe of an SAE's training so far."""
         return recipe_of(
             self._layout,
             self._layout.members[label],
@@ -315,12 +326,12 @@ class Trainer:
             if own := {label: one for label, one in learners.items() if one.hook == hook}:
                 yield sampler, own
 
-    def _tell_of_data(self, resumed: State | None, before: DataRecord | None) -> None:
+    def _report_data(self, resumed: State | None) -> None:
         """Report new shards, which rows are held out, and what would mislead a reader of the figures."""
-        if resumed and (news := news_of_data(before, self.record)):
-            self.report.tell("data", news)
+        if resumed and (news := news_of_data(resumed.data_before, self.record)):
+            self.report.log("data", news)
         for note in self._source.notes:
-            self.report.tell("data", note)
+            self.report.log("data", note)
         self.report.held_out(self.data.n_held_out, self.data.hold_out, self.data.n_texts, self._job.data.hold_out)
         for name, share in zip(self._job.hooks, self.copies, strict=True):
             self.report.copies(copies_sentence(share), name)
@@ -357,11 +368,11 @@ class Trainer:
         self._beat(self._phase)
 
     def _wishes(self) -> tuple[bool, bool, bool]:
-        """Tell whether this rank wants to stop, whether rank 0's timer wants to save, and whether to finish early."""
+        """Return whether this rank wants to stop, whether rank 0's timer wants to save, and whether to finish early."""
         return self._stop.is_set(), self._saving.take_wish(), self._finish.is_set()
 
     def _begin_cool_down(self) -> None:
-        """End the run early from here on, and save, so that a run that is killed is resumed to the same end."""
+        """End the run early, and save, so that a run that is killed is resumed to the same end."""
         self._is_finishing = True
         self._cool_down = CoolDown.after(self.position.step, self.total_steps)
         if self._cool_down is None:
@@ -522,13 +533,13 @@ class Trainer:
         self._adopt(self._wanted_shares)
         self.learners.clear()
         self.learners |= self._new_learners()
-        tensors, _ = load(self._checkpoints.folder(self.position))
+        tensors, _ = load(self._saving.folder(self.position))
         for label, learner in self.learners.items():
             learner.state.load(under(tensors, f"{label}/"))
         self._reopen_batches()
 
     def _look_at_data(self) -> None:
-        """Report shards that have changed; where one that is read is no longer what it was, ask all ranks to stop."""
+        """Report shards that have changed; ask all ranks to stop if one that is being read was written to."""
         self._watch.look(self.position, self.report)
         if self._watch.fault:
             self._stop.set()
@@ -542,12 +553,12 @@ class Trainer:
         began = time.monotonic()
         measured = evaluate(self.learners, self._held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
-        self._tell_left_out()
+        self._report_held_out_once()
         self._evaluated = self.position
         self._note_best(time.monotonic() - began)
 
     def _note_best(self, took_s: float) -> None:
-        """Note the held-out FVU that was just measured where it is the lowest so far."""
+        """Record the held-out FVU that was just measured, and the lowest so far."""
         fvu, step = self.report.mean(held_out(CRITERION)), self.position.step
         if fvu is not None:
             best = Best(step, fvu, self._lr_share(), self.data.n_held_out)
@@ -556,7 +567,7 @@ class Trainer:
 
     @property
     def passes(self) -> float | None:
-        """How often the training rows were read so far; None of a stream, which has each once."""
+        """How often the training rows were read so far; None for a stream, whose rows come once."""
         return self.position.tokens / self.data.n_train if self.data.n_train else None
 
     def _lr_share(self) -> float | None:
@@ -565,14 +576,14 @@ class Trainer:
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
-        """Return how far the training of an SAE of a sweep is; without a label that of the run, by the SAEs' means."""
+        """Return how far the training of an SAE of a sweep is; without a label, that of the run by its SAEs' means."""
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)
         share, best = self._lr_share(), self._saving.best
-        # That of a sweep is the mean of its SAEs.
-        is_of_it = best and (not label or len(self.report.values) == 1)
-        is_behind = best and is_of_it and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
+        # The best of a sweep is a mean over its SAEs.
+        is_comparable = not label or len(self.report.values) == 1
+        is_behind = best and is_comparable and heldout_fvu is not None and best.is_clearly_below(heldout_fvu, share)
         return HowFar(
             step=self.position.step,
             total_steps=self.total_steps,
@@ -583,8 +594,8 @@ class Trainer:
             best=best if is_behind else None,
         )
 
-    def _tell_overfitting(self) -> None:
-        """Warn where the run knows its training rows better than others, or was better before."""
+    def _report_overfitting(self) -> None:
+        """Warn if the run is clearly better on its training rows than on others, or was better before."""
         how_far = self.how_far()
         if not self._parallel.is_main or not (words := how_far.overfitting):
             return
@@ -592,14 +603,14 @@ class Trainer:
         if how_far.best:
             is_better = saved and how_far.heldout_fvu and (saved.heldout_fvu or math.inf) < how_far.heldout_fvu
             kept = f"`--best` exports the checkpoint of step {saved.position.step}" if saved and is_better else ""
-            words += f"; {kept or 'no checkpoint of it was saved (train.checkpoint_every)'}"
+            words += f"; {kept or 'no checkpoint was saved there (train.checkpoint_every)'}"
         self.report.overfitting(words)
 
-    def _tell_left_out(self) -> None:
-        """Report once which held-out rows are left out, of all ranks."""
-        if self._told_held_out:
+    def _report_held_out_once(self) -> None:
+        """Report once which held-out rows of all ranks are left out."""
+        if self._has_reported_held_out:
             return
-        self._told_held_out = True
+        self._has_reported_held_out = True
         own = [self._held_out.left_out(hook) for hook in range(self._source.n_hooks)]
         counts = torch.tensor(own, dtype=torch.float64, device=self._device).flatten()
         totals = self._parallel.sum_parts({_OUTLIERS: counts}, self._parallel.data)[_OUTLIERS]

@@ -39,9 +39,9 @@ class Push:
         tell: Callable[[str], None],
         labels: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Tell what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not.
+        """Say what will be sent where, ask, and send it; return it for a script. Raise `UserError` if it is not sent.
 
-        With `labels` the export has only the SAEs of these.
+        `labels` names the SAEs of the export; None stands for all.
         """
         files = self._written(out, form) | self._card(out, checkpoints, form, labels)
         sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in files.items()}
@@ -55,7 +55,7 @@ class Push:
         if not self._confirmed:
             _ask(f"Send {plural(len(files), 'file')}, {sum(sizes.values()):,} bytes, to be {visible}? [y/N] ", out)
         try:
-            # On a terminal the hub's client shows its own.
+            # On a terminal the hub's client shows its own progress.
             with contextlib.nullcontext() if sys.stderr.isatty() else Progress("sending"):
                 place.send(files)
         except UserError as error:

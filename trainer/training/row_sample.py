@@ -31,9 +31,9 @@ class Sampler:
     def __init__(self, data: HookRows, device: torch.device) -> None:
         self._data, self._device = data, device
         self._outliers: Outliers | None = None
-        # What `find_outliers` has found in its sample: rows to leave out, of which the first that is not finite, in a
-        # sentence; rows of zeros; in a sentence dimensions that are left out or scaled; and those that still hold most
-        # of the variance.
+        # What `find_outliers` found in its sample: counts of the rows to leave out, a sentence on the first row that is
+        # not finite, the number of zero rows, a sentence on dimensions that are left out or scaled, and the dimensions
+        # that still hold most of the variance.
         self.left_out = LeftOut(0, 0, 0, 0)
         self.first_bad = ""
         self.n_zero = 0
@@ -41,7 +41,7 @@ class Sampler:
         self.heavy: HeavyDimensions | None = None
 
     def find_outliers(self, job: JobConfig) -> Outliers:
-        """Return what finds rows to leave out, as the job asks; from here on none of them is drawn."""
+        """Return an `Outliers` that finds rows to leave out, as the job asks; `sample` no longer draws such rows."""
         self._outliers = None
         x, y = self.sample(job.train.seed)
         self._outliers = Outliers(x, y, job.data.max_norm, drops_zero=job.data.drop_zero_rows)

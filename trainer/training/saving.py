@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -25,9 +26,9 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The share of a run's time that checkpoints of the best held-out FVU may take, beside those that were asked for.
+# The share of a run's time for checkpoints of the best held-out FVU, on top of those that the user asked for.
 BEST_SHARE = 0.02
-# What the first save is taken to last, in seconds.
+# The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0
 
 
@@ -61,26 +62,30 @@ class Saving:
         self._timer = Timer(train.checkpoint_every_minutes)
         # Whether the ranks have agreed to save by rank 0's clock.
         self.granted = False
-        # What a run that is resumed goes on with beside its weights.
+        # What a checkpoint stores for a resumed run, next to the weights.
         self.cool_down: CoolDown | None = None
         self.best: Best | None = None
 
     def take_wish(self) -> bool:
-        """Tell whether it is time to save by this rank's clock, or to save the best, once; only rank 0's counts."""
+        """Return once whether to save now, by this rank's clock or as the best so far; only rank 0's counts."""
         wants, self._wants_best = self._wants_best, False
         return self._parallel.is_main and (self._timer.take_due() or wants)
 
     def measured(self, best: Best, passes: float | None, took_s: float) -> None:
-        """Take in a held-out FVU; one that is the lowest so far may be worth a checkpoint.
+        """Take in a held-out FVU, and ask for a checkpoint if it is the lowest so far and worth one.
 
-        It is where rows are read again, so that the FVU may rise later, and where measuring it once more and saving
-        take at most `BEST_SHARE` of the time since the last save.
+        It is worth one if the run has begun to read rows again, so that the FVU may rise later, and if another
+        measurement and the save take at most `BEST_SHARE` of the time since the last save.
         """
         if not math.isfinite(best.fvu) or (self.best and self.best.fvu <= best.fvu):
             return
         self.best = best
         is_cheap = took_s + self._save_s <= BEST_SHARE * self._timer.elapsed_s
         self._wants_best = passes is not None and passes > 1 and is_cheap
+
+    def folder(self, position: Position) -> Path:
+        """Return the folder of the checkpoint of this position."""
+        return self._checkpoints.folder(position)
 
     def best_saved(self) -> State | None:
         """Return the state of the saved checkpoint with the lowest held-out FVU, on rank 0; None without one."""
@@ -99,10 +104,9 @@ class Saving:
             self._write(whole, position)
 
     def last(self, learners: Mapping[str, Learner], position: Position) -> list[Write]:
-        """Return on rank 0 what writes the last checkpoint; nothing elsewhere, and where it is saved already."""
+        """Return on rank 0 the write of the last checkpoint; nothing on other ranks, or if it is saved already."""
         whole = self._gather(learners, position)
-        folder = self._checkpoints.folder(position)
-        return [] if whole is None else [Write(folder, partial(self._write, whole, position))]
+        return [] if whole is None else [Write(self.folder(position), partial(self._write, whole, position))]
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Save one checkpoint of many; where it cannot be written report that and let training go on to the next."""

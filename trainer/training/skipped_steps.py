@@ -1,6 +1,6 @@
-"""Steps skipped because a gradient was not finite, and when they are no accident any more.
+"""Reports steps that are skipped because a gradient is not finite, and ends a run that skips too many.
 
-Rows that are not finite are replaced before a step: what is left is training that diverges.
+Rows that are not finite are replaced before a step, so the cause is training that diverges.
 """
 
 from __future__ import annotations

@@ -21,16 +21,16 @@ from trainer.saes.batch_topk import UNSET, BatchTopK
 from trainer.training.held_out import HeldOut
 from trainer.training.learner import Learner
 
-# Positive numbers of fp32 are ordered as their bits, and without the last ones these number bins 0.1 % wide. One pass
-# counts how many values fall into each; ranks add up their counts, and whoever has which row makes no difference.
+# The bits of positive fp32 numbers sort like the numbers. Without the last bits they number bins 0.1 % wide. One pass
+# counts the values in each bin, and the ranks add up their counts: the result does not depend on which rank has a row.
 _DROPPED_BITS = 13
 _N_BINS = (0x7F800000 >> _DROPPED_BITS) + 1
 # Pre-activations that are counted at once.
 _MOST_VALUES = 2**24
-# What the metadata of an exported SAE call the rows that its threshold was set on.
+# The key in an exported SAE's metadata for the rows on which its threshold was set.
 SET_ON = "threshold_set_on"
-# And what the thresholds of the halves of the held-out rows, in the units of its
-# activations: each was set on the other half, and measures this one.
+# The key for the thresholds of the two halves of the held-out rows, in the units of the
+# activations. The threshold of a half was set on the other half.
 OF_HALVES = "thresholds_of_held_out_halves"
 
 
@@ -53,7 +53,7 @@ def set_thresholds(
         first, second = (totals[f"{label}/{half}"] for half in HALVES)
         sae = learner.sae
         assert isinstance(sae, BatchTopK)
-        # A half is measured by what the other one has set.
+        # Each half is measured with the threshold of the other half.
         values = [threshold_for(of[:-1], int(of[-1]), sae.k) for of in (first + second, second, first)]
         sae.set_thresholds.copy_(torch.tensor(values))
 
@@ -80,10 +80,10 @@ def count_values(values: Tensor) -> Tensor:
 
 
 def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
-    """Return the threshold by which L0 is as near to k as bins allow; `UNSET` where there is no row.
+    """Return the threshold that brings L0 as near to k as the bins allow; `UNSET` without rows.
 
-    `counts` [n_bins] are the positive pre-activations of `n_rows` rows by bin. Where fewer than k a row are positive,
-    all of them are let through.
+    `counts` [n_bins] counts the positive pre-activations of `n_rows` rows by bin. If fewer than k
+    per row are positive, all of them pass.
     """
     if not n_rows:
         return UNSET
@@ -92,12 +92,12 @@ def threshold_for(counts: Tensor, n_rows: int, k: int) -> float:
     lowest = int(miss.argmin())
     if lowest == 0:
         return 0.0
-    # The largest number below that bin, since only what is above a threshold is active.
+    # The largest number below that bin, since a latent is active above the threshold.
     return float(torch.tensor((lowest << _DROPPED_BITS) - 1, dtype=torch.int32).view(torch.float32))
 
 
 def threshold_facts(sae: Sae) -> dict[str, Any]:
-    """Return what the metadata of an exported SAE tell of its threshold; nothing of an SAE without one."""
+    """Return the facts on its threshold for an exported SAE's metadata; none for an SAE without one."""
     if not isinstance(sae, BatchTopK):
         return {}
     whole, *halves = (sae.set_thresholds / sae.acts_scale).tolist()

@@ -22,7 +22,7 @@ from support.rank_faults import die_in_save, die_in_step
 from support.saves import kill_saves, save_until_full
 from support.steps import take_alone
 
-from trainer.checkpoints.atomic_folder import fill_folder
+from trainer.checkpoints.atomic_folder import NoRoomError, fill_folder
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RESERVE
@@ -266,6 +266,20 @@ def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught, fill_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
+
+
+def test_a_parent_folder_for_which_there_is_no_room_is_a_lack_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with (
+        pytest.raises(NoRoomError, match="No space left on device; free some space"),
+        fill_folder(tmp_path / "p/c", "z"),
+    ):
+        pass
 
 
 def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STO
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
-from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.metrics_store import WAITING, SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
 from trainer.ranks.rank import _report, _run, model_devices, wait_until_stuck
@@ -183,11 +184,35 @@ def test_memory_that_nccl_lacks_is_told_as_what_to_change(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
 
 
+_STOPPED_TWICE = """
+import os, signal, threading
+from trainer.ranks.rank import _stop_on_sigterm
+from trainer.reporting.progress import Progress
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+stop = threading.Event()
+_stop_on_sigterm(stop, Progress(), 60, os.getppid())
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.wait(30)
+    stop.clear()
+print("twice")
+"""
+
+
+def test_each_sigterm_is_a_request_of_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", _STOPPED_TWICE], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("twice\n", "")
+
+
 def test_a_rank_is_stuck_once_nothing_moves_but_not_while_it_saves() -> None:
     progress = Progress()
     progress.beat("saving", 1, 0)
     waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
     waiting.start()
+    waiting.join(1)
+    assert waiting.is_alive()
+    progress.beat(WAITING, 1, 0)
     waiting.join(1)
     assert waiting.is_alive()
     for step in range(10):

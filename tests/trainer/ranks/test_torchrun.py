@@ -14,6 +14,7 @@ import pytest
 from support.workloads import stream_of_model
 
 from trainer.cli import main
+from trainer.contract.paths import RunPaths
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
@@ -72,6 +73,8 @@ def test_two_hosts_train_as_one_and_the_same_command_goes_on(
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
         assert [point.value for point in reader.points("loss")] == pytest.approx(kept.curve("loss"), rel=1e-3)
+    # A request to the run before this one does not stop it.
+    RunPaths(out).stop_file(1).touch()
     again, _ = on_two_hosts(job_file, out, "train.n_steps=30")
     assert "resumed from" in again
     assert position_of(newest_whole(out / "checkpoints")).step == 30

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from trainer.contract.files import write_own
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.progress_line import ProgressLine, decode
 from trainer.reporting.jsonl_file import FileRequests, LineFile
@@ -80,4 +81,16 @@ def test_a_file_asks_the_run_to_stop(tmp_path: Path, eventually: Callable[..., N
     with reporting(tmp_path, stop=stop):
         assert not stop.is_set()
         (tmp_path / "stop").touch()
+        eventually(stop.is_set)
+
+
+def test_a_stop_file_that_is_written_again_is_another_request(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    stop = threading.Event()
+    with reporting(tmp_path, stop=stop) as progress:
+        write_own(tmp_path / "stop", "")
+        eventually(stop.is_set)
+        stop.clear()
+        progress.settle()
+        assert not stop.is_set()
+        write_own(tmp_path / "stop", "")
         eventually(stop.is_set)

@@ -221,6 +221,12 @@ def test_a_stop_request_sets_the_flag_and_a_request_to_another_job_does_not(
         assert not requests.wanted().stop
         control.request(mine, "stop")
         eventually(stop.is_set, 5)
+        # What was asked for once sets it once; another request sets it again.
+        stop.clear()
+        progress.settle()
+        assert not stop.is_set()
+        control.request(mine, "kill")
+        eventually(stop.is_set, 5)
 
 
 def test_a_control_store_that_cannot_be_read_asks_for_nothing(tmp_path: Path, control: Control) -> None:

@@ -166,11 +166,11 @@ def test_what_follows_the_length_of_a_run_follows_its_new_one(make_job: MakeJob,
     assert learner.sae.dead_after_tokens == END * 128 // 10
 
 
-@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+@pytest.mark.parametrize(("mode", "k"), [("ddp", 4), ("tensor", 4), ("sweep", [2, 4])])
 def test_ranks_that_are_asked_to_finish_agree_on_the_step_and_end_finished(
-    mode: str, make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path
+    mode: str, k: int | list[int], make_job: MakeJob, start_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    job = make_job(train={"n_steps": 200_000, "batch_size": 16}, parallel={"mode": mode})
+    job = make_job(sae={"k": k}, train={"n_steps": 200_000, "batch_size": 16}, parallel={"mode": mode})
     ranks = start_ranks(job, 2)
     (tmp_path / "run" / "attempt1" / "finish").touch()
     assert ranks.wait() == [EXIT_FINISHED, EXIT_FINISHED]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from trainer.activations.shards import ShardCutError
 from trainer.activations.training_data import IndexedData
 from trainer.contract.errors import UserError
+from trainer.contract.paths import RESERVE
 from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
 from trainer.contract.settings.job import JobConfig
 from trainer.training.loop import Trainer
@@ -168,7 +169,7 @@ def test_a_shard_that_is_overwritten_ends_the_run_with_its_name_once_all_is_save
     job = make_job(train={"n_steps": 40, "eval_every": 5})
     progress = AtStep(12, lambda: overwrite(activations / "a.safetensors")).into(kept)
     trainer = make_trainer(job, progress)
-    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run reads it") as told:
+    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run read it") as told:
         trainer.run()
     assert "steps after 10 may have learnt from it; put it back as it was" in str(told.value)
     assert 15 <= trainer.position.step < 20
@@ -184,9 +185,18 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     file = activations / "a.safetensors"
     whole = file.read_bytes()
     trainer = make_trainer(job, AtStep(5, lambda: os.truncate(file, 1000)).into(kept))
+    save, was_reserved = trainer._saving.save, []
+
+    def look(*arguments: Any) -> None:
+        was_reserved.append((tmp_path / "checkpoints" / RESERVE).exists())
+        save(*arguments)
+
+    trainer._saving.save = look
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was cut short to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
+    # The space that was kept for the last checkpoint is free for it.
+    assert was_reserved == [False]
     # Once it is copied again, the run goes on.
     file.write_bytes(whole)
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()

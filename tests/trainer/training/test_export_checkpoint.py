@@ -338,8 +338,10 @@ def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
             sae={"architecture": "jumprelu", "skip": True, "d_sae": 64 if layer < 2 else 32},
         )
         runs.append(tmp_path / f"layer{layer}")
-        trainer = make_trainer(job, checkpoints=runs[-1] / "checkpoints", output=runs[-1] / "sae")
-        assert trainer.run()
+        stop, progress = threading.Event(), Progress()
+        progress.beat = lambda phase, step, tokens, stop=stop, last=4 + 99 * (layer != 1): step >= last and stop.set()
+        folders = {"checkpoints": runs[-1] / "checkpoints", "output": runs[-1] / "sae"}
+        make_trainer(job, progress, stop=stop, **folders).run()
         (runs[-1] / "job.toml").write_text(dump_job(job))
     command = ["export", "--out", str(tmp_path / "set"), "--format"]
     for chosen, form, reason in (
@@ -355,6 +357,8 @@ def test_the_transcoders_of_several_runs_are_one_set_for_circuit_tracer(
         assert f"--format: {reason}" in capsys.readouterr().err
         assert not (tmp_path / "set").exists()
     assert main([*command, "circuit-tracer", str(runs[1]), str(runs[0])]) == EXIT_FINISHED
+    assert "layer1: stopped at step 5 of 20" in (out := capsys.readouterr().out)
+    assert "layer0: " not in out
     assert {file.name for file in (tmp_path / "set").iterdir()} == {
         "config.yaml", "layer_0.safetensors", "layer_1.safetensors",
     }  # fmt: skip

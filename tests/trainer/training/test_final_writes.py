@@ -106,10 +106,19 @@ def test_the_last_save_waits_for_space_and_the_sae_is_elsewhere_meanwhile(
     assert exported_tokens(tmp_path / "sae") == trainer.position.tokens
 
 
+@pytest.mark.parametrize("was_stopped", [False, True], ids=["of a run at its end", "of a run that was stopped"])
 def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
-    make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
+    was_stopped: bool,
+    make_job: MakeJob,
+    make_trainer: MakeTrainer,
+    kept,
+    full: Callable[[int], None],
+    other_disk: Path,
+    tmp_path: Path,
 ) -> None:
     stop = threading.Event()
+    if was_stopped:
+        stop.set()
     trainer = make_trainer(make_job(train={"n_steps": 3}), Wait(kept, stop.set).progress, stop=stop)
     export = trainer._exporter._export_one
 
@@ -119,23 +128,28 @@ def test_a_stop_ends_the_wait_with_a_sentence_that_says_where_the_sae_is(
 
     trainer._exporter._export_one = where_there_is_room
     full(SMALL)
-    with pytest.raises(UserError, match=r"^a stop was asked for before there was space: .* could not be") as error:
+    with pytest.raises(UserError, match=r"^stopped before there was space: .* could not be") as error:
         trainer.run()
     (sae,) = other_disk.glob("*/sae")
-    assert str(error.value).endswith(f"; what was trained is in {sae}")
+    assert str(error.value).endswith(f"; the trained SAE is in {sae}")
     assert exported_tokens(sae) == trainer.position.tokens
     assert not (tmp_path / "checkpoints" / RESERVE).exists()
 
 
-def test_a_run_that_is_being_stopped_does_not_wait(
+def test_a_run_that_was_stopped_waits_for_space_and_ends_as_stopped(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [])
     stop = threading.Event()
     stop.set()
+    wait = Wait(kept, lambda: full(resource.RLIM_INFINITY))
     full(SMALL)
-    with pytest.raises(UserError, match="free some space on its disk and try again"):
-        make_trainer(make_job(train={"n_steps": 3}), kept, stop=stop).run()
+    trainer = make_trainer(make_job(train={"n_steps": 3}), wait.progress, stop=stop)
+    assert not trainer.run()
+    assert wait.seen == 3
+    assert load(tmp_path / "checkpoints")[1] == trainer.position
+    assert exported_tokens(tmp_path / "sae") == trainer.position.tokens
+    assert stop.is_set()
 
 
 def test_what_can_never_be_written_is_not_waited_for_and_the_sae_is_still_there(

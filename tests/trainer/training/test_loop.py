@@ -4,24 +4,29 @@ import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.steps import skips, take_alone
 
+from trainer.activations.outliers import LeftOut
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
 from trainer.contract.planning import latent_room
+from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import Row
 from trainer.parallel import totals
 from trainer.parallel.base import Parallel
 from trainer.parallel.threads import Threads, on_all
+from trainer.reporting.report import Report
 from trainer.runtime.device_queue import HostCopy
 from trainer.saes import penalised
 from trainer.training import evaluate
+from trainer.training.bad_rows import BadRows
 from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
 
@@ -319,7 +324,7 @@ def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
     assert 0 < n_bad < len(rows) - len(ordinary) < 0.1 * len(rows)
     ((_, _, left_out),) = [event for event in kept.events if event[0] == "heldout_rows"]
     n_outliers = len(rows) - len(ordinary) - n_bad
-    assert left_out.endswith(f"measurements leave out {n_bad} not finite and {n_outliers} of enormous norm")
+    assert left_out.endswith(f" leave out {n_bad} not finite and {n_outliers} of enormous norm")
     learner = only(trainer)
     with torch.no_grad(), learner.evaluating():
         target = ordinary * learner.sae.y_scale
@@ -387,6 +392,19 @@ def test_bad_rows_everywhere_end_the_run_with_the_name_of_the_first(
     ):
         trainer.run()
     assert not (tmp_path / "sae").exists()
+
+
+def test_the_first_bad_row_of_each_hook_is_named(kept) -> None:
+    report = Report(kept, is_main=True, labels=[""])
+    bad_rows = BadRows(SimpleNamespace(bad_row=lambda *_: "row 7 of b"), report, 10)
+    bad_rows.sampled(1, 100, "row 3 of a", "a")
+    at = [Position(step, 10 * step) for step in (0, 5)]
+    bad_rows.look_at(LeftOut(0, 2, 0, 50), *at, "a")
+    bad_rows.look_at(LeftOut(0, 2, 0, 50), *at, "b")
+    messages = [message for kind, _, message in kept.events if kind == "not_finite"]
+    assert [message.rpartition(": ")[2] for message in messages] == ["row 3 of a", "row 7 of b"]
+    with pytest.raises(UserError, match=r"^data\.path: row 7 of b \(50 of 50 rows"):
+        bad_rows.look_at(LeftOut(0, 50, 0, 50), *at, "b")
 
 
 def test_many_bad_rows_in_the_first_sample_are_told_before_any_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +15,13 @@ from torch import Tensor
 from trainer.activations.training_data import HALVES
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.exported import ExportedSae, read_exported
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
+from trainer.parallel.threads import on_all
 from trainer.saes.batch_topk import BatchTopK
+from trainer.training.learner import Learner
 from trainer.training.loop import Trainer
-from trainer.training.thresholds import count_values, threshold_for
+from trainer.training.thresholds import count_values, set_thresholds, threshold_for
 
 MakeTrainer = Callable[..., Trainer]
 
@@ -76,6 +80,42 @@ def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each
             with exported.measuring_half(half):
                 measured.append(l0(halves[half]) * len(halves[half]))
         assert l0_of_run == pytest.approx(sum(measured) / 401, rel=1e-4)
+
+
+class Rows:
+    """Held-out rows of every rank, in two halves."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._x = x
+
+    def batches(self, hook: int, batch_size: int, half: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for x in self._x[half::2].split(batch_size):
+            yield x, x
+
+
+@pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
+def test_ranks_that_share_the_latents_set_the_thresholds_that_one_rank_sets(
+    architecture: str, make_job: Callable[..., JobConfig]
+) -> None:
+    job = make_job(sae={"architecture": architecture, "k": 4}, train={"precision": "fp32"})
+    generator = torch.Generator().manual_seed(3)
+
+    def whole_numbers(*shape: int) -> Tensor:
+        return torch.randint(-9, 10, shape, generator=generator).float()
+
+    # Sums of products of small whole numbers are exact, in whatever order they are added.
+    rows, weights = whole_numbers(201, 16), whole_numbers(16, 64)
+
+    def thresholds(parallel: Parallel) -> list[float]:
+        learner = Learner(job, 16, None, parallel)
+        learner.sae.W_enc.data.copy_(learner.latents.part(weights, 1))
+        set_thresholds({"": learner}, Rows(rows), parallel, 50)
+        return learner.sae.set_thresholds.tolist()
+
+    cpu = torch.device("cpu")
+    alone = thresholds(Parallel(cpu))
+    assert min(alone) > 0
+    assert on_all(2, lambda group: thresholds(Parallel(cpu, latents=group))) == [alone] * 2
 
 
 def test_a_checkpoint_from_before_thresholds_were_set_is_loaded_and_exports_what_was_learnt(

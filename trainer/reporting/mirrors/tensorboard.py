@@ -52,7 +52,7 @@ class TensorBoard(Mirror):
 
 
 def _pair(name: str) -> list[Any]:
-    """Return a chart with the held-out values of a metric and those of batches."""
+    """Return a chart with a metric on held-out rows and on batches."""
     return ["Multiline", [held_out(name), name]]
 
 

@@ -75,7 +75,7 @@ class WandB(Mirror):
 
 
 def _put_first(run: Any) -> None:
-    """Have W&B sum up a run by its held-out values: those of the last batches stay curves."""
+    """Have W&B show held-out values in the summary of a run; values of batches are shown as curves only."""
     for name in held_out_metrics():
         run.define_metric(held_out(name), summary="last")
         run.define_metric(name, summary="none")
