@@ -1,4 +1,4 @@
-"""Writes the report card of an SAE beside its weights, as JSON and as a model card."""
+"""Writes the report card of an SAE next to its weights, as JSON and as a model card."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError
-from trainer.contract.files import write_whole
-from trainer.contract.runs.card_versions import archive, locked, of_weights, weights_of
+from trainer.contract.files import open_plain, write_whole
+from trainer.contract.printable import printable
+from trainer.contract.runs.card_versions import Version, archive, locked, of_weights, weights_of
 from trainer.contract.runs.features import CARD, FEATURES, is_of_weights
 from trainer.contract.runs.report_card import (
     BINS_PER_DECADE,
@@ -31,42 +32,49 @@ from trainer.contract.runs.report_card import (
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.wording import join_words, plural
 from trainer.evaluation.contexts import with_older, write_features
-from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
+from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, has_own_model_card, public_name
 
 # What Markdown would take for more than text.
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 
 
-def write_card(folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None) -> Card:
+def write_card(
+    folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None, replaces: Card | None = None
+) -> Card:
     """Add what was measured to the card next to an SAE's weights, and return the card as it then is.
 
-    What was measured before of the same weights and not again stays; so it is with `tensors`, what latents fire on and
-    the tokens that they promote. The card before becomes an older version. All is written whole, or nothing, by one
-    process at a time; raise `UserError` where the disk does not take it. A README.md of somebody else stays.
+    Earlier measurements of the same weights stay where they were not repeated; likewise with `tensors`, what latents
+    fire on and the tokens that they promote. The card before becomes an older version, unless it is the one that the
+    same evaluation wrote last, `replaces`. One process at a time writes, each file whole. Raise `UserError` where the
+    disk fails or the weights are others by now. A README.md that `eval` has not written stays.
     """
     try:
         with locked(folder):
             weights = weights_of(folder)
             if card.weights not in ("", weights):
                 raise UserError(f"{folder}: another SAE was written there while this one was evaluated; evaluate again")
-            return _add(folder, msgspec.structs.replace(card, weights=weights), tensors or {})
+            before = of_weights(folder, weights, card.tokens, card.step)
+            if replaces is None or not _is_in(folder, replaces):
+                archive(folder)
+            return _add(folder, msgspec.structs.replace(card, weights=weights), tensors or {}, before)
     except OSError as error:
         raise UserError(f"{folder}: the card could not be written: {error.strerror or error}") from None
 
 
-def _add(folder: Path, card: Card, tensors: Mapping[str, Tensor]) -> Card:
-    before = of_weights(folder, card.weights, card.tokens, card.step)
-    archive(folder)
+def _is_in(folder: Path, card: Card) -> bool:
+    """Return whether the card in a folder is this one."""
+    with contextlib.suppress(OSError), open_plain(folder / CARD) as stream:
+        return stream.read() == card.as_json()
+    return False
+
+
+def _add(folder: Path, card: Card, tensors: Mapping[str, Tensor], before: Version | None) -> Card:
     features = before.features if before and is_of_weights(before.features, card.weights) else None
-    if tensors or (features and not _is_current(features, folder)):
-        write_features(folder, with_older(tensors, features), card.weights)
-    elif not features:
-        # What is there is of other weights, and archived.
-        with contextlib.suppress(OSError):
-            (folder / FEATURES).unlink(missing_ok=True)
+    if tensors or features != folder / FEATURES:
+        _put_features(folder, with_older(tensors, features), card.weights)
     card = with_latents(card.with_older(before.card if before else None), folder)
     readme = folder / MODEL_CARD
-    if not readme.exists() or readme.read_text(errors="replace").startswith(CARD_TITLE):
+    if not readme.exists() or has_own_model_card(folder):
         write_whole(readme, model_card(card))
     write_whole(folder / CARD, card.as_json())
     if card.sums:
@@ -74,8 +82,13 @@ def _add(folder: Path, card: Card, tensors: Mapping[str, Tensor]) -> Card:
     return card
 
 
-def _is_current(features: Path, folder: Path) -> bool:
-    return features == folder / FEATURES
+def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> None:
+    """Write what latents fire on; without any remove the file there, which is of other weights or damaged."""
+    if tensors:
+        write_features(folder, tensors, weights)
+    else:
+        with contextlib.suppress(OSError):
+            (folder / FEATURES).unlink(missing_ok=True)
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
@@ -108,11 +121,12 @@ def model_card(card: Card) -> str:
         card = msgspec.structs.replace(
             card, spliced=msgspec.structs.replace(card.spliced, text=public_name(card.spliced.text))
         )
-    rows = "\n".join(f"| {title} | {value} |" for title, value in facts(card))
-    where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in origin.items())
-    return f"""{CARD_TITLE}: {card.title}
+    rows = "\n".join(f"| {title} | {_in_table(value)} |" for title, value in facts(card))
+    where = "\n".join(f"- {name.replace('_', ' ')}: {_in_markdown(str(value))}" for name, value in origin.items())
+    shape = f"{card.figures.d_in} dimensions, {card.figures.d_sae:,} latents"
+    return f"""{CARD_TITLE}: {_in_markdown(card.title)}
 
-{card.architecture}, {card.figures.d_in} dimensions, {card.figures.d_sae:,} latents, trained on {card.tokens:,} tokens.
+{_in_markdown(card.architecture)}, {shape}, trained on {card.tokens:,} tokens.
 {where}
 
 Measured on {card.data.rows(card.figures.n_tokens)}; {_left_out(card.data)}.
@@ -143,9 +157,20 @@ def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
     yield f"\n{len(latents)} of the latents that fire, drawn by chance, and where each fires most:\n\n"
     yield "| latent | fires on | texts |\n|---|---|---|\n"
     for one in latents:
-        texts = " … ".join(_in_markdown(marked(text, "\0", "\1")) for text in one.texts)
+        texts = " … ".join(_with_bold(marked(text, "\0", "\1")) for text in one.texts)
         yield f"| {one.latent} | {one.density:.3%} | {texts} |\n"
 
 
-def _in_markdown(text: str) -> str:
+def _with_bold(text: str) -> str:
+    """Write a text as Markdown, with what stands between the two marks in bold."""
     return _MARKDOWN.sub(r"\\\1", text).replace("\0", "**").replace("\1", "**")
+
+
+def _in_table(text: str) -> str:
+    """Write a figure, which may name a foreign text or model, so that it stays in its cell and is no HTML."""
+    return re.sub(r"([\\|<`])", r"\\\1", printable(text))
+
+
+def _in_markdown(text: str) -> str:
+    """Write a foreign text so that Markdown shows it as it is, on one line."""
+    return _MARKDOWN.sub(r"\\\1", printable(text))

@@ -32,6 +32,7 @@ from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
+from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, output_of
 
@@ -66,6 +67,8 @@ def evaluate(
         raise UsageError("--sets: says on how many sets --probe trains; give that too, or leave it out")
     if is_probed and model is None:
         raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
+    if path.is_file():
+        raise UsageError(f"{path} is a file, and a card is written next to an SAE; give its folder, or import it first")
     if is_folder_of_saes(path):
         of_runs = {
             "--keep-rows": keeps_rows,
@@ -78,8 +81,11 @@ def evaluate(
                 raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
         with Progress("evaluating"):
             return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
+    if data and RunPaths(path).job_file.exists():
+        raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which has its own data")
     if data:
-        raise UsageError(f"--data: takes the folder of an SAE, and {path} is none; a run has its own data")
+        # Says what is missing there.
+        in_folder(path)
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
     on = _device(device)
@@ -106,13 +112,16 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device) -> dict[str
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
-    """Write the card of an SAE of a run where that has exported it."""
-    card, there = one.card, exported_tokens(one.folder)
-    notes = []
+    """Write the card of an SAE of a run where that has exported it, after each part, so that a stop loses only one."""
+    notes, written = [], None
+    for card in one.cards:
+        if card.parts and exported_tokens(one.folder) == card.tokens:
+            written = write_card(one.folder, card, replaces=written)
     if card.probing is not None and card.spliced is None and IN_MODEL not in card.parts:
         notes.append("no loss: the language model predicts no next token")
+    there = exported_tokens(one.folder)
     if is_same := there == card.tokens:
-        card = _with_features(one, n_contexts)
+        card = _with_features(one, card, n_contexts, written)
         notes.append(f"written to {one.folder}")
     else:
         reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
@@ -121,13 +130,17 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
     return {"card": as_table(card), "lines": [*lines(card), *notes], "written_to": written_to}
 
 
-def _with_features(one: Evaluation, n_contexts: int) -> Card:
-    """Write a card and what its latents fire on, and return the card that is then in the folder."""
-    if ROWS not in one.card.parts and (one.folder / FEATURES).exists():
+def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:
+    """Write what the latents fire on or promote, and return the card that is then in the folder."""
+    has_rows, is_there = ROWS in card.parts, (one.folder / FEATURES).exists()
+    if not has_rows and is_there:
         n_contexts = 0
-    tensors, parts = one.features(n_contexts) if n_contexts or ROWS not in one.card.parts else ({}, {})
-    card = msgspec.structs.replace(one.card, parts=one.card.parts | parts)
-    return write_card(one.folder, card, tensors)
+    # Promoted tokens alone are added to what latents fire on, and are of no use without it.
+    tensors, parts = one.features(n_contexts) if n_contexts or (is_there and not has_rows) else ({}, {})
+    if written and not tensors:
+        return written
+    card = msgspec.structs.replace(card, parts=card.parts | parts)
+    return write_card(one.folder, card, tensors, replaces=written)
 
 
 def is_folder_of_saes(path: Path) -> bool:

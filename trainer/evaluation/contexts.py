@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.activations.outliers import Outliers
 from trainer.checkpoints.atomic_folder import not_written
+from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.runs.features import FEATURES, NO_TOKEN
+from trainer.contract.runs.features import FEATURES, NO_TOKEN, Features
 from trainer.contract.settings.shards import TENSOR, inspect_shards
 from trainer.contract.settings.tokens_of_data import META, shard_tells_tokens
 from trainer.extraction.shard_writer import Origin, order_of_shard
@@ -230,14 +232,22 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 
 
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
-    """Return what `write_features` takes: `tensors`, and of an older file of the same weights all that they lack.
+    """Return what `write_features` takes: `tensors`, and from an older file of the same weights all that they lack.
 
-    They may lack what latents fire on, or the tokens that these promote.
+    They may lack what latents fire on, or the tokens that these promote. Return {} where what latents fire on is in
+    neither of them; an older file that is damaged counts as missing.
     """
-    if older is None:
-        return dict(tensors)
-    before = load_file(older)
+    before: dict[str, Tensor] = {}
+    if older is not None:
+        # A damaged file fails as one of safetensors, or by what its tensors hold.
+        with contextlib.suppress(OSError, UserError, SafetensorError, ValueError):
+            Features(older)
+            before = load_file(older)
     both = before | dict(tensors)
+    if "token_ids" not in both:
+        return {}
+    if not before:
+        return both
     texts = dict(_bytes_of_texts(before)) | dict(_bytes_of_texts(tensors))
     return both | _table_of_texts(texts) | _index(both["token_ids"], torch.tensor(sorted(texts), dtype=torch.int32))
 
@@ -249,7 +259,7 @@ def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[st
 
 
 def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
-    """Yield the tokens whose bytes are told, and these."""
+    """Yield the tokens whose bytes are stored, and these bytes."""
     if "text_ids" in tensors:
         text, begin = bytes(tensors["text"].tolist()), 0
         for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):

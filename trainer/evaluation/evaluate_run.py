@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from trainer.contract.runs.report_card import (
 )
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.hooks import ends_of
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.shards import inspect_shards
@@ -45,7 +47,7 @@ from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.contexts import MOST_ROWS, Text, acts_of, contexts_of, moved_alone, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.figures import measure, recovery
-from trainer.evaluation.probe_sets import read_sets
+from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
 from trainer.evaluation.rows import Rows
 from trainer.evaluation.rows_with_tokens import rows_with_tokens
@@ -60,14 +62,15 @@ from trainer.training.thresholds import SET_ON, threshold_facts
 
 
 class Evaluation(NamedTuple):
-    """An SAE's card, of which only the parts that were measured have an entry in `parts`, and the folder it belongs to.
+    """The evaluation of an SAE: where its card belongs, and what is measured as it is asked for.
 
+    `cards` yields the card after each part, one at least; `parts` of a card has an entry for each part measured so far.
     `features(n)` returns what `trainer.contract.runs.features` reads, with `n` texts for each latent, and its parts;
-    with 0 only the tokens that latents promote. It is empty where the data does not tell its tokens.
+    with 0 only the tokens that latents promote. It is empty where the tokens of the data are not known.
     """
 
     folder: Path
-    card: Card
+    cards: Iterator[Card]
     features: Callable[[int], tuple[dict[str, Tensor], dict[str, Part]]]
 
 
@@ -96,117 +99,141 @@ def evaluations_of(
         # Rows are held out as they were in training, also where there are more now.
         continue_from(source, job, state.data_before)
     rows = Rows.of_hooks(source, job, device)
-    knobs = [*job.hooks.values()]
-
-    # The SAEs of a hook come one after the other.
-    @functools.lru_cache(maxsize=1)
-    def model_of_hook(hook: int) -> SplicedModel:
-        stage(LOADING)
-        return _language_model(str(model), knobs[hook], source.of_hook(hook), device, only_reads=bool(sets))
-
-    @functools.lru_cache(maxsize=1)
-    def probes_of_hook(hook: int) -> DenseProbes:
-        stage(PART_TITLES[PROBES], sum(len(one.texts) for one in sets))
-        read = model_of_hook(hook).last_rows
-        return probe_rows([LabelledRows(one.name, read(one.texts), one.labels) for one in sets])
-
     tensors, position = load(checkpoint)
     with usable(checkpoint), contextlib.ExitStack() as stored:
-
-        @functools.cache
-        def texts_of_hook(hook: int) -> Path | None:
-            return stored.enter_context(rows_with_tokens(knobs[hook], device))
-
+        hooks = _Hooks(job, source, device, model, sets, stored)
         for label, learner in learners_of(job, tensors, state, device):
-            own, of_hook = source.of_hook(learner.hook), rows[learner.hook]
-            texts = partial(texts_of_hook, learner.hook)
             folder = output_of(run_dir) / label
             weights = weights_of(folder) if exported_tokens(folder) == position.tokens else ""
             version = of_weights(folder, weights, position.tokens) if keeps_rows and weights else None
-            language_model = None if model is None else model_of_hook(learner.hook)
-            parts: dict[str, Part] = {}
-            begin = partial(timer, position.step, device)
-            if version:
-                data, figures = version.card.data, version.card.figures
-            else:
-                timed = begin()
-                figures = _measure(learner, of_hook)
-                data = of_hook.describe(own.place, figures.n_tokens, learner.sae.dimension_scales)
-                parts[ROWS] = rows_part(timed, figures, data)
-            spliced = _splice(language_model, learner, own, n_tokens, begin, parts)
-            timed = begin()
-            probing = _probe(probes_of_hook(learner.hook), learner) if sets else None
-            if probing and language_model:
-                settings = {"sets": probing.n_sets, "seeds": probing.n_seeds}
-                parts[PROBES] = timed(probing.n_texts, "texts", model=language_model.name, settings=settings)
-            card = Card(
-                name=job.name,
-                label=label,
-                architecture=learner.architecture,
-                step=position.step,
-                tokens=position.tokens,
-                origin=state.origin_of(label),
-                data=data,
-                figures=figures,
-                sums=of_hook.sums if ROWS in parts else None,
-                recovery=recovery(own, learner.sae.raw_decoder()),
-                spliced=spliced,
-                probing=probing,
-                recipe=recipe_of_run(run_dir, state, label, learner.sae.d_in),
-                threshold_set_on=str(threshold_facts(learner.sae).get(SET_ON, "")),
-                training=how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
-                weights=weights,
-                parts=parts,
-            )
-            features = partial(_features, learner, of_hook, texts, language_model, begin)
-            yield Evaluation(folder, card, features)
+            one = _Measured(learner, rows[learner.hook], hooks, partial(timer, position.step, device))
+            facts = {
+                "name": job.name,
+                "label": label,
+                "architecture": learner.architecture,
+                "step": position.step,
+                "tokens": position.tokens,
+                "origin": state.origin_of(label),
+                "recovery": recovery(source.of_hook(learner.hook), learner.sae.raw_decoder()),
+                "recipe": recipe_of_run(run_dir, state, label, learner.sae.d_in),
+                "threshold_set_on": str(threshold_facts(learner.sae).get(SET_ON, "")),
+                "training": how_far_of_sae(run_dir, job, label, state, is_transcoder=learner.sae.is_transcoder),
+                "weights": weights,
+            }
+            yield Evaluation(folder, one.cards(facts, version.card if version else None, n_tokens), one.features)
 
 
-def _features(
-    learner: Learner,
-    rows: Rows,
-    texts: Callable[[], Path | None],
-    language_model: SplicedModel | None,
-    begin: Callable[[], Callable[..., Part]],
-    n_contexts: int,
-) -> tuple[dict[str, Tensor], dict[str, Part]]:
-    """Return what the latents fire on, and of a language model at hand what they promote, with the parts of both."""
-    path = texts()
-    if path is None or not path.is_dir():
-        return {}, {}
-    parts: dict[str, Part] = {}
-    sae, timed = learner.sae, begin()
-    moved = language_model.moved_tokens(sae.raw_decoder()) if language_model else {}
-    if moved and language_model:
-        parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=language_model.name)
-    stage(PART_TITLES[FIRES_ON], min(MOST_ROWS, inspect_shards(path).n_tokens))
-    if not n_contexts:
-        return moved_alone(moved, read_tokens(path)), parts
-    timed = begin()
-    contexts = contexts_of(
-        partial(acts_of, learner), _counted(texts_of(path)), rows.outliers, len(sae.W_dec), n_contexts
-    )
-    if contexts is None:
-        return {}, {}
-    parts[FIRES_ON] = timed(contexts.n_rows, "rows", text=str(path), settings={"contexts": n_contexts})
-    return contexts.tensors(sae.W_dec, read_tokens(path), moved), parts
+class _Hooks:
+    """What the SAEs of a hook share, each made when it is first asked for: the model, dense probes, rows with tokens.
+
+    The SAEs of a hook come one after the other, so that one model and one set of probes are kept.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        source: Source,
+        device: torch.device,
+        model: str | None,
+        sets: list[TextSet],
+        stored: contextlib.ExitStack,
+    ) -> None:
+        self._knobs, self._source, self._device = [*job.hooks.values()], source, device
+        self._model, self._sets, self._stored = model, sets, stored
+        self.model = functools.lru_cache(maxsize=1)(self._load_model)
+        self.probes = functools.lru_cache(maxsize=1)(self._train_probes)
+        self.texts = functools.cache(self._rows_with_tokens)
+
+    def source(self, hook: int) -> Source:
+        return self._source.of_hook(hook)
+
+    def _load_model(self, hook: int) -> SplicedModel | None:
+        """Return the model that the data of a hook is of, with its text; None where none is asked for."""
+        if self._model is None:
+            return None
+        stage(LOADING)
+        source, knobs = self.source(hook), self._knobs[hook]
+        extraction = _extraction_of(knobs) if self._model == "auto" else load_extraction(self._model)
+        at = hook_of_data(extraction, source.meta)
+        target = {"hook_name": source.meta.get("hook_name_out")}
+        hook_out = None if source.d_out is None else hook_of_data(extraction, target)
+        return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
+
+    def _train_probes(self, hook: int) -> DenseProbes | None:
+        """Return probes of the raw rows of each set of texts; None where none is asked for."""
+        model = self.model(hook)
+        if model is None or not self._sets:
+            return None
+        stage(PART_TITLES[PROBES], sum(len(one.texts) for one in self._sets))
+        return probe_rows([LabelledRows(one.name, model.last_rows(one.texts), one.labels) for one in self._sets])
+
+    def _rows_with_tokens(self, hook: int) -> Path | None:
+        return self._stored.enter_context(rows_with_tokens(self._knobs[hook], self._device))
+
+
+class _Measured:
+    """Measures one SAE part by part; `begin` starts the clock of a part."""
+
+    def __init__(self, learner: Learner, rows: Rows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]) -> None:
+        self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
+
+    def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
+        """Yield the card with these facts after each part. Rows are not measured where `kept` has their figures."""
+        learner, hooks = self._learner, self._hooks
+        if kept:
+            yield (card := Card(**facts, data=kept.data, figures=kept.figures))
+        else:
+            timed = self._begin()
+            figures = _measure(learner, self._rows)
+            place = hooks.source(learner.hook).place
+            data = self._rows.describe(place, figures.n_tokens, learner.sae.dimension_scales)
+            card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
+            yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
+        model = hooks.model(learner.hook)
+        if model and model.has_loss and n_tokens != 0:
+            timed = self._begin()
+            spliced = _splice(model, learner, hooks.source(learner.hook), n_tokens)
+            settings = {"tokens": n_tokens, **model.settings}
+            part = timed(spliced.n_tokens, "tokens", text=spliced.text, model=model.name, settings=settings)
+            yield (card := _with(card, IN_MODEL, part, spliced=spliced))
+        timed = self._begin()
+        if model and (dense := hooks.probes(learner.hook)):
+            probing = _probe(dense, learner)
+            settings = {"sets": probing.n_sets, "seeds": probing.n_seeds}
+            part = timed(probing.n_texts, "texts", model=model.name, settings=settings)
+            yield _with(card, PROBES, part, probing=probing)
+
+    def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        """Return what the latents fire on and, where a language model is at hand, promote, with the parts of both."""
+        learner, path = self._learner, self._hooks.texts(self._learner.hook)
+        if path is None or not path.is_dir():
+            return {}, {}
+        parts: dict[str, Part] = {}
+        sae, timed, model = learner.sae, self._begin(), self._hooks.model(learner.hook)
+        moved = model.moved_tokens(sae.raw_decoder()) if model else {}
+        if moved and model:
+            parts[PROMOTED] = timed(len(sae.W_dec), "latents", model=model.name)
+        stage(PART_TITLES[FIRES_ON], min(MOST_ROWS, inspect_shards(path).n_tokens))
+        if not n_contexts:
+            return moved_alone(moved, read_tokens(path)), parts
+        timed, outliers = self._begin(), self._rows.outliers
+        contexts = contexts_of(
+            partial(acts_of, learner), _counted(texts_of(path)), outliers, len(sae.W_dec), n_contexts
+        )
+        if contexts is None:
+            return {}, {}
+        parts[FIRES_ON] = timed(contexts.n_rows, "rows", text=str(path), settings={"contexts": n_contexts})
+        return contexts.tensors(sae.W_dec, read_tokens(path), moved), parts
+
+
+def _with(card: Card, name: str, part: Part, **figures: Any) -> Card:
+    return msgspec.structs.replace(card, parts=card.parts | {name: part}, **figures)
 
 
 def _counted(texts: Iterable[Text]) -> Iterator[Text]:
     for text in texts:
         yield text
         advance(len(text.x))
-
-
-def _language_model(
-    model: str, knobs: SourceKnobs, source: Source, device: torch.device, *, only_reads: bool
-) -> SplicedModel:
-    """Return the model that the data is of, with its text."""
-    extraction = _extraction_of(knobs) if model == "auto" else load_extraction(model)
-    hook = hook_of_data(extraction, source.meta)
-    target = {"hook_name": source.meta.get("hook_name_out")}
-    hook_out = None if source.d_out is None else hook_of_data(extraction, target)
-    return SplicedModel(extraction, hook, device, hook_out, only_reads=only_reads)
 
 
 def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
@@ -218,24 +245,10 @@ def _extraction_of(knobs: SourceKnobs) -> ExtractJob:
     raise UserError("--model: the data is not of one extraction; give the job file of the one meant instead of auto")
 
 
-def _splice(
-    language_model: SplicedModel | None,
-    learner: Learner,
-    source: Source,
-    n_tokens: int | None,
-    begin: Callable[[], Callable[..., Part]],
-    parts: dict[str, Part],
-) -> Spliced | None:
-    if language_model is None or not language_model.has_loss or n_tokens == 0:
-        return None
+def _splice(model: SplicedModel, learner: Learner, source: Source, n_tokens: int | None) -> Spliced:
     mean = source.meta.get("mean" if source.d_out is None else "mean_out")
     is_row = isinstance(mean, list) and len(mean) == learner.sae.d_out
-    timed = begin()
-    reconstruct = partial(_reconstruct, learner)
-    spliced = language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
-    settings = {"tokens": n_tokens, **language_model.settings}
-    parts[IN_MODEL] = timed(spliced.n_tokens, "tokens", text=spliced.text, model=language_model.name, settings=settings)
-    return spliced
+    return model.measure(partial(_reconstruct, learner), torch.tensor(mean) if is_row else None, n_tokens)
 
 
 def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:

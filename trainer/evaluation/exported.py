@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.activations.training_data import HALVES
-from trainer.contract.errors import UsageError
-from trainer.contract.settings import catalog
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import Format, Shared, format_in, scales_in
+from trainer.sharing.base import Shared, scales_in
+from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
 
 
@@ -31,13 +31,14 @@ class ExportedSae:
         scales = scales_in(shared.metadata, shared.d_out)
         # Factors of the targets' dimensions [d_out] in its training; None: all 1.
         self.dimension_scales = None if scales is None else scales.to(device)
+        self._of_halves = _thresholds_in(shared.metadata)
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Measure rows of one half of those that its run has held out by the threshold that was set on the other."""
-        whole, of_halves = self._weights.get("threshold"), self.metadata.get(OF_HALVES)
-        if whole is not None and isinstance(of_halves, list) and len(of_halves) == len(HALVES):
-            self._weights["threshold"] = torch.full_like(whole, float(of_halves[half]))
+        """Use, for one half of the rows that its run has held out, the threshold that was set on the other half."""
+        whole = self._weights.get("threshold")
+        if whole is not None and self._of_halves:
+            self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
         try:
             yield
         finally:
@@ -76,10 +77,16 @@ class ExportedSae:
         return DenseActs(pre_acts.relu())
 
 
+def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
+    """Return the threshold for each half of the held-out rows; [] where metadata of any origin has no such numbers."""
+    stated = metadata.get(OF_HALVES)
+    if not isinstance(stated, list) or len(stated) != len(HALVES):
+        return []
+    are_numbers = all(type(one) in (int, float) and 0 <= one < torch.finfo(torch.float32).max for one in stated)
+    return [float(one) for one in stated] if are_numbers else []
+
+
 def read_exported(folder: Path, device: torch.device) -> ExportedSae:
-    """Read an SAE; raise `UserError` where there is none, or one that computes what none of our architectures does."""
-    name = format_in(folder)
-    if name is None:
-        raise UsageError(f"{folder} holds no SAE that can be read")
-    form: Format = catalog.FORMATS[name].load()()
-    return ExportedSae(form.read(folder), device)
+    """Read the SAE in a folder; raise `UserError` where there is none, or none that can be computed here."""
+    found = in_folder(folder)
+    return ExportedSae(found.reader.read(found.place), device)

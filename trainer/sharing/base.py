@@ -14,7 +14,9 @@ from torch import Tensor
 
 from trainer.activations.heavy_dimensions import changed_scales
 from trainer.contract.errors import UsageError, UserError
+from trainer.contract.files import open_plain
 from trainer.contract.hub_cache import is_plain_file
+from trainer.contract.printable import printable
 from trainer.contract.runs.card_versions import archive, locked
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
@@ -27,6 +29,8 @@ SCALES = "dimension_scales"
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # How it says what lies beside it.
 CARD_REST = " `card.json` has all figures."
+# Characters of a name that the files of an SAE state.
+_LONGEST_NAME = 60
 
 
 class Firings(NamedTuple):
@@ -81,8 +85,8 @@ class Shared(NamedTuple):
 
     @property
     def trained_as(self) -> str:
-        """Our name of the architecture that it was trained with; "" where nobody knows."""
-        return str(self.metadata.get("training_architecture", ""))
+        """Our name of the architecture that it was trained with, on one line; "" where it is not known."""
+        return printable(str(self.metadata.get("training_architecture", "")))[:_LONGEST_NAME]
 
     @property
     def d_in(self) -> int:
@@ -194,13 +198,18 @@ def public_name(value: Any) -> Any:
     return Path(value).name or value if is_path else value
 
 
+def has_own_model_card(folder: Path) -> bool:
+    """Return whether the README.md in a folder is one that `eval` has written."""
+    with contextlib.suppress(OSError), open_plain(folder / MODEL_CARD) as stream:
+        return stream.read(len(CARD_TITLE)) == CARD_TITLE.encode()
+    return False
+
+
 def forget_card(folder: Path) -> None:
-    """Make the card of the weights that were here before an older version."""
-    readme = folder / MODEL_CARD
+    """Store the card of the weights that were here before as an older version, and remove it."""
     with contextlib.suppress(OSError), locked(folder):
-        with contextlib.suppress(UserError):
+        # A card that cannot be stored must not stay next to other weights.
+        with contextlib.suppress(OSError, UserError):
             archive(folder)
-        for name in (CARD, FEATURES, SUMS):
+        for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):
             (folder / name).unlink(missing_ok=True)
-        if readme.read_text(errors="replace").startswith(CARD_TITLE):
-            readme.unlink()

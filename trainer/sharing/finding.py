@@ -42,7 +42,11 @@ def find(name: Path, form: str | None = None) -> Found:
 
     Raise `UsageError` where there is none, with what was looked for and what is there.
     """
-    place = name if os.path.lexists(name) else from_hub.brought(str(name)) or name
+    return in_folder(name if os.path.lexists(name) else from_hub.brought(str(name)) or name, form)
+
+
+def in_folder(place: Path, form: str | None = None) -> Found:
+    """Return the SAE in a folder or a file on this machine, as `find` does."""
     found = format_in(place)
     if form is None and found is not None:
         return Found(found, place)
@@ -66,7 +70,8 @@ def _other(place: Path, form: str | None, found: str) -> str:
 
 def _nothing(place: Path, form: str | None) -> str:
     if not os.path.lexists(place):
-        return f"there is nothing at {place}; give a folder, a file or the OWNER/NAME/FOLDER of an SAE on the hub"
+        hub = f"hf:{place}" if from_hub.parse(str(place)) else "the OWNER/NAME/FOLDER"
+        return f"there is nothing at {place}; give a folder, a file or {hub} of an SAE on the hub"
     if not place.is_dir():
         return f"{place} is no file of an SAE that can be read here; give its folder"
     if refused := _refused(place):

@@ -41,7 +41,7 @@ def brought(text: str) -> Path | None:
     Raise `UsageError` where the hub has no such SAE and `UserError` where it cannot be reached.
     """
     name = parse(text)
-    if name is None:
+    if name is None or _is_mistyped_path(text):
         return None
     hub = _client(text)
     kept = _kept(hub, name)
@@ -57,6 +57,11 @@ def brought(text: str) -> Path | None:
             return kept
         # Its own errors, those of HTTP and those of the disk.
         raise UserError(f"FOLDER: there is nothing at {text}, and {_reason(name, error)}") from None
+
+
+def _is_mistyped_path(text: str) -> bool:
+    """Return whether a name without "hf:" begins with a folder of this machine, such as `saes/9` next to `saes/8`."""
+    return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
 def _client(text: str) -> Any:
@@ -122,7 +127,8 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
     what = f"{name.repository}/{name.path}".rstrip("/")
     if not folders:
         return f"{what} on the hub holds no SAE that can be read here"
-    return f"{what} holds {len(folders)} SAEs, e.g. {join_words(folders[:3])}; give {name.repository}/FOLDER"
+    many = f"{len(folders)} SAEs, e.g. {join_words(folders[:3])}" if len(folders) > 1 else f"an SAE in {folders[0]}"
+    return f"{what} holds {many}; give {name.repository}/FOLDER"
 
 
 def _reason(name: Name, error: Exception) -> str:

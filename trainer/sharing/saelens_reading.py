@@ -52,8 +52,11 @@ _NORMALISED = {
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Settings of these words may change what is computed; those listed are only of the training.
-_COMPUTES = re.compile("normali|scal|bias|thresh|whiten|rotat|activation_fn|postact|nonlin")
+# Settings with these words may change what is computed; those listed affect only the training.
+_COMPUTES = re.compile(
+    "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
+    "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
+)
 _OF_TRAINING = frozenset(
     [
         "activation_fn", "activation_fn_str", "activation_fn_kwargs", "normalize_activations", "apply_b_dec_to_input",
@@ -61,6 +64,7 @@ _OF_TRAINING = frozenset(
         "scale_sparsity_penalty_by_decoder_norm", "jumprelu_init_threshold", "topk_threshold_lr", "noise_scale",
         "mse_loss_normalization", "dead_feature_threshold", "init_encoder_as_decoder_transpose", "autoscale",
         "n_batches_for_norm_estimate", "decoder_bias_init_method", "b_dec_init_method", "scale_aux_loss",
+        "jumprelu_tanh_scale",
     ]
 )  # fmt: skip
 
@@ -123,11 +127,17 @@ def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
 def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
     """Raise `UsageError` for a setting that is not known here and may change what is computed."""
     for name, value in config.items():
-        if name not in _OF_TRAINING and _COMPUTES.search(name) and value not in (None, False, "none", 0, 1.0, {}, []):
+        if name not in _OF_TRAINING and _COMPUTES.search(name) and not _is_neutral(value):
             raise UsageError(
                 f"{file}: {name[:60]} is {str(value)[:60]!r}, and it is not known here what that changes; where it "
                 f"changes nothing give --config {name[:60]}=null"
             )
+
+
+def _is_neutral(value: object) -> bool:
+    """Return whether a setting with this value adds nothing to the arithmetic: off, or a factor of 1."""
+    # True equals 1 in Python.
+    return value is not True and value in (None, False, "none", 0, 1, {}, [])
 
 
 def _without_extras(

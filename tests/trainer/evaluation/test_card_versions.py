@@ -110,6 +110,36 @@ def test_a_card_is_not_written_beside_an_sae_that_was_replaced_meanwhile(run: Pa
     assert read_card(sae) is None
 
 
+def test_a_card_that_cannot_be_stored_does_not_stay_next_to_other_weights(run: Path) -> None:
+    sae, older = run / "sae", min((run / "checkpoints").iterdir())
+    (sae / FEATURES).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n")
+    assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
+    assert read_card(sae) is None
+    assert not (sae / "README.md").exists()
+
+
+def test_a_damaged_file_of_features_is_replaced_and_costs_no_figures(run: Path) -> None:
+    sae = run / "sae"
+    whole = (sae / FEATURES).read_bytes()
+    (sae / FEATURES).write_bytes(whole[: len(whole) // 2])
+    write_card(sae, card_of(sae), moved_alone(MOVED, WORDS))
+    assert card_of(sae).parts[ROWS]
+    assert not (sae / FEATURES).exists()
+    evaluate(run, "--keep-rows")
+    assert Features(sae / FEATURES).n_latents == 64
+
+
+def test_the_parts_of_one_evaluation_make_one_version(run: Path) -> None:
+    sae, before = run / "sae", card_of(run / "sae")
+    first = write_card(sae, msgspec.structs.replace(before, step=21))
+    spliced = msgspec.convert(SPLICED, Spliced)
+    second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
+    assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
+    # What another evaluation wrote meanwhile becomes a version.
+    write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
+    assert [one.card.step for one in versions(sae)] == [22, 21, 20]
+
+
 def _add_many(folder: Path, name: str, begin: object) -> None:
     begin.wait()
     part = {"spliced": msgspec.convert(SPLICED, Spliced), "probing": msgspec.convert(PROBING, Probing)}[name]

@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.saes import made
 
 from trainer.cli import main
 from trainer.contract.runs.rank_spec import EXIT_USAGE
+from trainer.contract.runs.report_card import read_card
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.exported import ExportedSae
+from trainer.sharing.base import shared_form
+from trainer.sharing.dictionary_learning import DictionaryLearning
+from trainer.sharing.saelens import SaeLens
 from trainer.training.loop import Trainer
+from trainer.training.thresholds import OF_HALVES
 
 MakeTrainer = Callable[..., Trainer]
 MakeJob = Callable[..., JobConfig]
@@ -101,8 +108,53 @@ def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp
     save_file({"activations": torch.randn(50, 12)}, narrow / "a.safetensors")
     assert main(["eval", alone, "--data", str(narrow)]) == 1
     assert "maps 16 to 16 dimensions" in capsys.readouterr().err
-    assert main(["eval", str(tmp_path), "--data", "x"]) == 2
+    assert main(["eval", str(Path(alone) / "cfg.json"), "--data", "x"]) == 2
+    assert "cfg.json is a file, and a card is written next to an SAE; give its folder" in capsys.readouterr().err
+    (deep := tmp_path / "deep" / "layers").mkdir(parents=True)
+    shutil.copytree(alone, deep / "3")
+    assert main(["eval", str(tmp_path / "deep"), "--data", "x"]) == 2
+    assert "deep holds an SAE in layers/3; give the path of one" in capsys.readouterr().err
+    (deep / "3" / "sae_weights.safetensors").rename(tmp_path / "weights")
+    (deep / "3" / "sae_weights.safetensors").symlink_to(tmp_path / "weights")
+    assert main(["eval", str(deep / "3"), "--data", "x"]) == 2
+    assert "holds no SAE: sae_weights.safetensors is a link, which is not followed" in capsys.readouterr().err
     assert not (Path(alone) / "card.json").exists()
+
+
+def test_a_card_is_written_next_to_an_sae_of_dictionary_learning(
+    alone: str, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    reader, writer = SaeLens(), DictionaryLearning()
+    writer.write(reader.read(Path(alone)), tmp_path / "theirs")
+    for folder in ("mine", "theirs"):
+        (tmp_path / folder / "README.md").unlink(missing_ok=True)
+    of_both = [cards(capsys, str(tmp_path / name), "--data", str(activations))[0] for name in ("mine", "theirs")]
+    assert of_both[1]["figures"]["fvu"] == pytest.approx(of_both[0]["figures"]["fvu"], rel=1e-5)
+    assert of_both[1]["weights"] != of_both[0]["weights"]
+    assert read_card(tmp_path / "theirs")
+
+
+def test_thresholds_of_halves_that_are_no_numbers_are_not_used(tmp_path: Path) -> None:
+    sae = made("batch_topk")
+    for stated, used in (([0.5, 2.0], 2.0), ([None, "x"], None), ([0.5, float("nan")], None), ([0.5, {}], None)):
+        shared = shared_form(sae, {OF_HALVES: stated})
+        whole = shared.weights["threshold"].clone()
+        exported = ExportedSae(shared, torch.device("cpu"))
+        with exported.measuring_half(1):
+            expected = whole if used is None else torch.full_like(whole, used)
+            assert torch.equal(exported._weights["threshold"], expected)
+
+
+def test_a_strangers_texts_stay_in_their_place_in_the_model_card(
+    alone: str, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    config = json.loads((Path(alone) / "cfg.json").read_text())
+    config["metadata"] |= {"training_architecture": "x\n\n# <b>no", "model_name": "[m](http://x)", "hook_name": "<i>|"}
+    (Path(alone) / "cfg.json").write_text(json.dumps(config))
+    cards(capsys, alone, "--data", str(activations))
+    text = (Path(alone) / "README.md").read_text()
+    assert "\nx\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}\\# \\<b\\>no, 16 dimensions" in text
+    assert "- model name: \\[m\\](http://x)\n- hook name: \\<i\\>\\|\n" in text
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.runs.report_card import ROWS, read_card
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
@@ -256,6 +257,18 @@ def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
     assert not told.is_unseen
 
 
+def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
+    mean = torch.linspace(-1, 1, D_IN)
+    shared, passes = SplicedModel(job, HOOK, CPU), []
+    read = shared._model.logits
+    shared._model.logits = lambda batch: passes.append(batch) or read(batch)  # type: ignore[method-assign]
+    reconstructs = [halved, lambda x, _: (DenseActs(x), 0.9 * x)]
+    together = [shared.measure(one, mean) for one in reconstructs]
+    n_batches = len({id(batch) for batch in passes})
+    assert len(passes) == n_batches * (6 + 3)
+    assert together == [SplicedModel(job, HOOK, CPU).measure(one, mean) for one in reconstructs]
+
+
 def test_text_that_comes_after_what_was_extracted_is_read_where_there_is_some(job: ExtractJob) -> None:
     run(job)
     unseen = SplicedModel(job, HOOK, CPU).measure(halved, None)
@@ -293,6 +306,26 @@ def test_data_of_somebody_else_cannot_have_a_models_code_run(job: ExtractJob) ->
     state["job"]["model.remote_code"] = True
     file.write_text(json.dumps(state))
     assert not job_of_data(job.folder(HOOK)).model.remote_code
+
+
+def test_parts_that_were_measured_stay_where_a_later_part_fails(
+    job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
+) -> None:
+    run(job)
+    training = make_job(data={"path": str(job.folder(HOOK))}, train={"batch_size": 64, "n_steps": 5})
+    folder = tmp_path / "run"
+    assert make_trainer(training, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(training))
+    # Of one token a document, after which none comes.
+    (tmp_path / "short.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    short = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, path=str(tmp_path / "short.jsonl")))
+    (tmp_path / "short.toml").write_text(dump_job(short))
+    assert main(["eval", str(folder), "--device", "cpu", "--model", str(tmp_path / "short.toml")]) == 1
+    assert "text.path: " in capsys.readouterr().err
+    card = read_card(folder / "sae")
+    assert card
+    assert card.parts.keys() == {ROWS}
+    assert card.spliced is None
 
 
 @pytest.mark.parametrize("architecture", ["topk", "batch_topk"])

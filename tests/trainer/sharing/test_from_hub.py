@@ -84,6 +84,9 @@ def test_a_path_is_a_path_and_only_what_can_be_a_name_is_asked_for(hub: Hub, tmp
     for path in ("/ada/saes2", "./ada/../saes2", "../ada/saes2", "saes2", "~/ada/saes2"):
         with pytest.raises(UserError, match="there is nothing at"):
             find(Path(path))
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(UserError, match="nothing at runs/9/sae; give a folder, a file or hf:runs/9/sae of an SAE on"):
+        find(Path("runs/9/sae"))
     assert hub.asked == []
 
 

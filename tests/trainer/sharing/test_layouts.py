@@ -182,6 +182,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "encoder_bias_rotation is 'on', and it is not known here what that changes; where it changes nothing give "
         "--config encoder_bias_rotation=null",
     ),
+    "a setting that is on": (
+        saelens("standard", FLAT | {"standardize_inputs": True}),
+        "standardize_inputs is 'True', and it is not known here what that changes",
+    ),
+    "a mean that is taken from rows": (
+        saelens("standard", FLAT | {"subtract_row_mean": True}),
+        "subtract_row_mean is 'True', and it is not known here what that changes",
+    ),
     "temporal": (saelens("standard", NEWEST | {"architecture": "temporal"}), "architecture is 'temporal'; only"),
     "batchtopk without its threshold": (
         saelens("standard", NEWEST | {"architecture": "batchtopk", "k": K}),

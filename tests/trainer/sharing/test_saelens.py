@@ -248,7 +248,7 @@ def test_saelens_computes_the_same_from_the_same_files_of_any_version(name: str,
     torch.testing.assert_close(x_hat[clear], theirs(x)[clear], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk"])
+@pytest.mark.parametrize("architecture", ["batchtopk", "matryoshka_batchtopk", "standard", "gated", "topk", "jumprelu"])
 @torch.no_grad()
 def test_a_training_checkpoint_of_saelens_is_read_as_the_inference_model_that_it_writes(
     architecture: str, tmp_path: Path
@@ -256,14 +256,17 @@ def test_a_training_checkpoint_of_saelens_is_read_as_the_inference_model_that_it
     sae_lens = pytest.importorskip("sae_lens")
     kind, config = sae_lens.registry.get_sae_training_class(architecture)
     widths = {"matryoshka_widths": [10, 40]} if "matryoshka" in architecture else {}
+    k = {"k": 4} if "topk" in architecture else {}
     torch.manual_seed(0)
-    theirs = kind(config(d_in=LAYOUTS_WIDTH, d_sae=40, k=4, **widths))
+    theirs = kind(config(d_in=LAYOUTS_WIDTH, d_sae=40, **k, **widths))
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
-    theirs.topk_threshold.fill_(1.3)
+    if "batchtopk" in architecture:
+        theirs.topk_threshold.fill_(1.3)
     theirs.save_model(tmp_path / "training")
     theirs.save_inference_model(tmp_path / "inference")
     checkpoint, inference = (SaeLens().read(tmp_path / name) for name in ("training", "inference"))
-    assert (checkpoint.form, checkpoint.k, inference.form) == ("jumprelu", 4, "jumprelu")
+    form = "jumprelu" if "batchtopk" in architecture else architecture
+    assert (checkpoint.form, checkpoint.k, inference.form) == (form, 4 if k else None, form)
     for name, tensor in inference.weights.items():
         torch.testing.assert_close(checkpoint.weights[name], tensor, rtol=1e-5, atol=1e-6)
