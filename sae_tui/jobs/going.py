@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -36,9 +37,8 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     parts: tuple[str, ...]
     began: Time
-    device: str = "cpu"
+    device: Literal["cuda", "cpu"] = "cpu"
     gpu_index: int | None = None
-    gpu_uuid: str = ""
     waits_for: str = ""
     reached: Reached = Reached()
 
@@ -61,9 +61,13 @@ def write(data: DataDir, going: Going) -> None:
     write_own(_file(data, going.job_id), msgspec.json.encode(going), durable=False)
 
 
-def remove(data: DataDir, job_id: int) -> None:
-    with contextlib.suppress(OSError):
-        _file(data, job_id).unlink(missing_ok=True)
+def remove(data: DataDir, job_id: int) -> bool:
+    """Remove the file of an evaluation; return False where there is none, or it cannot be removed."""
+    try:
+        _file(data, job_id).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _file(data: DataDir, job_id: int) -> Path:
@@ -78,42 +82,45 @@ class Evaluations:
         self._folder = data.evaluations
 
     def poll(self) -> bool:
-        """Read what is new and tell whether anything changed; never raise, and cost microseconds while none goes on."""
-        going = {one.job_id: one for entry in self._entries() if (one := _read(entry))}
+        """Read what is new and return whether anything changed; never raise, and cost microseconds without one."""
+        going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going
         return changed
 
-    def _entries(self) -> list[os.DirEntry[str]]:
-        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
-            return [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
-        return []
+
+def left_behind(data: DataDir) -> list[int]:
+    """Return the jobs whose evaluation on this machine has ended without a record of how."""
+    return [one.job_id for _, one in _files(data.evaluations) if _is_here(one) and not one.process.is_alive()]
 
 
-def _read(entry: os.DirEntry[str]) -> Going | None:
-    """Return the evaluation of a file; None where its process has gone, as after `kill -9`."""
-    going = read_json(entry.path, Going)
-    if going is None or entry.name != f"{going.job_id}.json":
-        return None
-    is_here = going.host == socket.gethostname() and not going.process.is_elsewhere
-    if is_here and not going.process.is_alive():
-        return None
+def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
+    """Return the evaluations that have a file; half-written and foreign files count for nothing."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        read = [(entry, read_json(entry.path, Going)) for entry in plain]
+        # A killed process may have left a temporary file, which has another name.
+        return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
+    return []
+
+
+def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
+    """Return whether the process of an evaluation lives, as far as that can be seen; it does not after `kill -9`."""
+    if _is_here(going):
+        return going.process.is_alive()
     with contextlib.suppress(OSError):
-        if not is_here and time.time() - entry.stat(follow_symlinks=False).st_mtime > _SILENT_S:
-            return None
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime <= _SILENT_S
+    return False
+
+
+def _is_here(going: Going) -> bool:
+    """Return whether the process of an evaluation is one of this machine that can be seen from here."""
+    return going.host == socket.gethostname() and not going.process.is_elsewhere
+
+
+def _shown(going: Going) -> Going:
+    """Return an evaluation with its words made safe to show."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),
         reached=msgspec.structs.replace(going.reached, stage=printable(going.reached.stage[:_LONGEST_WAIT])),
     )
-
-
-def left_behind(data: DataDir) -> list[int]:
-    """Return the jobs whose evaluation on this machine has ended without a record of how."""
-    ended = []
-    with contextlib.suppress(OSError), os.scandir(data.evaluations) as entries:
-        for entry in entries:
-            going = read_json(entry.path, Going)
-            is_here = going and going.host == socket.gethostname() and not going.process.is_elsewhere
-            if going and is_here and not going.process.is_alive():
-                ended.append(going.job_id)
-    return ended

@@ -22,7 +22,7 @@ import msgspec
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.evaluation.outcome import failure, outcome
+from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
 from sae_tui.jobs.evaluation.request import Card, Request
 from sae_tui.jobs.evaluation.turn import free_card
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
@@ -63,9 +63,8 @@ class Evaluation:
             job_id=request.job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=request.parts,
             began=time.time(),
         )  # fmt: skip
-        if request.card:
-            self._take(request.card)
-        self._write(self._going)
+        if not (request.card and self._take(request.card)):
+            self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
         """Evaluate by the Python of the request, or by this command, and record how that ended."""
@@ -90,7 +89,6 @@ class Evaluation:
                 return False
             card, reason = free_card(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
             if card and self._take(card):
-                self._write(msgspec.structs.replace(self._going, waits_for=""))
                 break
             self._write(msgspec.structs.replace(self._going, waits_for=reason or "another process took the free GPU"))
             time.sleep(LOOK_S)
@@ -102,9 +100,7 @@ class Evaluation:
         if card.vendor not in VENDORS or not locks.take():
             return False
         self._gpu, self._card = locks, card
-        self._going = msgspec.structs.replace(
-            self._going, device="cuda", gpu_index=card.index, gpu_uuid=card.uuid, waits_for=""
-        )
+        self._write(msgspec.structs.replace(self._going, device="cuda", gpu_index=card.index, waits_for=""))
         return True
 
     def _run(self, command: Sequence[str]) -> int | None:
@@ -123,12 +119,14 @@ class Evaluation:
         ):
             was_stopped = self._follow(process, lines.fileno(), progress)
         code = process.wait()
-        return None if was_stopped else code
+        # It may have finished just before the stop.
+        return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
         """Tell how far the trainer is until it closes its descriptor or ends; return whether it was stopped."""
         kept, is_open = b"", True
-        while is_open or process.poll() is None:
+        # A process that it has started may hold the descriptor for longer than it lives.
+        while process.poll() is None:
             if self._is_stopped():
                 _end(process)
                 return True
@@ -159,6 +157,8 @@ class Evaluation:
 
     def _is_stopped(self) -> bool:
         """Tell whether a stop is asked for, or the job was deleted."""
+        if not self._paths.root.exists():
+            return True
         try:
             with contextlib.closing(Control(self._data.control_db, readonly=True)) as control:
                 return "stop-evaluation" in control.open_requests(self._request.job_id)
@@ -178,7 +178,8 @@ class Evaluation:
         def add() -> None:
             with contextlib.closing(Control(self._data.control_db)) as control:
                 if control.state(self._request.job_id) is not None:
-                    control.answer(self._request.job_id, "stop-evaluation")
+                    if kind in ENDS:
+                        control.answer(self._request.job_id, "stop-evaluation")
                     control.add_event(self._request.job_id, kind, message, level)
 
         retry("recording the evaluation", add)

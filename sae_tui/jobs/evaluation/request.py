@@ -144,8 +144,8 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
     return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes, and goes on if you quit."
 
 
-def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
-    """Wait until the evaluation of a job is over, and show how far it is.
+def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
+    """Wait until the evaluation of a job that was asked for at the time `since` is over, and show how far it is.
 
     Return whether it went well, and the sentence on how it ended.
     """
@@ -157,7 +157,8 @@ def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        events = [event for event in control.events(job_id) if event.kind in (STARTED, *ENDS)]
+        # One that was killed while it waited for a GPU has left no event; the last one is of an earlier evaluation.
+        events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
         return False, f"job {job_id} was not evaluated: it was ended before; see {data.run(job_id).evaluation_log}"
     return events[-1].kind == DONE, f"job {job_id} {events[-1].message}"

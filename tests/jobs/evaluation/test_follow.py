@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +17,19 @@ import torch
 from safetensors.torch import save_file
 from support.report_cards import PROBING, SPLICED
 
+from sae_tui.jobs import going
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation import follow, request
+from sae_tui.jobs.evaluation.follow import Evaluation
 from sae_tui.jobs.evaluation.request import Request
-from sae_tui.jobs.going import FAILED, STARTED, Going
+from sae_tui.jobs.going import FAILED, STARTED, STOPPED, Going
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobsReader
 from tests.jobs.conftest import Box, wait_for
 from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
@@ -114,9 +121,78 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     ended = (False, f"job {job_id} was not evaluated: it was ended before; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    reconcile(box.data)
-    assert [*box.data.evaluations.iterdir()] == []
+    # Of an earlier `kill -9` in the middle of a write.
+    file = box.data.evaluations / f"{job_id}.json"
+    shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
+    for _ in range(2):
+        reconcile(box.data)
+        assert [*box.data.evaluations.iterdir()] == [half]
+    assert len(box.messages(job_id, FAILED)) == 1
     assert request.wait_for_end(box.data, job_id) == ended
+
+
+def test_the_end_of_one_that_was_killed_is_not_recorded_for_the_next_and_no_link_is_followed(
+    box: Box, job_id: int, tmp_path: Path
+) -> None:
+    (dead := subprocess.Popen(["sleep", "600"])).kill()
+    process = ProcessRef(dead.pid, 1, ProcessRef.current().boot_id)
+    dead.wait()
+    going.write(box.data, Going(job_id=job_id, process=process, host=socket.gethostname(), parts=(), began=1.0))
+    next_one = FileLock(box.data.run(job_id).evaluation_lock)
+    assert next_one.acquire()
+    reconcile(box.data)
+    assert box.messages(job_id, FAILED) == []
+    next_one.release()
+    file = box.data.evaluations / f"{job_id}.json"
+    file.rename(tmp_path / file.name)
+    file.symlink_to(tmp_path / file.name)
+    reconcile(box.data)
+    assert box.messages(job_id, FAILED) == []
+    file.unlink()
+    (tmp_path / file.name).rename(file)
+    reconcile(box.data)
+    assert len(box.messages(job_id, FAILED)) == 1
+
+
+def test_an_earlier_success_does_not_count_for_an_evaluation_that_left_no_event(
+    box: Box, job_id: int, monkeypatch
+) -> None:
+    write_card(box.data.sae(job_id))
+    evaluate(box, monkeypatch, job_id, "true")
+    assert request.wait_for_end(box.data, job_id)[0]
+    since = time.time()
+    evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
+    (now := seen(box, job_id)).process.send(signal.SIGKILL)
+    wait_for(lambda: not now.process.is_alive(), "the end of the evaluation")
+    went_well, message = request.wait_for_end(box.data, job_id, since)
+    assert (went_well, "it was ended before" in message) == (False, True)
+
+
+def test_an_evaluation_ends_with_its_trainer_whatever_that_has_left_running(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "sleep 600 & echo $!; exit 3")
+    log = box.data.run(job_id).evaluation_log
+    assert not request.wait_for_end(box.data, job_id)[0]
+    ProcessRef.of(int(log.read_text())).send(signal.SIGKILL)
+    assert len(box.messages(job_id, FAILED)) == 1
+
+
+def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
+    evaluation = Evaluation(box.data, Request(job_id))
+    box.control.request(job_id, "stop-evaluation")
+    evaluation.run(["sh", "-c", "exec sleep 5"])
+    assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; what was measured before stays"]
+    assert box.control.open_requests(job_id) == set()
+
+
+def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+    card = request.Card(2, "GPU-2", "nvml", str(box.data.locks))
+    looks = iter([(None, "no GPU is free"), (card, "")])
+    monkeypatch.setattr(follow, "free_card", lambda *_: next(looks))
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    evaluation = Evaluation(box.data, Request(job_id, waits=True))
+    assert evaluation._has_device()
+    now = seen(box, job_id)
+    assert (now.where, now.waits_for, now.device) == ("GPU 2", "", "cuda")
 
 
 def seen(box: Box, job_id: int) -> Going | None:
@@ -161,12 +237,11 @@ def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box
     assert request.wait_for_end(box.data, job_id) == (False, told)
 
 
-def test_of_a_job_that_is_deleted_meanwhile_nothing_is_recorded(box: Box, job_id: int, monkeypatch, tmp_path) -> None:
-    evaluate(box, monkeypatch, job_id, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 1")
+def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "exec sleep 600")
     log = box.data.run(job_id).root
     trash.throw_away(box.data, job_id)
     held = box.data.trash / str(job_id) / "run" / "evaluation.lock"
-    (tmp_path / "go").touch()
     wait_for(lambda: not request.is_held(held), "the end of the evaluation")
     assert not log.exists()
     assert box.messages(job_id, FAILED) == []
