@@ -19,8 +19,7 @@ LEAD = 2.0
 # TopK on 131,072 rows were 0.5 to 1 % apart.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
-_CARD_FVU = f"card_{CRITERION}"
-_FVUS = (CRITERION, held_out(CRITERION), _CARD_FVU)
+_FVUS = (held_out(CRITERION), f"card_{CRITERION}")
 _SEED = "train.seed"
 _OF_SAE = ("data.", "sae.", "train.")
 
@@ -61,12 +60,14 @@ def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measu
 
 def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
     """Return the lead that the errors of both make up, and why."""
-    if name in (held_out(CRITERION), _CARD_FVU) and best.sae.sums and other.sae.sums:
+    if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
+            if degrees <= 2:
+                return math.inf, f"the rows are of {degrees + 1} texts, and no error can be known from so few"
             # Of few texts the error itself is uncertain: the spread of Student's t.
-            of_few = math.sqrt(degrees / (degrees - 2)) if degrees > 2 else math.inf
+            of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
     if best.error is None or other.error is None:
         return None
