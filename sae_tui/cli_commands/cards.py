@@ -9,12 +9,11 @@ from typing import Any
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
-from trainer.contract.exits import Exit
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 
 
-def show_cards(context: Context, job_id: int) -> Exit:
+def show_cards(context: Context, job_id: int) -> None:
     """Print when each card was measured, of which step, what it has, and its FVU."""
     told = versions_of(context.data.sae(job_id))
     if context.as_json:
@@ -25,19 +24,17 @@ def show_cards(context: Context, job_id: int) -> Exit:
         titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*told] != [""] else []))
         show_table(titles, [_cells(label, one, titles) for label, versions in told.items() for one in versions])
         say(f"`sae-tui job {job_id} --card N` shows one")
-    return Exit.DONE
 
 
-def show_card(context: Context, job_id: int, number: int) -> Exit:
+def show_card(context: Context, job_id: int, number: int) -> None:
     """Print one card in full."""
     shown: Mapping[str, Version] = version_of(context.data.sae(job_id), number)
     if context.as_json:
         show_json([_row(label, one) | {"card": as_table(one.card)} for label, one in shown.items()])
-        return Exit.DONE
+        return
     for one in shown.values():
         for line in lines(one.card):
             say(line)
-    return Exit.DONE
 
 
 def measured(version: Version) -> float | None:

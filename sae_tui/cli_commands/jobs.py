@@ -126,8 +126,12 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     _reconcile(context)
     reader = _reader(context, flags.id)
-    if flags.cards or flags.card:
-        return cards.show_card(context, flags.id, flags.card) if flags.card else cards.show_cards(context, flags.id)
+    if flags.card:
+        cards.show_card(context, flags.id, flags.card)
+        return code
+    if flags.cards:
+        cards.show_cards(context, flags.id)
+        return code
     assert reader.view is not None
     now = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:

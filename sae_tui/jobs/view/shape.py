@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -54,7 +55,8 @@ def _settings(config: str) -> dict[str, Any]:
 def _numbers(value: Any) -> list[Any]:
     """Return a setting's value, or the several of a sweep; without anything but numbers."""
     values = value if isinstance(value, list) else [value]
-    return [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+    numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
+    return [one for one in numbers if math.isfinite(one)]
 
 
 def _span(words: Sequence[str]) -> str:
