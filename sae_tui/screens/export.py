@@ -35,7 +35,6 @@ class ExportDialog(Dialog[None]):
     ExportDialog Label { width: 1fr; height: auto; }
     ExportDialog Input { background: $panel; }
     ExportDialog Menu { height: auto; width: 1fr; }
-    ExportDialog Tick { border: none; padding: 0; background: $surface; }
     ExportDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
     ExportDialog Button { margin-left: 2; min-width: 10; }
     """
