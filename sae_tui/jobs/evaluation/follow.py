@@ -1,7 +1,7 @@
 """The process that evaluates a job: `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
 
-It holds the run's evaluation lock and that of its GPU, runs the trainer's command, tells how far that is, and records
-in the list of jobs how it ended.
+It holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes its progress, and
+records in the list of jobs how it ended.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.progress import ENV_DESCRIPTOR, Progress, read_reached
 from trainer.contract.store.job_store import Control
 
-# Seconds between two looks for a free GPU, or for a request to stop.
+# Seconds between two checks for a free GPU, or for a request to stop.
 LOOK_S = 0.5
-# What a trainer that was asked to end may take before it is killed.
+# Seconds that a trainer has to end before it is killed.
 PATIENCE_S = 5.0
 
 
 class Evaluation:
-    """One evaluation of a job; raise `UserError` where another one is going."""
+    """One evaluation of a job; raise `UserError` if another one runs."""
 
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
@@ -53,7 +53,7 @@ class Evaluation:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
-            raise UserError("another one is going")
+            raise UserError("another evaluation of this job runs")
         # A request to stop an earlier one is not meant for this one.
         self._answer_stop()
         self._gpu: GpuLocks | None = None
@@ -83,7 +83,7 @@ class Evaluation:
             going.remove(self._data, self._request.job_id)
 
     def _has_device(self) -> bool:
-        """Wait for a free GPU where one is wanted; return False where a stop is asked for first."""
+        """Wait for a free GPU if one is wanted; return False if a stop is requested first."""
         while self._request.waits and self._card is None:
             if self._is_stopped():
                 return False
@@ -95,7 +95,7 @@ class Evaluation:
         return True
 
     def _take(self, card: Card) -> bool:
-        """Reserve a GPU for as long as this process lives; return False where another process has it."""
+        """Reserve a GPU for as long as this process lives; return False if another process has it."""
         locks = GpuLocks(Path(card.locks), [card.uuid])
         if card.vendor not in VENDORS or not locks.take():
             return False
@@ -104,7 +104,7 @@ class Evaluation:
         return True
 
     def _run(self, command: Sequence[str]) -> int | None:
-        """Run the trainer and tell how far it is; return its exit code, None where it was stopped."""
+        """Run the trainer and publish its progress; return its exit code, None if it was stopped."""
         python, card = self._request.python, self._card
         pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
         trainer = command or named_python.command(python, "eval")
@@ -123,9 +123,9 @@ class Evaluation:
         return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
-        """Tell how far the trainer is until it closes its descriptor or ends; return whether it was stopped."""
+        """Publish the progress of the trainer until it ends; return whether it was stopped."""
         kept, is_open = b"", True
-        # A process that it has started may hold the descriptor for longer than it lives.
+        # A child of the trainer may keep the descriptor open after the trainer has ended.
         while process.poll() is None:
             if self._is_stopped():
                 _end(process)
@@ -140,23 +140,23 @@ class Evaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # Its last words come now, and end the log.
+                # The trainer writes the result now, which is to be the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
 
     def _write(self, now: Going) -> None:
-        """Write how far it is, where that has changed or was written some seconds ago."""
+        """Write the progress if it has changed or was written some seconds ago."""
         if now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S:
             return
         self._going, self._written_at = now, time.monotonic()
         try:
             going.write(self._data, now)
         except (OSError, UserError) as error:
-            note(f"how far the evaluation is cannot be written: {error}")
+            note(f"the progress of the evaluation cannot be written: {error}")
 
     def _is_stopped(self) -> bool:
-        """Tell whether a stop is asked for, or the job was deleted."""
+        """Return whether a stop was requested, or the job was deleted."""
         if not self._paths.root.exists():
             return True
         try:
@@ -186,7 +186,7 @@ class Evaluation:
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process and tells its progress to a descriptor."""
+    """Start a command that ends with this process and writes its progress to a descriptor."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +71,7 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
     told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
-    assert told == f"job {job_id} is being evaluated on the CPU; that goes on if you quit"
+    assert told == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
         f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
@@ -82,7 +84,7 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_of_a_sweep_the_best_is_told_and_what_was_not_held_out_and_not_told(box: Box, job_id: int, monkeypatch) -> None:
+def test_of_a_sweep_the_best_sae_is_reported_and_that_no_row_is_held_out(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
     write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
     evaluate(box, monkeypatch, job_id, "true")
@@ -116,9 +118,13 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     trainer, follower = (ProcessRef.of(int(pid)) for pid in log.read_text().split())
     with pytest.raises(UserError, match="is being evaluated already"):
         evaluate(box, monkeypatch, job_id, "true")
+    # The one that loses a race for the lock says the same.
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
+        patch.setattr(request, "refuse", lambda *_: None)
+        evaluate(box, monkeypatch, job_id, "true")
     follower.send(signal.SIGKILL)
     wait_for(lambda: not trainer.is_alive(), "the end of the trainer")
-    ended = (False, f"job {job_id} was not evaluated: it was ended before; see {log}")
+    ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
     # Of an earlier `kill -9` in the middle of a write.
@@ -165,7 +171,7 @@ def test_an_earlier_success_does_not_count_for_an_evaluation_that_left_no_event(
     (now := seen(box, job_id)).process.send(signal.SIGKILL)
     wait_for(lambda: not now.process.is_alive(), "the end of the evaluation")
     went_well, message = request.wait_for_end(box.data, job_id, since)
-    assert (went_well, "it was ended before" in message) == (False, True)
+    assert (went_well, "its process was killed" in message) == (False, True)
 
 
 def test_an_evaluation_ends_with_its_trainer_whatever_that_has_left_running(box: Box, job_id: int, monkeypatch) -> None:
@@ -176,6 +182,17 @@ def test_an_evaluation_ends_with_its_trainer_whatever_that_has_left_running(box:
     assert len(box.messages(job_id, FAILED)) == 1
 
 
+@pytest.fixture
+def process_settings() -> Iterator[None]:
+    """Restore what an evaluation changes in its process."""
+    mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
+    os.umask(mask)
+    yield
+    os.umask(mask)
+    signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.usefixtures("process_settings")
 def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
     evaluation = Evaluation(box.data, Request(job_id))
     box.control.request(job_id, "stop-evaluation")
@@ -184,6 +201,7 @@ def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_i
     assert box.control.open_requests(job_id) == set()
 
 
+@pytest.mark.usefixtures("process_settings")
 def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
     card = request.Card(2, "GPU-2", "nvml", str(box.data.locks))
     looks = iter([(None, "no GPU is free"), (card, "")])
@@ -203,11 +221,11 @@ def seen(box: Box, job_id: int) -> Going | None:
     return next(job.evaluation for job in reader.jobs if job.id == job_id)
 
 
-TELLS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
+REPORTS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
 
 
 def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, job_id: int, monkeypatch) -> None:
-    evaluate(box, monkeypatch, job_id, TELLS, model="auto", keeps_rows=True)
+    evaluate(box, monkeypatch, job_id, REPORTS, model="auto", keeps_rows=True)
     wait_for(lambda: (now := seen(box, job_id)) and now.reached.share, "the progress")
     now = seen(box, job_id)
     assert now
@@ -226,7 +244,7 @@ def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, jo
 
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box, job_id: int, monkeypatch) -> None:
     told = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
-    assert told == f"job {job_id} is evaluated once a GPU is free; that goes on if you quit"
+    assert told == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
     # A job of the CPU gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
