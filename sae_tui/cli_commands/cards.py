@@ -1,4 +1,4 @@
-"""`sae-tui job ID --cards | --card N`: the report cards that the SAEs of a job have had."""
+"""`sae-tui job ID --cards | --card N`: the current and earlier report cards of a job."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 
 
 def show_cards(context: Context, job_id: int) -> None:
-    """Print when each card was measured, of which step, what it has, and its FVU."""
-    told = versions_of(context.data.sae(job_id))
+    """List the report cards with their time, step, parts and FVU."""
+    cards = versions_of(context.data.sae(job_id))
     if context.as_json:
-        show_json([_row(label, one) for label, versions in told.items() for one in versions])
-    elif not told:
+        show_json([_row(label, one) for label, versions in cards.items() for one in versions])
+    elif not cards:
         say(f"job {job_id} has no report card; `sae-tui eval {job_id}` makes one")
     else:
-        titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*told] != [""] else []))
-        show_table(titles, [_cells(label, one, titles) for label, versions in told.items() for one in versions])
+        titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*cards] != [""] else []))
+        show_table(titles, [_cells(label, one, titles) for label, versions in cards.items() for one in versions])
         say(f"`sae-tui job {job_id} --card N` shows one")
 
 
@@ -38,7 +38,7 @@ def show_card(context: Context, job_id: int, number: int) -> None:
 
 
 def measured(version: Version) -> float | None:
-    """Return when the newest part was measured; None where that is not known."""
+    """Return when the newest part was measured; None if that is not known."""
     return max((part.measured for part in version.card.parts.values()), default=None)
 
 
@@ -74,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: Context, job_id: int, number: int) -> dict[str, Path]:
-    """Return the files of what the latents fired on by the card of this number; empty where they are not stored."""
+    """Return by SAE the feature file of the report card with this number; empty if it is not stored any more."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

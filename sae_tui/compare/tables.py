@@ -46,9 +46,9 @@ _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart.
+    """A row of a table: a title, a value per SAE, and the places of the best ones, or of the ones called the same.
 
-    `why` says why these are not, and what else keeps the values from being compared.
+    `why` says why these are the same, and what else limits the comparison.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Line(msgspec.Struct, frozen=True):
     why: str = ""
     # Values of runs that have not finished, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # What stands behind a star, by place: on how many tokens that SAE was trained, where others were on more or fewer.
+    # Text behind a star, by place: the tokens that the SAE was trained on, where they differ between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
@@ -107,7 +107,7 @@ _OF_RUN = (
 )
 
 
-# The figures that tell how good an SAE is.
+# The figures of quality.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -151,7 +151,7 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: Sae) -> bool:
-    """Tell whether an SAE comes from another tool and was not trained further here."""
+    """Return whether an SAE comes from another tool and was not trained further here."""
     return sae.job.state is JobState.IMPORTED
 
 
@@ -193,20 +193,20 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with what leads marked, or what is not told apart from it."""
+    """Return the line with the best marked, or with all that are the same as the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # What lies between the best and one that is not told apart from it is not told apart either.
+    # An SAE between the best and one that is the same is the same too.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
 def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line of FVUs with a word on the L0 of each, where these differ by more than `MOST_L0_MISS`."""
+    """Return a line of FVUs with a note on the L0 of each, if these differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
@@ -218,7 +218,7 @@ def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line on quality with the tokens of what leads, where the SAEs were not trained on as many."""
+    """Return a line on quality with the tokens of the best, if the SAEs were trained on different numbers of tokens."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -260,7 +260,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 
 
 def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence[Sae]) -> dict[int, Lead]:
-    """Return how far the best value is ahead of each other one whose noise is known."""
+    """Return by place the lead of the best value over each other one whose noise is known."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}

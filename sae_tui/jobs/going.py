@@ -1,4 +1,4 @@
-"""Which evaluations are going on, and how far they are: a small file of each in the data folder's `evaluations`."""
+"""The running evaluations and their progress: one small file each in the data folder's `evaluations`."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from trainer.contract.store.rows import JobId, Time
 
 # The kinds of the events on an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
-# Seconds. The file of an evaluation that goes on is written again at least so often, whatever it does.
+# Seconds. The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# One that cannot be seen from here is taken to have ended after so long.
+# After this time without a write, an evaluation on another machine counts as ended.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation of a job: which parts, since when, on what, how far, and what it waits for, in words."""
+    """A running evaluation of a job: its parts, start, device, progress, and in words what it waits for."""
 
     job_id: JobId
     process: ProcessRef
@@ -56,13 +56,13 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(data: DataDir, going: Going) -> None:
-    """Write how far an evaluation is; raise `OSError` or `UserError` where the disk does not take it."""
+    """Write the progress of an evaluation; raise `OSError` or `UserError` if that fails."""
     private_folder(data.evaluations)
     write_own(_file(data, going.job_id), msgspec.json.encode(going), durable=False)
 
 
 def remove(data: DataDir, job_id: int) -> bool:
-    """Remove the file of an evaluation; return False where there is none, or it cannot be removed."""
+    """Remove the file of an evaluation; return False if it does not exist or cannot be removed."""
     try:
         _file(data, job_id).unlink()
     except OSError:
@@ -89,12 +89,12 @@ class Evaluations:
 
 
 def left_behind(data: DataDir) -> list[int]:
-    """Return the jobs whose evaluation on this machine has ended without a record of how."""
+    """Return the jobs whose evaluation on this machine has ended without recording how."""
     return [one.job_id for _, one in _files(data.evaluations) if _is_here(one) and not one.process.is_alive()]
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
-    """Return the evaluations that have a file; half-written and foreign files count for nothing."""
+    """Return the evaluations that have a file; half-written files, foreign files and links are ignored."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
         read = [(entry, read_json(entry.path, Going)) for entry in plain]
@@ -104,7 +104,7 @@ def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
 
 
 def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether the process of an evaluation lives, as far as that can be seen; it does not after `kill -9`."""
+    """Return whether the process of an evaluation is alive, or may be on another machine."""
     if _is_here(going):
         return going.process.is_alive()
     with contextlib.suppress(OSError):
@@ -113,12 +113,12 @@ def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _is_here(going: Going) -> bool:
-    """Return whether the process of an evaluation is one of this machine that can be seen from here."""
+    """Return whether the process of an evaluation is on this machine and in this PID namespace."""
     return going.host == socket.gethostname() and not going.process.is_elsewhere
 
 
 def _shown(going: Going) -> Going:
-    """Return an evaluation with its words made safe to show."""
+    """Return an evaluation with text that is safe to show."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),

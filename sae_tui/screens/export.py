@@ -1,4 +1,4 @@
-"""Writes the SAE of a job for other tools: asks for format and folder, shows how far it is and where the files are."""
+"""Writes the SAE of a job for other tools: asks for format and folder, and shows progress and result."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class ExportDialog(Dialog[None]):
         if self._is_going or self._session.actions.refused():
             return
         if not folder:
-            self._tell("Name a folder to write it to.")
+            self._show("Name a folder to write it to.")
             return
         out, force = working_folder() / Path(folder).expanduser(), self.query_one("#force", Tick).value
         if not force and out.is_dir() and any(out.iterdir()):
-            self._tell(f"There is something in {out} already. Name another folder, or tick the line above.")
+            self._show(f"There is something in {out} already. Name another folder, or tick the line above.")
             return
         self._is_going = True
-        self._tell("Exporting …")
+        self._show("Exporting …")
         ticked = [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
         self._export(out, ["--format", str(self.query_one(Menu).value), *ticked])
 
@@ -91,7 +91,7 @@ class ExportDialog(Dialog[None]):
         def show(reached: Reached) -> None:
             # The app may have ended.
             with contextlib.suppress(RuntimeError):
-                app.call_from_thread(self._tell, f"Exporting: {reached.words}" if reached.words else "Exporting …")
+                app.call_from_thread(self._show, f"Exporting: {reached.words}" if reached.words else "Exporting …")
 
         try:
             answer = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
@@ -109,11 +109,11 @@ class ExportDialog(Dialog[None]):
         self._is_going = False
         words = answer[:1].upper() + answer[1:]
         if self.is_attached:
-            self._tell(words)
+            self._show(words)
         else:
             app.notify(words, markup=False)
 
-    def _tell(self, words: str) -> None:
+    def _show(self, words: str) -> None:
         """Show the answer, unless the dialog was closed."""
         if self.is_attached:
             self.query_one("#answer", Label).update(words)

@@ -76,7 +76,7 @@ def test_a_run_that_has_not_finished_is_marked_and_never_the_best_by_quality(sta
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["held-out FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # What does not tell how good an SAE is, is compared as ever.
+    # Speed is no quality.
     assert lines["tokens/s"][0] == "3 ★"
 
 

@@ -1,4 +1,4 @@
-"""Evaluations in the app: what is asked before one starts, and how one that goes on is seen and stopped."""
+"""Evaluations in the app: the questions before a start, and how a running one is shown and stopped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
         boxes = {box.id: box for box in app.screen.query(Tick)}
-        # Its data is not here, so nobody knows which model it is of.
+        # Its data is not here, so the model is not known.
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),

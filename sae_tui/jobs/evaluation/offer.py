@@ -94,7 +94,7 @@ def _seconds(data: DataDir, job: JobConfig, cards: list[ReportCard], device: str
 
 
 def _default(seconds: dict[str, float], cards: list[ReportCard], *, has_model: bool) -> list[str]:
-    """Return the parts to measure by default: those that a card lacks and that are not long, else the rows."""
+    """Return the parts to measure by default: what a card lacks and what is not long, else the rows."""
     lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
     short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
     # An evaluation reads more rows than the end of a training does.

@@ -70,8 +70,8 @@ def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **p
 def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
-    told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
-    assert told == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
+    message = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
+    assert message == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
         f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
@@ -105,10 +105,10 @@ def test_of_a_sweep_the_best_sae_is_reported_and_that_no_row_is_held_out(box: Bo
 )
 def test_a_failure_is_recorded_in_a_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
     evaluate(box, monkeypatch, job_id, script)
-    went_well, told = request.wait_for_end(box.data, job_id)
+    went_well, message = request.wait_for_end(box.data, job_id)
     assert not went_well
-    assert told.startswith(f"job {job_id} {reason}")
-    assert box.messages(job_id, FAILED) == [told.removeprefix(f"job {job_id} ")]
+    assert message.startswith(f"job {job_id} {reason}")
+    assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
 def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
@@ -119,8 +119,8 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     with pytest.raises(UserError, match="is being evaluated already"):
         evaluate(box, monkeypatch, job_id, "true")
     # The one that loses a race for the lock says the same.
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
-        patch.setattr(request, "refuse", lambda *_: None)
+    monkeypatch.setattr(request, "refuse", lambda *_: None)
+    with pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
         evaluate(box, monkeypatch, job_id, "true")
     follower.send(signal.SIGKILL)
     wait_for(lambda: not trainer.is_alive(), "the end of the trainer")
@@ -231,8 +231,8 @@ def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, jo
     assert now
     assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
     assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; what was measured before stays"
-    told = f"job {job_id} was not evaluated: stopped; what was measured before stays"
-    assert request.wait_for_end(box.data, job_id) == (False, told)
+    message = f"job {job_id} was not evaluated: stopped; what was measured before stays"
+    assert request.wait_for_end(box.data, job_id) == (False, message)
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
         request.stop(box.data, job_id)
@@ -243,16 +243,16 @@ def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, jo
 
 
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box, job_id: int, monkeypatch) -> None:
-    told = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
-    assert told == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
+    message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
+    assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
     # A job of the CPU gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
     assert now.words == "evaluation waits: no GPU is free"
     request.stop(box.data, job_id)
-    told = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
-    assert request.wait_for_end(box.data, job_id) == (False, told)
+    message = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
+    assert request.wait_for_end(box.data, job_id) == (False, message)
 
 
 def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
@@ -319,6 +319,6 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     rows.mkdir()
     origin = {name: torch.zeros(9, dtype=torch.int32) for name in ("token_ids", "positions", "document")}
     save_file({"activations": torch.zeros(9, 4)} | (origin if tells else {}), rows / "a.safetensors")
-    told, question = request.offer(box.data, job_id)
-    assert told.endswith("since its data does not tell its tokens") != tells
+    message, question = request.offer(box.data, job_id)
+    assert message.endswith("since its data does not tell its tokens") != tells
     assert ("Evaluate it now?" in question) == tells
