@@ -1,4 +1,4 @@
-"""`sae-tui job ID --cards | --card N`: the report cards that the SAEs of a job have had."""
+"""`sae-tui job ID --cards | --card N`: the current and earlier report cards of a job."""
 
 from __future__ import annotations
 
@@ -9,39 +9,36 @@ from typing import Any
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import clock_time, say, show_json, show_table
 from sae_tui.jobs.evaluation.report_card import version_of, versions_of
-from trainer.contract.exits import Exit
 from trainer.contract.runs.card_versions import Version
 from trainer.contract.runs.report_card import PART_TITLES, as_table, lines
 
 
-def show_cards(context: Context, job_id: int) -> Exit:
-    """Print when each card was measured, of which step, what it has, and its FVU."""
-    told = versions_of(context.data.sae(job_id))
+def show_cards(context: Context, job_id: int) -> None:
+    """List the report cards with their time, step, parts and FVU."""
+    cards = versions_of(context.data.sae(job_id))
     if context.as_json:
-        show_json([_row(label, one) for label, versions in told.items() for one in versions])
-    elif not told:
+        show_json([_row(label, one) for label, versions in cards.items() for one in versions])
+    elif not cards:
         say(f"job {job_id} has no report card; `sae-tui eval {job_id}` makes one")
     else:
-        titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*told] != [""] else []))
-        show_table(titles, [_cells(label, one, titles) for label, versions in told.items() for one in versions])
+        titles = ("CARD", "MEASURED", "STEP", "FVU", "CE SCORE", "PARTS", *(["SAE"] if [*cards] != [""] else []))
+        show_table(titles, [_cells(label, one, titles) for label, versions in cards.items() for one in versions])
         say(f"`sae-tui job {job_id} --card N` shows one")
-    return Exit.DONE
 
 
-def show_card(context: Context, job_id: int, number: int) -> Exit:
+def show_card(context: Context, job_id: int, number: int) -> None:
     """Print one card in full."""
     shown: Mapping[str, Version] = version_of(context.data.sae(job_id), number)
     if context.as_json:
         show_json([_row(label, one) | {"card": as_table(one.card)} for label, one in shown.items()])
-        return Exit.DONE
+        return
     for one in shown.values():
         for line in lines(one.card):
             say(line)
-    return Exit.DONE
 
 
 def measured(version: Version) -> float | None:
-    """Return when the newest part was measured; None where that is not known."""
+    """Return when the newest part was measured; None if that is not known."""
     return max((part.measured for part in version.card.parts.values()), default=None)
 
 
@@ -77,6 +74,6 @@ def _cells(label: str, one: Version, titles: tuple[str, ...]) -> tuple[object, .
 
 
 def features_of(context: Context, job_id: int, number: int) -> dict[str, Path]:
-    """Return the files of what the latents fired on by the card of this number; empty where they are not stored."""
+    """Return by SAE the feature file of the report card with this number; empty if it is not stored any more."""
     shown = version_of(context.data.sae(job_id), number)
     return {label: one.features for label, one in shown.items() if one.features}

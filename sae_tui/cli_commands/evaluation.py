@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json
@@ -32,10 +33,11 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
     )  # fmt: skip
     if not asked.parts:
         raise UserError("--keep-rows: leaves nothing to measure; give --model or --probe too")
+    since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):
-            went_well, message = request.wait_for_end(context.data, flags.id)
+            went_well, message = request.wait_for_end(context.data, flags.id, since)
     if context.as_json:
         show_json({"id": flags.id, "message": message})
     else:

@@ -126,8 +126,12 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
     _reconcile(context)
     reader = _reader(context, flags.id)
-    if flags.cards or flags.card:
-        return cards.show_card(context, flags.id, flags.card) if flags.card else cards.show_cards(context, flags.id)
+    if flags.card:
+        cards.show_card(context, flags.id, flags.card)
+        return code
+    if flags.cards:
+        cards.show_cards(context, flags.id)
+        return code
     assert reader.view is not None
     now = list(whole_cards(context.data.sae(flags.id)).values())
     if context.as_json:
@@ -159,32 +163,32 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _how_far(reader: JobReader) -> dict[str, float | int | None]:
-    """Return how often the training rows were read, and when the held-out FVU was lowest; null where not measured."""
+    """Return how often the training rows were read, and the step and value of the lowest held-out FVU."""
     curves = {name: reader.series.get((name, 0)) for name in (PASSES, BEST_STEP, BEST_FVU)}
     newest = {name: points[-1].value if points else None for name, points in curves.items()}
     step = newest[BEST_STEP]
     return newest | {BEST_STEP: None if step is None else int(step)}
 
 
-def _card_fields(told: Sequence[Card]) -> list[dict[str, Any]]:
+def _card_fields(shown: Sequence[Card]) -> list[dict[str, Any]]:
     """Return what was measured of each SAE; its texts are what `sae-tui features` shows."""
-    tables = map(as_table, told)
+    tables = map(as_table, shown)
     return [{"sae": table["label"], **{name: table[name] for name in _OF_CARD}} for table in tables]
 
 
-def _show_cards(told: Sequence[Card]) -> None:
+def _show_cards(shown: Sequence[Card]) -> None:
     """Print what matters most of a report card; of a sweep a line for each."""
-    if not told:
+    if not shown:
         return
     say()
-    if len(told) > 1:
-        show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in told])
+    if len(shown) > 1:
+        show_table(("SAE", "REPORT CARD"), [(card.label, summary(card)) for card in shown])
         return
-    _, rows, *when = title_lines(told[0])
+    _, rows, *when = title_lines(shown[0])
     say(f"Report card, {text(rows)}:")
     for line in when:
         say(text(line))
-    show_fields((title, value) for title, value in facts(told[0]) if title in _KEY_FACTS)
+    show_fields((title, value) for title, value in facts(shown[0]) if title in _KEY_FACTS)
 
 
 def _best_sae_values(job: JobView) -> dict[str, object]:
@@ -310,7 +314,7 @@ def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) ->
 
 
 def _reached(job: JobView) -> Reached:
-    """Return how far a job is: what it waits for, what it does before its first step, or its steps."""
+    """Return the progress of a job: what it waits for, its phase before the first step, or its steps."""
     if job.state == JobState.QUEUED:
         return Reached(f"waits: {waits(job)}")
     if not job.step or not job.total_steps:
@@ -349,7 +353,7 @@ def _fields(job: JobView) -> dict[str, Any]:
 
 
 def _evaluation(job: JobView) -> dict[str, Any] | None:
-    """Return the evaluation of a job that goes on; None where there is none."""
+    """Return the running evaluation of a job; None if there is none."""
     if (now := job.evaluation) is None:
         return None
     return {
@@ -370,7 +374,7 @@ def _values(job: JobView) -> dict[str, float | None]:
 
 
 def _field_title(name: str) -> str:
-    """Return how a person reads the name of a field: that of a metric as screens have it."""
+    """Return the title of a field; a metric has the title that screens show."""
     if name in (*measured_names(), "tokens_per_s"):
         return title_of(name)
     return "left" if name == "eta_s" else name
@@ -431,7 +435,7 @@ def _listed() -> list[str]:
 
 
 def _judged_text(job: JobView, name: str) -> str:
-    """Return a metric on held-out data; while there is no such value, that of the last batches with a mark."""
+    """Return a metric on held-out data; before the first evaluation the value of the last batches with a mark."""
     value, is_of_batch = judged_value(job, name)
     return UNKNOWN if value is None else f"{OF_BATCH * is_of_batch}{measure(value, series_named(name))}"
 

@@ -98,11 +98,11 @@ COMMAND_EXAMPLES = {
         "job 7",
         "job 7 --wait     once it has ended",
         "job 7 --json | jq .heldout_fvu",
-        "job 7 --cards    the report cards that its SAE has had; job 7 --card 2 shows one",
+        "job 7 --cards    its current and earlier report cards; job 7 --card 2 shows one",
     ],
     "stop": [
         "stop 7",
-        "stop 7 --finish    let it cool down first: most of the quality comes then",
+        "stop 7 --finish    cool down first: most of the quality comes from that",
         "stop 7 --kill",
         "stop 7 --evaluation",
     ],
@@ -137,10 +137,10 @@ COMMAND_EXAMPLES = {
     "eval": [
         "eval 7 --wait",
         "eval 7 --model auto      also in the language model that its data is from",
-        "eval 7 --model auto --probe --keep-rows     adds both to what was measured on rows",
+        "eval 7 --model auto --probe --keep-rows     adds both to a card that has rows already",
     ],
     "features": [
-        "features 7                     the latents of job 7, those that say most first",
+        "features 7                     the latents of job 7, sparse ones first",
         "features 7 --search king       those that fire on kings",
         "features 7 1234                the texts in which latent 1234 fires most",
     ],
@@ -362,7 +362,7 @@ def _add_job_commands(add: Add) -> None:
     _add_wait(show)
     stop.add_argument("--evaluation", action="store_true", help="the evaluation of its SAEs, not the job")
     logs.add_argument("--evaluation", action="store_true", help="of the evaluation of its SAEs")
-    show.add_argument("--cards", action="store_true", help="list the report cards that its SAEs have had")
+    show.add_argument("--cards", action="store_true", help="list its current and earlier report cards")
     which = "the report card of this number, as --cards lists them"
     show.add_argument("--card", type=positive, metavar="N", help=which)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")

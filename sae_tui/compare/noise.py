@@ -1,4 +1,4 @@
-"""Which lead of one SAE over another is real: beyond the errors of both figures, and beyond what a seed makes of it."""
+"""Decides whether the lead of one SAE over another is real: beyond the errors of both and the spread of seeds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from sae_tui.compare.run import Sae
 from trainer.contract.runs.row_sums import paired_error
 from trainer.contract.settings.series import CRITERION, held_out
 
-# A lead of no more than so many standard errors is none.
+# A lead counts only beyond this number of standard errors.
 LEAD = 2.0
-# A lead in FVU of no more than this share is none, where too few seeds are compared to measure their spread: those of a
-# TopK on 131,072 rows were 0.5 to 1 % apart.
+# A lead in FVU counts only beyond this share while too few seeds are compared to measure their spread: seeds of a TopK
+# on 131,072 rows were 0.5 to 1 % apart.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
-_CARD_FVU = f"card_{CRITERION}"
-_FVUS = (CRITERION, held_out(CRITERION), _CARD_FVU)
+_FVUS = (held_out(CRITERION), f"card_{CRITERION}")
 _SEED = "train.seed"
 _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """How far the best value is ahead, what lead would count, and in words why it would."""
+    """The lead of the best value, the least lead that counts, and the reason in words."""
 
     lead: float
     least: float
@@ -38,7 +37,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """An SAE with its value of a result, and the standard error of that; None where they are not known."""
+    """An SAE with its value of a result and the standard error; None if they are not known."""
 
     sae: Sae
     value: float | None
@@ -46,9 +45,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measured]) -> Lead | None:
-    """Return the lead of the best SAE in a result over another; None where it has none or no noise of it is known.
+    """Return the lead of the best SAE over another in a result; None if a value or all noise is unknown.
 
-    From all that are compared the spread of seeds is measured.
+    The spread of seeds is measured on all SAEs in `compared`.
     """
     if best.value is None or other.value is None:
         return None
@@ -60,13 +59,15 @@ def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measu
 
 
 def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
-    """Return the lead that the errors of both make up, and why."""
-    if name in (held_out(CRITERION), _CARD_FVU) and best.sae.sums and other.sae.sums:
+    """Return the least lead that counts by the errors of both, and the reason."""
+    if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
-            # Of few texts the error itself is uncertain: the spread of Student's t.
-            of_few = math.sqrt(degrees / (degrees - 2)) if degrees > 2 else math.inf
+            if degrees <= 2:
+                return math.inf, f"the rows are of {degrees + 1} texts, and no error can be known from so few"
+            # With few texts the error itself is uncertain: the spread of Student's t.
+            of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
     if best.error is None or other.error is None:
         return None
@@ -74,7 +75,7 @@ def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] 
 
 
 def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[float, str] | None:
-    """Return the lead in FVU that other seeds may make up, and why."""
+    """Return the least lead in FVU that counts by the spread of seeds, and the reason."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)
@@ -91,6 +92,6 @@ def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[floa
 
 
 def _without_seed(sae: Sae) -> str:
-    """Return the settings that make the SAE what it is, but for its seed."""
+    """Return the settings that determine the SAE, without its seed."""
     settings = {path: one for path, one in sae.settings.items() if path.startswith(_OF_SAE) and path != _SEED}
     return repr(sorted(settings.items(), key=str))

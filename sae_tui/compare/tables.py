@@ -21,7 +21,6 @@ from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import (
     LOSS,
     error_of,
-    held_out,
     held_out_metrics,
     measure,
     result_metrics,
@@ -39,7 +38,7 @@ UNFINISHED = "unfinished"
 # What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 # FVUs, and the L0 at which each stands.
-_L0_OF = {"fvu": "l0", "heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
+_L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Numbers of tokens are alike up to this factor: a run ends with a whole step.
 LIKE = 1.02
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
@@ -47,9 +46,9 @@ _OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE, and the places of the best ones, or of those not told apart.
+    """A row of a table: a title, a value per SAE, and the places of the best ones, or of the ones called the same.
 
-    `why` says why these are not, and what else keeps the values from being compared.
+    `why` says why these are the same, and what else limits the comparison.
     """
 
     title: str
@@ -60,7 +59,7 @@ class Line(msgspec.Struct, frozen=True):
     why: str = ""
     # Values of runs that have not finished, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # What stands behind a star, by place: on how many tokens that SAE was trained, where others were on more or fewer.
+    # Text behind a star, by place: the tokens that the SAE was trained on, where they differ between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
@@ -108,7 +107,7 @@ _OF_RUN = (
 )
 
 
-# The figures that tell how good an SAE is.
+# The figures of quality.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -152,7 +151,7 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: Sae) -> bool:
-    """Tell whether an SAE comes from another tool and was not trained further here."""
+    """Return whether an SAE comes from another tool and was not trained further here."""
     return sae.job.state is JobState.IMPORTED
 
 
@@ -179,8 +178,11 @@ def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
 
 
 def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with what leads marked; by its quality only a finished run leads, and others have a mark."""
-    if any(_has_held_out(sae, result.name) for sae in saes) or not _leads(line.values, result):
+    """Return the line with the best marked; in quality only a finished run leads, and the others have a mark.
+
+    Values of training batches have no best: they are lower than held-out ones, and most where a run overfits.
+    """
+    if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
     if result.name in _OF_QUALITY:
         judged = [value if is_ranked(sae.job) else None for value, sae in zip(line.values, saes, strict=True)]
@@ -191,44 +193,37 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with what leads marked, or what is not told apart from it."""
+    """Return the line with the best marked, or with all that are the same as the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
         return msgspec.structs.replace(line, best=_best_as_shown(line.values, result))
     top = min(best(line.values, result.better))
-    # What lies between the best and one that is not told apart from it is not told apart either.
+    # An SAE between the best and one that is the same is the same too.
     farthest = max(lead.lead for lead in alike.values())
     alike |= {place: lead for place, lead in leads.items() if lead.lead <= farthest}
     return msgspec.structs.replace(line, same=frozenset({top, *alike}), why=_why(line, saes, top, alike))
 
 
 def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line of FVUs with a word on the L0 of each, where these differ by more than `MOST_L0_MISS`."""
-    if result.name not in _L0_OF or any(_has_held_out(sae, result.name) for sae in saes):
+    """Return a line of FVUs with a note on the L0 of each, if these differ by more than `MOST_L0_MISS`."""
+    if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
     if not l0s or max(l0s.values()) <= (1 + MOST_L0_MISS) * min(l0s.values()):
         return line
     each = join_words([f"{label} at {l0:.1f}" for label, l0 in l0s.items()])
-    told = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
-    return msgspec.structs.replace(line, why="; ".join(word for word in (line.why, told) if word))
+    unequal = f"{line.title} is not at equal L0, and a higher L0 alone lowers it: {each}"
+    return msgspec.structs.replace(line, why="; ".join(filter(None, (line.why, unequal))))
 
 
 def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line on quality with the tokens of what leads, where the SAEs were not trained on as many."""
+    """Return a line on quality with the tokens of the best, if the SAEs were trained on different numbers of tokens."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
         return line
     return msgspec.structs.replace(line, notes=tuple(f" ({count(n)} tokens)" if n else "" for n in tokens))
-
-
-def _has_held_out(sae: Sae, name: str) -> bool:
-    """Tell whether an SAE is better judged by rows that it has not seen than by this value of its training."""
-    if name == "loss":
-        return any(_has_held_out(sae, metric) for metric in held_out_metrics())
-    return name in held_out_metrics() and not {held_out(name), f"card_{name}"}.isdisjoint(sae.latest)
 
 
 def _leads(values: Sequence[float | None], result: Result) -> bool:
@@ -265,7 +260,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 
 
 def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence[Sae]) -> dict[int, Lead]:
-    """Return how far the best value is ahead of each other one whose noise is known."""
+    """Return by place the lead of the best value over each other one whose noise is known."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -277,12 +272,13 @@ def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence
 
 
 def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> str:
-    """Say by how much the best is ahead of the farthest that is not told apart from it, and what would count."""
+    """Return by how much the best is ahead of the farthest one that is called the same, and which lead would count."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
+    counts = f"only more than {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
     return (
         f"{line.title}: {names} are the same, as {saes[top].label} is {number(lead.lead)} ahead and "
-        f"only more than {number(lead.least)} counts: {lead.why}"
+        f"{counts}: {lead.why}"
     )
 
 

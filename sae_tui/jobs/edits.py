@@ -86,7 +86,7 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release_to_finish(data: DataDir, control: Control, job_id: int) -> str:
-    """Take the pause off a training, which cools down from where it goes on, and ends as finished."""
+    """Resume a paused training, which then cools down and ends as finished."""
     job = control.job(job_id)
     if extracts(job.config) or not job.attempt:
         raise UserError(f"job {job_id} has trained nothing yet that could cool down; release it without --finish")
@@ -130,7 +130,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def finish(data: DataDir, job_id: int) -> str:
-    """Ask a training to cool down and end as finished; raise `UserError` for a job that has no step to come."""
+    """Ask a training to cool down and end as finished; raise `UserError` for a job that makes no more steps."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if extracts(job.config):

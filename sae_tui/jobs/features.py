@@ -45,9 +45,9 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> tuple[list[int], list[int]]:
-    """Return the latents that fire on these words, and those that only have them in their contexts.
+    """Return the latents that fire on these words, and the latents that only have them in their contexts.
 
-    Raise `UserError` where there are none.
+    Raise `UserError` if there are none.
     """
     found = features.search_apart(words)
     if any(found):
@@ -56,7 +56,7 @@ def search(features: Features, words: str) -> tuple[list[int], list[int]]:
 
 
 def counts(features: Features) -> str:
-    """Write how many latents there are that tell least: `23 dense (on more than 10 % of the rows), 3 never fire`."""
+    """Write the numbers of the least telling latents: `23 dense (on more than 10 % of the rows), 3 never fire`."""
     return f"{features.n_dense:,} dense (on more than {DENSE:.0%} of the rows), {features.n_silent:,} never fire"
 
 

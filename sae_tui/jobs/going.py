@@ -1,4 +1,4 @@
-"""Which evaluations are going on, and how far they are: a small file of each in the data folder's `evaluations`."""
+"""The running evaluations and their progress: one small file each in the data folder's `evaluations`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -21,24 +22,23 @@ from trainer.contract.store.rows import JobId, Time
 
 # The kinds of the events on an evaluation.
 STARTED, DONE, FAILED, STOPPED = "evaluating", "evaluated", "not-evaluated", "evaluation-stopped"
-# Seconds. The file of an evaluation that goes on is written again at least so often, whatever it does.
+# Seconds. The file of a running evaluation is written at least this often.
 HEARTBEAT_S = 5.0
-# One that cannot be seen from here is taken to have ended after so long.
+# After this time without a write, an evaluation on another machine counts as ended.
 _SILENT_S = 60.0
 _LONGEST_WAIT = 200
 
 
 class Going(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation of a job: which parts, since when, on what, how far, and what it waits for, in words."""
+    """A running evaluation of a job: its parts, start, device, progress, and in words what it waits for."""
 
     job_id: JobId
     process: ProcessRef
     host: str
     parts: tuple[str, ...]
     began: Time
-    device: str = "cpu"
+    device: Literal["cuda", "cpu"] = "cpu"
     gpu_index: int | None = None
-    gpu_uuid: str = ""
     waits_for: str = ""
     reached: Reached = Reached()
 
@@ -56,14 +56,18 @@ class Going(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write(data: DataDir, going: Going) -> None:
-    """Write how far an evaluation is; raise `OSError` or `UserError` where the disk does not take it."""
+    """Write the progress of an evaluation; raise `OSError` or `UserError` if that fails."""
     private_folder(data.evaluations)
     write_own(_file(data, going.job_id), msgspec.json.encode(going), durable=False)
 
 
-def remove(data: DataDir, job_id: int) -> None:
-    with contextlib.suppress(OSError):
-        _file(data, job_id).unlink(missing_ok=True)
+def remove(data: DataDir, job_id: int) -> bool:
+    """Remove the file of an evaluation; return False if it does not exist or cannot be removed."""
+    try:
+        _file(data, job_id).unlink()
+    except OSError:
+        return False
+    return True
 
 
 def _file(data: DataDir, job_id: int) -> Path:
@@ -78,42 +82,45 @@ class Evaluations:
         self._folder = data.evaluations
 
     def poll(self) -> bool:
-        """Read what is new and tell whether anything changed; never raise, and cost microseconds while none goes on."""
-        going = {one.job_id: one for entry in self._entries() if (one := _read(entry))}
+        """Read what is new and return whether anything changed; never raise, and cost microseconds without one."""
+        going = {one.job_id: _shown(one) for entry, one in _files(self._folder) if _is_going(entry, one)}
         changed, self.going = going != self.going, going
         return changed
 
-    def _entries(self) -> list[os.DirEntry[str]]:
-        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
-            return [entry for entry in entries if entry.name.endswith(".json") and not entry.name.startswith(".")]
-        return []
+
+def left_behind(data: DataDir) -> list[int]:
+    """Return the jobs whose evaluation on this machine has ended without recording how."""
+    return [one.job_id for _, one in _files(data.evaluations) if _is_here(one) and not one.process.is_alive()]
 
 
-def _read(entry: os.DirEntry[str]) -> Going | None:
-    """Return the evaluation of a file; None where its process has gone, as after `kill -9`."""
-    going = read_json(entry.path, Going)
-    if going is None or entry.name != f"{going.job_id}.json":
-        return None
-    is_here = going.host == socket.gethostname() and not going.process.is_elsewhere
-    if is_here and not going.process.is_alive():
-        return None
+def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
+    """Return the evaluations that have a file; half-written files, foreign files and links are ignored."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        plain = [entry for entry in entries if entry.is_file(follow_symlinks=False)]
+        read = [(entry, read_json(entry.path, Going)) for entry in plain]
+        # A killed process may have left a temporary file, which has another name.
+        return [(entry, one) for entry, one in read if one and entry.name == f"{one.job_id}.json"]
+    return []
+
+
+def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
+    """Return whether the process of an evaluation is alive, or may be on another machine."""
+    if _is_here(going):
+        return going.process.is_alive()
     with contextlib.suppress(OSError):
-        if not is_here and time.time() - entry.stat(follow_symlinks=False).st_mtime > _SILENT_S:
-            return None
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime <= _SILENT_S
+    return False
+
+
+def _is_here(going: Going) -> bool:
+    """Return whether the process of an evaluation is on this machine and in this PID namespace."""
+    return going.host == socket.gethostname() and not going.process.is_elsewhere
+
+
+def _shown(going: Going) -> Going:
+    """Return an evaluation with text that is safe to show."""
     return msgspec.structs.replace(
         going,
         waits_for=printable(going.waits_for[:_LONGEST_WAIT]),
         reached=msgspec.structs.replace(going.reached, stage=printable(going.reached.stage[:_LONGEST_WAIT])),
     )
-
-
-def left_behind(data: DataDir) -> list[int]:
-    """Return the jobs whose evaluation on this machine has ended without a record of how."""
-    ended = []
-    with contextlib.suppress(OSError), os.scandir(data.evaluations) as entries:
-        for entry in entries:
-            going = read_json(entry.path, Going)
-            is_here = going and going.host == socket.gethostname() and not going.process.is_elsewhere
-            if going and is_here and not going.process.is_alive():
-                ended.append(going.job_id)
-    return ended

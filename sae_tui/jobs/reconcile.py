@@ -57,10 +57,11 @@ def reconcile(data: DataDir) -> list[int]:
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
-    """Record that the process that evaluated a job was killed."""
-    going.remove(data, job_id)
+    """Record once that the evaluating process was killed, unless another process evaluates the job by now."""
+    if is_held(data.run(job_id).evaluation_lock) or not going.remove(data, job_id):
+        return
     if control.state(job_id) is not None:
-        message = f"was not evaluated: it was ended before; see {data.run(job_id).evaluation_log}"
+        message = f"was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
         control.add_event(job_id, going.FAILED, message, "warning")
 
 

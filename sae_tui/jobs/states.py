@@ -56,12 +56,12 @@ def describe_state(job: Job) -> Shown:
 
 
 def is_cooling(job: Job) -> bool:
-    """Tell whether a job runs that was asked to finish early, and is at it."""
+    """Return whether a running job is cooling down because it was asked to finish early."""
     return job.state == JobState.RUNNING and getattr(job, "phase", "") == COOLING
 
 
 def phase_words(job: Job) -> str:
-    """Say what a job's ranks are doing: `cooling down, 40 steps left`; "" where nothing is known."""
+    """Return the phase of a job: `cooling down, 40 steps left`; "" if it is not known."""
     phase: str = getattr(job, "phase", "")
     if phase != COOLING or job.total_steps is None:
         return phase
@@ -69,10 +69,10 @@ def phase_words(job: Job) -> str:
 
 
 def is_ranked(job: Job) -> bool:
-    """Tell whether a job's quality can be set against that of others: its training has finished.
+    """Return whether a job's quality can be compared with other jobs: its training has finished.
 
-    Most of it comes while the learning rate falls. Halfway, a run stands 15 % above a finished one of half its length,
-    and recipes that learn slower look better than they are.
+    Most of the quality comes while the learning rate falls. Halfway, the FVU of a run is 15 % above a finished run a
+    quarter as long, and recipes that learn slower look better than they are.
     """
     return job.state.is_final and job.state not in (JobState.STOPPED, JobState.FAILED, JobState.LOST)
 

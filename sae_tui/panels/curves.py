@@ -43,7 +43,7 @@ class CurvePlot(Plot):
         self.series_name, self.series, self.is_held_out = series_name, series, is_held_out
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the curve of the job, or of the SAE of its sweep that is shown: held out, that of batches behind it."""
+        """Draw the held-out curve of the job, or of the shown SAE of a sweep, with the curve of batches behind it."""
         if self.series_name == SPEED:
             self.plot_title = "rows/s" if extracts(detail.view.config) else self.series.title
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
@@ -87,7 +87,7 @@ def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
 
 
 def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
-    """Return the last value of a metric, held out where there is one, and whether it is only that of the last batches.
+    """Return the last held-out value of a metric; without one the value of the last batches, and True.
 
     `member` is an SAE of a sweep.
     """

@@ -154,14 +154,14 @@ def _progress(job: JobView) -> tuple[Span, Span]:
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a metric of a job on held-out data, or dim and marked that of its last batches while there is none."""
+    """Return a metric of a job on held-out data; before an evaluation the value of the last batches, dim and marked."""
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 
 def evaluation_rows(job: JobView) -> list[Row]:
-    """Return the row of the evaluation of a job that goes on; none where there is none."""
+    """Return the row of the running evaluation of a job, if there is one."""
     if (now := job.evaluation) is None:
         return []
     words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")

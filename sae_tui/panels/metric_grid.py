@@ -34,14 +34,14 @@ class Metric:
         return f"{title_of(self.name)} · rank {self.rank}" if self.rank else title_of(self.name)
 
     def is_found(self, seek: re.Pattern[str]) -> bool:
-        """Tell whether an expression finds it by what the plot says, or by its name in the store."""
+        """Return whether an expression matches its title, or its name in the store."""
         return bool(seek.search(self.title) or seek.search(self.name))
 
 
 def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
     """Return the series that the regular expression finds; raise `re.error` where it is none."""
     seek = re.compile(pattern, re.IGNORECASE)
-    # Without a label the series of a sweep are those of its first SAE once more.
+    # In a sweep, the series without a label repeat the series of its first SAE.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
     shown = {key: points for key, points in detail.series.items() if key[0] not in labelled}
     found = [Metric(name, rank, points) for (name, rank), points in shown.items()]

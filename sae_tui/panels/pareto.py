@@ -16,12 +16,14 @@ from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.plot import braille, place
 
 Point = tuple[float, float]
+# The axes where no SAE was evaluated.
+OF_BATCHES = ("batch L0", "batch FVU")
 
 
 class ParetoPanel(Chart):
     """A point for each SAE, by held-out values or report cards where all have them; the front is a line.
 
-    Only SAEs of finished runs are on it.
+    Only SAEs of finished runs are on the front, and none by values of their training batches.
     """
 
     def on_mount(self) -> None:
@@ -40,12 +42,14 @@ class ParetoPanel(Chart):
             return
         names, points = points_of(self._comparison)
         known_points = {place: point for place, point in enumerate(points) if point}
-        ranked = {at: point for at, point in known_points.items() if is_ranked(self._comparison.saes[at].job)}
+        judged = {} if names == OF_BATCHES else known_points
+        ranked = {at: point for at, point in judged.items() if is_ranked(self._comparison.saes[at].job)}
         best = {list(ranked)[at] for at in front(list(ranked.values()))}
         below = legend(
             [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
         )
-        heading: Line = (f"{names[1]} against {names[0]} ", "title"), (f"{BEST} Pareto front", "label")
+        note = "no front before an evaluation" if names == OF_BATCHES else f"{BEST} Pareto front"
+        heading: Line = (f"{names[1]} against {names[0]} ", "title"), (note, "label")
         n_lines = height if self.has_title else height - 1
         drawn = _plot(known_points, best, names[0], width, n_lines - 1 - len(below))
         self.show_titled(heading, [*drawn, *below][:n_lines])
@@ -67,7 +71,7 @@ def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | Non
     if any(measured := _points(comparison, "heldout_l0", "heldout_fvu")):
         # The others are not evaluated yet, and their batches would flatter them.
         return ("held-out L0", "held-out FVU"), measured
-    return ("batch L0", "batch FVU"), _points(comparison, "l0", "fvu")
+    return OF_BATCHES, _points(comparison, "l0", "fvu")
 
 
 def _points(comparison: Comparison, x: str, y: str) -> list[Point | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from textual import work
@@ -19,7 +20,7 @@ from trainer.contract.errors import UserError, sentence
 
 
 class EvaluateDialog(Dialog[Asked | None]):
-    """Parts to tick; Enter or the button starts, Escape starts nothing."""
+    """Shows the parts to tick; Enter or the button starts the evaluation, Escape cancels."""
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="evaluate.cancel", tooltip="Measure nothing"),
@@ -32,7 +33,6 @@ class EvaluateDialog(Dialog[Asked | None]):
     EvaluateDialog > Vertical { width: 76; max-width: 95%; height: auto; padding: 1 2; }
     EvaluateDialog > Vertical { border: round $primary; background: $surface; }
     EvaluateDialog Label { width: 1fr; height: auto; }
-    EvaluateDialog Tick { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }
     EvaluateDialog .why-not { padding: 0 4; color: $text-muted; }
     EvaluateDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
     EvaluateDialog Button { margin-left: 2; min-width: 10; }
@@ -45,14 +45,16 @@ class EvaluateDialog(Dialog[Asked | None]):
     def compose(self) -> ComposeResult:
         with Vertical():
             yield Label(f"Evaluate job {self._offer.job_id} on {self._offer.device}. Measure:", markup=False)
-            for part in self._offer.parts:
+            for part, after in itertools.zip_longest(self._offer.parts, self._offer.parts[1:]):
                 can_be = not part.why_not
                 yield Tick(part.words, part.is_default and can_be, id=part.name, disabled=not can_be)
-                if not can_be:
+                if not can_be and (after is None or after.why_not != part.why_not):
                     yield Label(part.why_not, markup=False, classes="why-not")
             if self._offer.other_device:
                 yield Tick(f"on {self._offer.other_device} instead", id="on-cpu")
-            yield Label("What is not ticked stays on the report card. It goes on if you quit.", markup=False)
+            yield Label(
+                "Other parts of the report card stay as they are. The evaluation continues if you quit.", markup=False
+            )
             with Horizontal():
                 yield Button("Cancel (esc)", id="cancel", compact=True)
                 yield Button("Start (enter)", id="start", variant="primary", compact=True)
@@ -64,7 +66,7 @@ class EvaluateDialog(Dialog[Asked | None]):
             self.dismiss(None)
 
     def action_start(self) -> None:
-        """Leave with what is ticked; Enter on the other button cancels."""
+        """Start the ticked parts; Enter on the other button cancels."""
         focused = self.focused
         if focused is not None and focused.id == "cancel":
             self.dismiss(None)
@@ -84,7 +86,7 @@ class Evaluates(Screen[None]):
     job_id: int
 
     def ask_to_evaluate(self, then: Callable[[], object] = lambda: None) -> None:
-        """Ask, and start what is chosen; `then` is called where something is."""
+        """Ask, and start the chosen parts; call `then` if there are any."""
         if not self.session.actions.refused():
             self._offer_evaluation(then)
 

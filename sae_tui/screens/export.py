@@ -1,12 +1,13 @@
-"""Writes the SAE of a job for other tools: asks for format and folder, shows how far it is and where the files are."""
+"""Writes the SAE of a job for other tools: asks for format and folder, and shows progress and result."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
 from textual import on, work
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
 from textual.widgets import Button, Input, Label
@@ -20,11 +21,11 @@ from sae_tui.widgets.tick import Tick
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import working_folder
 from trainer.contract.progress import Reached
-from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.catalog import WRITTEN_FORMATS
 
 
 class ExportDialog(Dialog[None]):
-    """Format and folder; the answer stands in the dialog, which goes on Escape."""
+    """Asks for format and folder, and shows the answer. Escape closes it; an export that runs then continues."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
     DEFAULT_CSS = """
@@ -34,7 +35,6 @@ class ExportDialog(Dialog[None]):
     ExportDialog Label { width: 1fr; height: auto; }
     ExportDialog Input { background: $panel; }
     ExportDialog Menu { height: auto; width: 1fr; }
-    ExportDialog Tick { border: none; padding: 0; background: $surface; }
     ExportDialog Horizontal { height: auto; margin-top: 1; align-horizontal: right; }
     ExportDialog Button { margin-left: 2; min-width: 10; }
     """
@@ -48,11 +48,12 @@ class ExportDialog(Dialog[None]):
         name = re.sub(r"[^\w.-]+", "-", self._job.name).strip("-.") or "sae"
         with Vertical():
             yield Label(f"Export the SAE of job {self._job.id} as", markup=False)
-            yield Menu([(form, form) for form in FORMATS], value="saelens", allow_blank=False, compact=True)
+            yield Menu([(form, form) for form in WRITTEN_FORMATS], value="saelens", allow_blank=False, compact=True)
             yield Label("into the folder", markup=False)
             yield Input(str(working_folder() / f"{name}-{self._job.id}"), compact=True, id="folder")
             yield Tick("the checkpoint with the lowest held-out FVU, not the newest", id="best")
-            yield Label("", markup=False, id="told")
+            yield Tick("replace an SAE that is in the folder already", id="force")
+            yield Label("", markup=False, id="answer")
             with Horizontal():
                 yield Button("Close (esc)", id="close", compact=True)
                 yield Button("Export (enter)", id="export", variant="primary", compact=True)
@@ -72,36 +73,47 @@ class ExportDialog(Dialog[None]):
         if self._is_going or self._session.actions.refused():
             return
         if not folder:
-            self._tell("Name a folder to write it to.")
+            self._show("Name a folder to write it to.")
+            return
+        out, force = working_folder() / Path(folder).expanduser(), self.query_one("#force", Tick).value
+        if not force and out.is_dir() and any(out.iterdir()):
+            self._show(f"There is something in {out} already. Name another folder, or tick the line above.")
             return
         self._is_going = True
-        self._tell("Exporting …")
-        best = ["--best"] if self.query_one("#best", Tick).value else []
-        self._export(Path(folder).expanduser(), ["--format", str(self.query_one(Menu).value), *best])
+        self._show("Exporting …")
+        ticked = [f"--{tick.id}" for tick in self.query(Tick) if tick.value]
+        self._export(out, ["--format", str(self.query_one(Menu).value), *ticked])
 
     @work(thread=True, group="export", exit_on_error=False)
     def _export(self, folder: Path, arguments: list[str]) -> None:
+        app = self.app
+
         def show(reached: Reached) -> None:
-            if reached.words:
-                self.app.call_from_thread(self._tell, f"Exporting: {reached.words}")
+            # The app may have ended.
+            with contextlib.suppress(RuntimeError):
+                app.call_from_thread(self._show, f"Exporting: {reached.words}" if reached.words else "Exporting …")
 
         try:
-            told = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
+            answer = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
         except (UserError, OSError) as error:
-            told = sentence(error)
-        self.app.call_from_thread(self._end, told)
+            answer = sentence(error)
+        with contextlib.suppress(RuntimeError):
+            app.call_from_thread(self._end, app, answer)
 
     @staticmethod
     def _words(done: Exported) -> str:
         notes = "".join(f"\nNote: {note}." for note in done.notes)
         return f"The SAE of step {done.step} is in {done.output_path}{notes}"
 
-    def _end(self, told: str) -> None:
+    def _end(self, app: App[object], answer: str) -> None:
         self._is_going = False
-        if self.is_mounted:
-            self._tell(told[:1].upper() + told[1:])
+        words = answer[:1].upper() + answer[1:]
+        if self.is_attached:
+            self._show(words)
         else:
-            self.app.notify(told, markup=False)
+            app.notify(words, markup=False)
 
-    def _tell(self, words: str) -> None:
-        self.query_one("#told", Label).update(words)
+    def _show(self, words: str) -> None:
+        """Show the answer, unless the dialog was closed."""
+        if self.is_attached:
+            self.query_one("#answer", Label).update(words)

@@ -33,7 +33,7 @@ class _Question(Static):
 class Confirm(Dialog[bool]):
     """Asks a question; Escape and the default button mean no.
 
-    `also` is the label of another way to say yes; `took_other` tells that it was taken.
+    `also` is the label of another way to say yes; `took_other` is set if the user chose it.
     """
 
     BINDINGS = [

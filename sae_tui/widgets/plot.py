@@ -59,7 +59,7 @@ class Plot(LineView):
         """Draw the finite points of a series, oldest first; `note` stands beside the newest value.
 
         A `cursor` at a step reads out the value there in its place. The points `behind` are another curve, drawn dim on
-        the same axes. `span` is the range of steps, else that of the points.
+        the same axes. `span` is the range of steps; the default is the range of the points.
         """
         self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span
         self._points, self._behind = _finite(points), _finite(behind)

@@ -7,7 +7,11 @@ from textual.widgets import Checkbox
 
 
 class Tick(Checkbox):
-    """A checkbox that is empty where it is not ticked; Textual's own only dims its cross."""
+    """A checkbox that is empty where it is not ticked, and has no frame; Textual's own only dims its cross."""
+
+    DEFAULT_CSS = """
+    Tick, Tick:focus { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }
+    """
 
     @property
     def _button(self) -> Content:

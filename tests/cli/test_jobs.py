@@ -189,6 +189,7 @@ def test_waiting_for_a_job_that_is_stopped_exits_with_3(shell):
     assert shell.json("stop", 1)["message"] == "job 1 saves a checkpoint and stops at its next step"
     assert waiting.wait(60) == 3
     assert '"state": "stopped"' in waiting.stdout.read()
+    shell.run("job", 1, "--wait", "--cards", code=3)
 
 
 @pytest.mark.timeout(200)

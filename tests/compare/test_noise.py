@@ -73,6 +73,10 @@ def test_few_texts_show_less_and_a_value_between_two_equal_ones_is_equal_too() -
         pair = few(n, 1.0), few(n, 1.05)
         line = line_of(*(run(number, one.fvu, 0.001, one) for number, one in enumerate(pair)))
         assert (line.best == {0}) == is_real
+    same = line_of(*(run(number, one.fvu, 0.001, one) for number, one in enumerate([few(3, 1.0), few(3, 1.0)])))
+    assert same.same == frozenset()
+    line = line_of(*(run(number, few(3, one).fvu, 0.001, few(3, one)) for number, one in enumerate((1.0, 1.05))))
+    assert line.why.endswith("no lead counts: the rows are of 3 texts, and no error can be known from so few")
     values = [(1, 0.100, 1e-6), (2, 0.103, 1e-6), (3, 0.104, 0.01)]
     assert line_of(*(run(k, fvu, error, **{"sae.k": k}) for k, fvu, error in values)).same == {0, 1, 2}
 

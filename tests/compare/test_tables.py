@@ -71,21 +71,21 @@ def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
 def test_an_unfinished_run_is_marked_and_never_the_best_by_quality(state) -> None:
     lows = [(0.1, state), (0.2, JobState.FINISHED), (0.3, JobState.FINISHED)]
     saes = [
-        sae(number, state=of, latest={"fvu": fvu, "tokens_per_s": 3.0 - number})
+        sae(number, state=of, latest={"heldout_fvu": fvu, "tokens_per_s": 3.0 - number})
         for number, (fvu, of) in enumerate(lows)
     ]
     lines = {line.title: line.words() for line in results(saes)}
-    assert lines["batch FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
-    # Metrics that are not about quality are compared as usual.
+    assert lines["held-out FVU"] == ["0.1 unfinished", "0.2 ★", "0.3"]
+    # Speed is no quality.
     assert lines["tokens/s"][0] == "3 ★"
 
 
 def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_nobody_has() -> None:
-    first = sae(1, latest={"fvu": 0.25}, tokens=12_345, started=0.0, ended=3600.0, peak_memory_bytes=1 << 30)
-    second = sae(2, latest={"fvu": 0.5}, tokens=500, started=0.0, ended=45.0)
+    first = sae(1, latest={"heldout_fvu": 0.25}, tokens=12_345, started=0.0, ended=3600.0, peak_memory_bytes=1 << 30)
+    second = sae(2, latest={"heldout_fvu": 0.5}, tokens=500, started=0.0, ended=45.0)
     lines = {line.title: line.words() for line in results([first, second])}
     assert lines == {
-        "batch FVU": ["0.25 ★ (12.3k tokens)", "0.5"],
+        "held-out FVU": ["0.25 ★ (12.3k tokens)", "0.5"],
         "tokens": ["12.3k", "500"],
         "duration": ["1 h 00 min", "45 s ★"],
         "peak memory": ["1.0 GiB", "–"],
@@ -96,11 +96,11 @@ def words(*saes: Sae) -> dict[str, list[str]]:
     return {line.title: line.words() for line in results(saes)}
 
 
-def test_training_values_have_no_best_where_there_are_held_out_ones() -> None:
+def test_values_of_training_batches_have_no_best_before_an_evaluation_either() -> None:
     trained = [{"fvu": 0.3037, "loss": 0.31}, {"fvu": 0.3141, "loss": 0.32}]
     saes = [sae(number, latest=one) for number, one in enumerate(trained)]
-    assert words(*saes)["batch FVU"] == ["0.3037 ★", "0.3141"]
-    assert words(*saes)["loss"] == ["0.31 ★", "0.32"]
+    assert words(*saes)["batch FVU"] == ["0.3037", "0.3141"]
+    assert words(*saes)["loss"] == ["0.31", "0.32"]
     measured = [
         one | {"heldout_fvu": fvu, "heldout_fvu_error": 0.004} for one, fvu in zip(trained, (0.35, 0.36), strict=True)
     ]

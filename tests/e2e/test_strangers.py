@@ -261,7 +261,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(ESC, "\x1b[B", ENTER, to=core("log error"))
     goes("i", "i", to=core("jobs.note"))
     goes("x", to="lowest held-out FVU")
-    goes(ESC, "e", to="What is not ticked stays")
+    goes(ESC, "e", to="Other parts of the report card stay")
     goes(ESC, "a", to=core("metric"))
     goes(ESC, "v", to=core("card"))
     visit.to(core("token of a card"))

@@ -197,8 +197,10 @@ async def test_a_long_name_is_cut_in_the_legend_and_the_value_is_not(make_app, d
 
 
 async def test_runs_that_are_alike_stand_beside_each_other_in_the_plot(make_app, data) -> None:
-    ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=32.0) for name in ("one", "two", "three")]
-    ids.append(record_job(data, "beaten", JobState.FINISHED, fvu=0.2, l0=64.0))
+    ids = [
+        record_job(data, name, JobState.FINISHED, heldout_fvu=0.1, heldout_l0=32.0) for name in ("one", "two", "three")
+    ]
+    ids.append(record_job(data, "beaten", JobState.FINISHED, heldout_fvu=0.2, heldout_l0=64.0))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, ids)
@@ -213,7 +215,9 @@ async def test_runs_that_are_alike_stand_beside_each_other_in_the_plot(make_app,
 
 async def test_the_pareto_front_is_marked(make_app, data) -> None:
     values = {"good": (0.1, 32.0), "sparse": (0.3, 8.0), "beaten": (0.4, 32.0)}
-    ids = [record_job(data, name, JobState.FINISHED, fvu=fvu, l0=l0) for name, (fvu, l0) in values.items()]
+    ids = [
+        record_job(data, name, JobState.FINISHED, heldout_fvu=fvu, heldout_l0=l0) for name, (fvu, l0) in values.items()
+    ]
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(app, pilot, ids)
@@ -224,6 +228,18 @@ async def test_the_pareto_front_is_marked(make_app, data) -> None:
         assert "▲ 2 sparse 8, 0.3 ★" in drawn
         assert "■ 3 beaten 32, 0.4" in drawn
         assert "0.4 ★" not in drawn
+
+
+async def test_values_of_training_batches_make_no_front(make_app, data) -> None:
+    ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=k) for name, k in (("one", 8.0), ("two", 9.0))]
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, ids)
+        await pilot.press("4")
+        await pilot.pause()
+        drawn = text(app, ParetoPanel)
+        assert "batch FVU against batch L0 no front before an evaluation" in drawn
+        assert "★" not in drawn
 
 
 async def test_runs_without_values_are_compared_without_a_mishap(make_app, data) -> None:

@@ -1,8 +1,9 @@
-"""Evaluations in the app: what is asked before one starts, and how one that goes on is seen and stopped."""
+"""Evaluations in the app: the questions before a start, and how a running one is shown and stopped."""
 
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -17,20 +18,24 @@ from sae_tui.app import SaeApp
 from sae_tui.jobs import going
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.going import Going
+from sae_tui.jobs.launch.exporting import Exported
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
+from sae_tui.screens import export as export_screen
 from sae_tui.screens.evaluate import EvaluateDialog
 from sae_tui.screens.export import ExportDialog
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.filter import Found
 from sae_tui.widgets.footer import Footer
+from sae_tui.widgets.menu import Menu
 from sae_tui.widgets.tick import Tick
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.progress import Reached
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.settings.catalog import WRITTEN_FORMATS
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
@@ -59,13 +64,13 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
         boxes = {box.id: box for box in app.screen.query(Tick)}
-        # Its data is not here, so nobody knows which model it is of.
+        # Its data is not here, so the model is not known.
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),
             (PROBES, False, True),
         ]
-        assert "`sae-tui eval ID --model JOB.toml`" in str(app.screen.query(".why-not").first(Label).render())
+        assert "`sae-tui eval 1 --model JOB.toml`" in str(app.screen.query(".why-not").first(Label).render())
         drawn = [str(box.render()) for box in boxes.values()]
         assert [one[1] for one in drawn] == ["X", " ", " "], "a tick shows without its colour"
         await pilot.press("space", "enter")
@@ -155,8 +160,40 @@ async def test_an_export_asks_for_format_and_folder_and_shows_what_came_of_it(
         folder.value = str(tmp_path / "out")
         await pilot.press("enter")
         # The trainer's own sentence, of a job that has no checkpoint.
-        told = app.screen.query_one("#told", Label)
-        await wait_until(pilot, lambda: "no checkpoint was saved" in str(told.content), seconds=60)
+        answer = app.screen.query_one("#answer", Label)
+        await wait_until(pilot, lambda: "no checkpoint was saved" in str(answer.content), seconds=60)
         assert not (tmp_path / "out").exists()
+        # A folder that is used needs a tick, and no format is offered that is only read.
+        folder.value = str(tmp_path)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: f"There is something in {tmp_path} already." in str(answer.content))
+        assert [value for _, value in app.screen.query_one(Menu)._options] == list(WRITTEN_FORMATS)
         await pilot.press("escape")
         assert app.screen.name == "job"
+
+
+async def test_an_export_whose_dialog_was_closed_continues_and_is_reported(
+    make_app: MakeApp, data: DataDir, job_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_closed, handed_on = threading.Event(), []
+
+    def export(*_: object, on_reached: Callable[[Reached], object]) -> Exported:
+        is_closed.wait(10)
+        on_reached(Reached("writing", 0.5))
+        handed_on.append(True)
+        return Exported(checkpoint="c", step=7, output_path="there")
+
+    monkeypatch.setattr(export_screen, "export_sae", export)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.session.go.open_job(job_id)
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await pilot.press("x")
+        await wait_until(pilot, lambda: isinstance(app.screen, ExportDialog))
+        app.screen.query_one("#folder", Input).value = str(tmp_path / "out")
+        await pilot.press("enter", "escape")
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        is_closed.set()
+        await wait_until(pilot, lambda: any(one.message == "The SAE of step 7 is in there" for one in app.notices))
+        assert handed_on

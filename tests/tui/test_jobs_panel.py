@@ -61,6 +61,7 @@ def test_a_sweep_shows_from_where_to_where_its_saes_go() -> None:
     assert (k_words(config(k=32)), d_sae_words(config(d_sae=1536), None)) == ("32", "1,536")
     assert (k_words(config(k=[32, 8, 16])), d_sae_words(config(d_sae=[768, 24576]), None)) == ("8…32", "768…24.6k")
     assert [d_sae_words(config(expansion_factor=8.0), d_in) for d_in in (576, None)] == ["4,608", ""]
+    assert [d_sae_words(f"[sae]\nexpansion_factor = {odd}\n", 8) for odd in ("inf", "nan")] == ["", ""]
     assert k_words("not [ toml") == k_words("[sae]\nk = \n") == d_sae_words("", 8) == ""
 
 

@@ -68,7 +68,8 @@ class Texts:
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
         known, of_known = np.unique(numbers, return_inverse=True)
-        return np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[1]
+        labels: Indices = np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[1]
+        return labels
 
     def _numberings(self, n_rows: int) -> Indices:
         """Return the numbering of each shard that has some of the first `n_rows` rows."""

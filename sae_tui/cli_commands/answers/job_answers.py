@@ -82,7 +82,7 @@ _JOB: dict[str, tuple[object, str]] = {
                 },
             )
         ),
-        "The evaluation of its SAEs that goes on; null: none does.",
+        "The running evaluation of its SAEs; null: none.",
     ),
     "best_sae": (str | None, "Of a sweep: which SAE loss and metrics are of; null: no sweep."),
     **{name: (one, one["description"]) for name, one in _ENERGY.items()},
@@ -349,7 +349,7 @@ _IMPORTED = fields(
         "id": _ID,
         "format": (str, "Format that it was read as."),
         "architecture": (str, "Architecture of the SAE."),
-        "notes": (list_of(str), "What a reader should know of it."),
+        "notes": (list_of(str), "What to know about it."),
         **IMPORT_CHECK,
     },
 )

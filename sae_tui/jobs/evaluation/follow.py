@@ -1,7 +1,7 @@
 """The process that evaluates a job: `python -m sae_tui.jobs.evaluation.follow DATA_DIR REQUEST` forks it.
 
-It holds the run's evaluation lock and that of its GPU, runs the trainer's command, tells how far that is, and records
-in the list of jobs how it ended.
+It holds the run's evaluation lock and the lock of its GPU, runs the trainer's command, publishes its progress, and
+records in the list of jobs how it ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 from sae_tui.jobs import going, named_python
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.evaluation.outcome import failure, outcome
+from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
 from sae_tui.jobs.evaluation.request import Card, Request
 from sae_tui.jobs.evaluation.turn import free_card
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
@@ -37,14 +37,14 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.progress import ENV_DESCRIPTOR, Progress, read_reached
 from trainer.contract.store.job_store import Control
 
-# Seconds between two looks for a free GPU, or for a request to stop.
+# Seconds between two checks for a free GPU, or for a request to stop.
 LOOK_S = 0.5
-# What a trainer that was asked to end may take before it is killed.
+# Seconds that a trainer has to end before it is killed.
 PATIENCE_S = 5.0
 
 
 class Evaluation:
-    """One evaluation of a job; raise `UserError` where another one is going."""
+    """One evaluation of a job; raise `UserError` if another one runs."""
 
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
@@ -53,7 +53,7 @@ class Evaluation:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._lock = FileLock(self._paths.evaluation_lock)
         if not self._lock.acquire():
-            raise UserError("another one is going")
+            raise UserError("another evaluation of this job runs")
         # A request to stop an earlier one is not meant for this one.
         self._answer_stop()
         self._gpu: GpuLocks | None = None
@@ -63,9 +63,8 @@ class Evaluation:
             job_id=request.job_id, process=ProcessRef.current(), host=socket.gethostname(), parts=request.parts,
             began=time.time(),
         )  # fmt: skip
-        if request.card:
-            self._take(request.card)
-        self._write(self._going)
+        if not (request.card and self._take(request.card)):
+            self._write(self._going)
 
     def run(self, command: Sequence[str] = ()) -> None:
         """Evaluate by the Python of the request, or by this command, and record how that ended."""
@@ -84,31 +83,28 @@ class Evaluation:
             going.remove(self._data, self._request.job_id)
 
     def _has_device(self) -> bool:
-        """Wait for a free GPU where one is wanted; return False where a stop is asked for first."""
+        """Wait for a free GPU if one is wanted; return False if a stop is requested first."""
         while self._request.waits and self._card is None:
             if self._is_stopped():
                 return False
             card, reason = free_card(self._data, self._request.job_id, self._request.gpu_source, self._going.began)
             if card and self._take(card):
-                self._write(msgspec.structs.replace(self._going, waits_for=""))
                 break
             self._write(msgspec.structs.replace(self._going, waits_for=reason or "another process took the free GPU"))
             time.sleep(LOOK_S)
         return True
 
     def _take(self, card: Card) -> bool:
-        """Reserve a GPU for as long as this process lives; return False where another process has it."""
+        """Reserve a GPU for as long as this process lives; return False if another process has it."""
         locks = GpuLocks(Path(card.locks), [card.uuid])
         if card.vendor not in VENDORS or not locks.take():
             return False
         self._gpu, self._card = locks, card
-        self._going = msgspec.structs.replace(
-            self._going, device="cuda", gpu_index=card.index, gpu_uuid=card.uuid, waits_for=""
-        )
+        self._write(msgspec.structs.replace(self._going, device="cuda", gpu_index=card.index, waits_for=""))
         return True
 
     def _run(self, command: Sequence[str]) -> int | None:
-        """Run the trainer and tell how far it is; return its exit code, None where it was stopped."""
+        """Run the trainer and publish its progress; return its exit code, None if it was stopped."""
         python, card = self._request.python, self._card
         pinned = VENDORS[card.vendor].pin([card.uuid]) if card else {}
         trainer = command or named_python.command(python, "eval")
@@ -123,12 +119,14 @@ class Evaluation:
         ):
             was_stopped = self._follow(process, lines.fileno(), progress)
         code = process.wait()
-        return None if was_stopped else code
+        # It may have finished just before the stop.
+        return None if was_stopped and code else code
 
     def _follow(self, process: subprocess.Popen[bytes], descriptor: int, progress: Progress) -> bool:
-        """Tell how far the trainer is until it closes its descriptor or ends; return whether it was stopped."""
+        """Publish the progress of the trainer until it ends; return whether it was stopped."""
         kept, is_open = b"", True
-        while is_open or process.poll() is None:
+        # A child of the trainer may keep the descriptor open after the trainer has ended.
+        while process.poll() is None:
             if self._is_stopped():
                 _end(process)
                 return True
@@ -142,23 +140,25 @@ class Evaluation:
                     progress.reach(reached)
                     self._write(msgspec.structs.replace(self._going, reached=reached))
             if not is_open:
-                # Its last words come now, and end the log.
+                # The trainer writes the result now, which is to be the last line of the log.
                 progress.close()
             self._write(self._going)
         return False
 
     def _write(self, now: Going) -> None:
-        """Write how far it is, where that has changed or was written some seconds ago."""
+        """Write the progress if it has changed or was written some seconds ago."""
         if now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S:
             return
         self._going, self._written_at = now, time.monotonic()
         try:
             going.write(self._data, now)
         except (OSError, UserError) as error:
-            note(f"how far the evaluation is cannot be written: {error}")
+            note(f"the progress of the evaluation cannot be written: {error}")
 
     def _is_stopped(self) -> bool:
-        """Tell whether a stop is asked for, or the job was deleted."""
+        """Return whether a stop was requested, or the job was deleted."""
+        if not self._paths.root.exists():
+            return True
         try:
             with contextlib.closing(Control(self._data.control_db, readonly=True)) as control:
                 return "stop-evaluation" in control.open_requests(self._request.job_id)
@@ -178,14 +178,15 @@ class Evaluation:
         def add() -> None:
             with contextlib.closing(Control(self._data.control_db)) as control:
                 if control.state(self._request.job_id) is not None:
-                    control.answer(self._request.job_id, "stop-evaluation")
+                    if kind in ENDS:
+                        control.answer(self._request.job_id, "stop-evaluation")
                     control.add_event(self._request.job_id, kind, message, level)
 
         retry("recording the evaluation", add)
 
 
 def _start(argv: Sequence[str], environment: Mapping[str, str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Start a command that ends with this process and tells its progress to a descriptor."""
+    """Start a command that ends with this process and writes its progress to a descriptor."""
     parent = os.getpid()
     return subprocess.Popen(
         argv,

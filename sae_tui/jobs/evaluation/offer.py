@@ -1,4 +1,4 @@
-"""What of a job's SAEs can be measured now, how long each part takes, and which parts are worth it."""
+"""Which parts of an evaluation of a job's SAEs are possible now, how long each takes, and which are the default."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.evaluation.request import AUTO, Card, Request, refuse
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
+from trainer.contract.printable import printable
 from trainer.contract.runs.evaluation_time import language_model, planned, total
 from trainer.contract.runs.report_card import FIRES_ON, IN_MODEL, PROBES, PROMOTED, ROWS, Part
+from trainer.contract.runs.report_card import Card as ReportCard
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
-# Of a part that nobody has asked for more than this is not offered as the default, in seconds.
+# Seconds. A part that takes longer is not ticked by default.
 _LONG_S = 600.0
 _STAGES = {ROWS: (ROWS, FIRES_ON), IN_MODEL: (IN_MODEL, PROMOTED), PROBES: (PROBES,)}
 
 
 class OfferedPart(msgspec.Struct, frozen=True):
-    """A part with what a person reads; `why_not` says why it cannot be measured, "" where it can."""
+    """A part of an evaluation with its description; `why_not` says why it cannot be measured, "" if it can."""
 
     name: str
     words: str
@@ -30,7 +33,7 @@ class OfferedPart(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What can be measured of a job's SAEs, and where: `device` in words, and the other one, "" where there is none."""
+    """The parts that can be measured, the device in words, and the other device, "" if there is only one."""
 
     job_id: int
     parts: tuple[OfferedPart, ...]
@@ -40,13 +43,13 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What a person has chosen of it."""
+    """The parts and the device that the user has chosen."""
 
     parts: frozenset[str]
     on_gpu: bool = False
 
     def request(self, job: Job, card: Card | None) -> Request:
-        """Return it as what the process that evaluates is asked for."""
+        """Return the request to the evaluating process."""
         in_model = {IN_MODEL, PROBES} & self.parts
         return Request(
             job.id,
@@ -67,35 +70,41 @@ def offer_of(data: DataDir, job: Job, idle: Card | None, *, cuda: bool) -> Offer
     parsed, _ = parse_job(table_of(job.config))
     model = language_model(parsed) if parsed else None
     cards = [*whole_cards(data.sae(job.id)).values()]
-    no_model = "" if model else "its data does not name the model; `sae-tui eval ID --model JOB.toml` does"
-    seconds: dict[str, float] = {}
+    seconds = _seconds(data, parsed, cards, "cuda" if wants_gpu else "cpu") if parsed else {}
+    default = _default(seconds, cards, has_model=model is not None)
+    no_model = f"its data does not name the model; `sae-tui eval {job.id} --model JOB.toml` takes one"
+    parts = []
     for name in _STAGES:
-        if parsed is None:
-            break
-        stages = planned(
-            parsed, _STAGES[name], device="cuda" if wants_gpu else "cpu", box=read_box(data.box_file), cards=cards
-        )
-        seconds[name] = total(stages) if stages else 0.0
-    named = model.name if model else ""
-    parts = tuple(
-        OfferedPart(name, _words(name, named, seconds.get(name, 0.0), [one.parts.get(name) for one in cards]), why)
-        for name, why in ((ROWS, ""), (IN_MODEL, no_model), (PROBES, no_model))
-    )
-    missing = [name for name in (ROWS, IN_MODEL) if not all(name in one.parts for one in cards) or not cards]
-    default = [name for name in missing if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or model)] or [ROWS]
-    # What every finished run has is of fewer rows than this measures.
-    parts = tuple(msgspec.structs.replace(one, is_default=one.name in default) for one in parts)
+        # Names of folders and of models come from others.
+        of_model = printable(model.name) if model and name != ROWS else ""
+        words = _words(name, of_model, seconds.get(name, 0.0), [one.parts.get(name) for one in cards])
+        why_not = "" if model or name == ROWS else no_model
+        parts.append(OfferedPart(name, words, why_not, name in default))
     if not wants_gpu:
-        return Offer(job.id, parts, "the CPU")
+        return Offer(job.id, tuple(parts), "the CPU")
     device = f"GPU {idle.index}" if idle else "a GPU, once one is free"
-    return Offer(job.id, parts, device, "the CPU", wants_gpu=True)
+    return Offer(job.id, tuple(parts), device, "the CPU", wants_gpu=True)
+
+
+def _seconds(data: DataDir, job: JobConfig, cards: list[ReportCard], device: str) -> dict[str, float]:
+    """Return by part how long it takes; 0 where that is not known."""
+    box = read_box(data.box_file)
+    plans = {name: planned(job, stages, device=device, box=box, cards=cards) for name, stages in _STAGES.items()}
+    return {name: total(stages) if stages else 0.0 for name, stages in plans.items()}
+
+
+def _default(seconds: dict[str, float], cards: list[ReportCard], *, has_model: bool) -> list[str]:
+    """Return the parts to measure by default: what a card lacks and what is not long, else the rows."""
+    lacking = [name for name in (ROWS, IN_MODEL) if not cards or not all(name in one.parts for one in cards)]
+    short = [name for name in lacking if seconds.get(name, 0.0) <= _LONG_S and (name == ROWS or has_model)]
+    # An evaluation reads more rows than the end of a training does.
+    return short or [ROWS]
 
 
 def _words(name: str, model: str, seconds: float, measured: list[Part | None]) -> str:
-    """Write a part as `in the model (SmolLM2-135M, about 2 min), measured 4,096 tokens before`."""
+    """Write a part as `in the model (SmolLM2-135M, about 2 min), has 4,096 tokens`."""
     title = {ROWS: "rows, and what latents fire on", IN_MODEL: "in the model", PROBES: "probes"}[name]
-    facts = [model] if name != ROWS and model else []
-    facts += [f"about {duration(max(5.0, round(seconds / 5) * 5))}"] if seconds else []
-    there = [part for part in measured if part]
-    before = f", has {there[0].n:,} {there[0].unit}" if there else ""
-    return f"{title} ({', '.join(facts)}){before}" if facts else f"{title}{before}"
+    about = f"about {duration(max(5.0, round(seconds / 5) * 5))}" if seconds else ""
+    facts = ", ".join(filter(None, (model, about)))
+    there = next(filter(None, measured), None)
+    return f"{title}{f' ({facts})' if facts else ''}{f', has {there.n:,} {there.unit}' if there else ''}"

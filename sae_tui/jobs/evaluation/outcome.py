@@ -35,16 +35,16 @@ def failure(paths: RunPaths, code: int) -> str:
 
 
 def _figures(cards: list[ReportCard], parts: Sequence[str]) -> str:
-    """Return the figures of the best SAE that were asked for."""
+    """Return the requested figures of the best SAE."""
     best = min(cards, key=lambda card: card.figures.fvu)
     rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
         f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
-    told = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
+    words = [f"FVU {best.figures.fvu:.4f} on {rows}"] if ROWS in parts else []
     if IN_MODEL in parts:
-        told.append(best.spliced.words if best.spliced else "no loss, since its model predicts no next token")
+        words.append(best.spliced.words if best.spliced else "no loss, since its model predicts no next token")
     if PROBES in parts and best.probing:
-        told.append(best.probing.words)
-    return f"{f'{best.label} has ' * (len(cards) > 1)}{', '.join(told)}"
+        words.append(best.probing.words)
+    return f"{f'{best.label} has ' * (len(cards) > 1)}{', '.join(words)}"
 
 
 def _contexts(data: DataDir, job_id: int) -> str:

@@ -119,22 +119,22 @@ def read_cards(folder: Path) -> list[ReportCard]:
 
 
 def versions_of(folder: Path) -> dict[str, list[Version]]:
-    """Return the cards that the SAE in a folder has and has had, or those of a sweep, by label; the newest first."""
+    """Return by SAE the current and earlier report cards in a folder, newest first; the label of a single SAE is ""."""
     older = (file.parent for file in folder.glob(f"*/{card_versions.FOLDER}"))
     folders = sorted({*_folders(folder), *older}, key=lambda one: (one != folder, one.name))
-    told = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
-    return {label: versions for label, versions in told.items() if versions}
+    cards = {"" if one == folder else one.name: card_versions.versions(one) for one in folders}
+    return {label: versions for label, versions in cards.items() if versions}
 
 
 def version_of(folder: Path, number: int) -> dict[str, Version]:
-    """Return the card of this number of the SAE in a folder, or of each of a sweep, by label.
+    """Return by SAE the report card with this number.
 
-    Raise `UserError` where there is none.
+    Raise `UserError` if there is none.
     """
-    told = versions_of(folder)
-    if shown := {label: one for label, versions in told.items() for one in versions if one.number == number}:
+    cards = versions_of(folder)
+    if shown := {label: one for label, versions in cards.items() for one in versions if one.number == number}:
         return shown
-    there = sorted({one.number for versions in told.values() for one in versions})
+    there = sorted({one.number for versions in cards.values() for one in versions})
     raise UserError(
         f"--card: takes one of {', '.join(map(str, there))}" if there else "--card: there is no report card"
     )

@@ -11,7 +11,7 @@ import msgspec
 from sae_tui.jobs import named_python
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import lock_folder
-from sae_tui.jobs.detach import start_detached
+from sae_tui.jobs.detach import SlowStart, start_detached
 from sae_tui.jobs.evaluation.outcome import ENDS, NO_TOKENS, is_judged
 from sae_tui.jobs.going import DONE, STARTED, Evaluations
 from sae_tui.jobs.output import extracts, may_tell_tokens
@@ -46,8 +46,8 @@ class Card(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, frozen=True):
     """What to evaluate: also spliced into the language model of job file `model`, and probed on texts that it reads.
 
-    Without a card on the CPU, unless it `waits` for a free one of `gpu_source`. Parts that are not asked for stay as
-    they are on the card. `python` is that of the job, "" for the app's.
+    Without a `card` it runs on the CPU, unless it `waits` for a free GPU of `gpu_source`. Parts that are not requested
+    stay as they are on the report card. `python` is the Python of the job, "" for the one of the app.
     """
 
     job_id: int
@@ -62,7 +62,7 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is measured, by the names of a card's parts."""
+        """The parts of the report card that are measured, by name."""
         asked = {ROWS: not self.keeps_rows, IN_MODEL: self.model and self.is_spliced, PROBES: self.is_probed}
         return tuple(part for part, is_asked in asked.items() if is_asked)
 
@@ -81,15 +81,23 @@ def evaluate(data: DataDir, request: Request) -> str:
         refuse(data, control.job(request.job_id))
     request = msgspec.structs.replace(request, python=python_of(data, request.job_id))
     arguments = [*FOLLOWER, str(data.root), msgspec.json.encode(request).decode()]
-    start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
+    try:
+        start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
+    except SlowStart:
+        raise
+    except UserError:
+        # Another process was faster.
+        if is_going(data, request.job_id):
+            raise UserError(f"job {request.job_id} is being evaluated already") from None
+        raise
     if request.waits and not request.card:
-        return f"job {request.job_id} is evaluated once a GPU is free; that goes on if you quit"
+        return f"job {request.job_id} is evaluated once a GPU is free; this continues if you quit"
     where = f"GPU {request.card.index}" if request.card else "the CPU"
-    return f"job {request.job_id} is being evaluated on {where}; that goes on if you quit"
+    return f"job {request.job_id} is being evaluated on {where}; this continues if you quit"
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask the evaluation of a job to end, and return the sentence on it; raise `UserError` where none goes on."""
+    """Ask the evaluation of a job to end, and return the sentence on it; raise `UserError` if none runs."""
     with existing(data, job_id) as control:
         control.job(job_id)
         if not is_going(data, job_id):
@@ -144,10 +152,10 @@ def offer(data: DataDir, job_id: int) -> tuple[str, str]:
     return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes, and goes on if you quit."
 
 
-def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
-    """Wait until the evaluation of a job is over, and show how far it is.
+def wait_for_end(data: DataDir, job_id: int, since: float = 0.0) -> tuple[bool, str]:
+    """Show the progress of a job's evaluation until it ends; `since` is when it was requested.
 
-    Return whether it went well, and the sentence on how it ended.
+    Return whether it succeeded, and a sentence on how it ended.
     """
     evaluations = Evaluations(data)
     with Progress(f"evaluating job {job_id}", to_descriptor=False) as progress:
@@ -157,9 +165,10 @@ def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
                 progress.reach(waits if now.waits_for else now.reached)
             time.sleep(POLL_S)
     with existing(data, job_id) as control:
-        events = [event for event in control.events(job_id) if event.kind in (STARTED, *ENDS)]
+        # An evaluation that was killed while it waited for a GPU left no event; the last event is of an earlier one.
+        events = [one for one in control.events(job_id) if one.kind in (STARTED, *ENDS) and one.timestamp >= since]
     if not events or events[-1].kind == STARTED:
-        return False, f"job {job_id} was not evaluated: it was ended before; see {data.run(job_id).evaluation_log}"
+        return False, f"job {job_id} was not evaluated: its process was killed; see {data.run(job_id).evaluation_log}"
     return events[-1].kind == DONE, f"job {job_id} {events[-1].message}"
 
 

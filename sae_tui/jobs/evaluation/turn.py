@@ -1,4 +1,4 @@
-"""When an evaluation that wants a GPU has its turn: on a free one, after the jobs that were in line before it."""
+"""Decides when an evaluation gets a GPU: once one is free, and after the jobs that queued before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.store.states import JobState
 
 
 def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Card | None, str]:
-    """Return the free GPU with most memory, or None and what the evaluation of a job waits for, in words."""
+    """Return the free GPU with the most memory, or None and the reason of the wait in words."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             job, jobs, leases = control.job(job_id), control.active_jobs(), control.leases()
@@ -24,7 +24,7 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Ca
     except UserError as error:
         return None, str(error)
     if before := [one for one in jobs if _is_before(one, job.host, since)]:
-        return None, f"job {before[-1].id} was in line before it"
+        return None, f"job {before[-1].id} queued before it"
     samples = CardReader(data, source).samples()
     held = with_strangers(holders(jobs, leases, ranks), lock_folder(data, source), samples)
     card = idle_card(data, job, choices(samples, held), source)
@@ -32,6 +32,6 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Ca
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:
-    """Tell whether a job on this host wants GPUs and has been in line for longer."""
+    """Return whether a job on this host wants GPUs and has queued for longer."""
     waits = job.state == JobState.QUEUED and not job.held and not job.after and job.gpus_wanted > 0
     return waits and job.host == host and (job.queued or job.created) < since

@@ -15,9 +15,9 @@ from trainer.contract.paths import DataDir, working_folder
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the trainer tells of an export: which checkpoint, and the folder of its SAE, or of each of a sweep.
+    """The answer of the trainer's export: the checkpoint, and the folder of its SAE, or of each SAE of a sweep.
 
-    Of a sweep `left_out` are the SAEs that the format cannot hold, by label with the reason.
+    `left_out` has the SAEs of a sweep that the format cannot hold, by label with the reason.
     """
 
     checkpoint: str

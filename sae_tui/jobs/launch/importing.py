@@ -33,7 +33,7 @@ from trainer.contract.store.states import JobState
 class Imported(msgspec.Struct, frozen=True):
     """What the trainer says about an import: the format, the SAE as it is called here, and what to know about it.
 
-    `check` is what the SAE makes of rows of the data, `warnings` what of that cannot be right.
+    `check` has the figures on rows of the data, `warnings` the figures that cannot be right.
     """
 
     form: str

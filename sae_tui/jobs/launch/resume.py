@@ -55,7 +55,7 @@ class Plan(msgspec.Struct, frozen=True):
     counts: str = "step"
     # That of an SAE which was trained elsewhere is of step 0.
     has_checkpoint: bool = True
-    # The steps after which a training ends, where it has a checkpoint.
+    # The last step of a training that has a checkpoint.
     total_steps: int | None = None
 
     @property
@@ -80,7 +80,7 @@ def resume(
 ) -> Plan:
     """Put the job back into the queue; `place` finds GPUs where others are asked for.
 
-    With `finish` it cools down from where it goes on, and ends as finished.
+    With `finish` it cools down from the step where it resumes, and ends as finished.
 
     Raise `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """

@@ -28,9 +28,9 @@ Entries = tuple[tuple[str, str], ...]
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
-    """Return (name, value) of a job's settings, the most telling first, and of the others, which are at their defaults.
+    """Return (name, value) of the settings that matter, the most important first, and of the others at their defaults.
 
-    `became` has by path what was settled on for settings that are "auto".
+    `became` has by path the values that were chosen for settings that are "auto".
     """
     raw = table_of(config)
     job, _ = parse_any(raw)
@@ -55,7 +55,7 @@ def summary(config: str, became: Entries = ()) -> tuple[Entries, Entries]:
 
 
 def settled(plan: Plan | None, total_steps: int | None) -> Entries:
-    """Return by path what the ranks of a job settled on for settings that may be "auto"."""
+    """Return by path the values that the ranks of a job chose for settings that may be "auto"."""
     if plan is None:
         return ()
     found = {"parallel.mode": plan.mode}

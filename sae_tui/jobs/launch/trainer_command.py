@@ -1,4 +1,4 @@
-"""Runs a command of the trainer that answers in JSON, and hands on how far it is."""
+"""Runs a command of the trainer that answers in JSON, and passes on its progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer_of(
     on_reached: OnReached | None = None,
     shows_errors: bool = False,
 ) -> T:
-    """Return what a command of the trainer answers, as this type; raise `UserError` where it fails.
+    """Return the answer of a command of the trainer as this type; raise `UserError` if it fails.
 
     It runs on the CPU, since it computes next to nothing. `on_reached` is called by another thread. With `shows_errors`
     its standard error is this program's.
@@ -49,11 +49,11 @@ def answer_of(
     if process.returncode:
         lines = (errors or b"").decode(errors="replace").strip().splitlines()
         reason = told_failure(output) or (lines[-1] if lines else "")
-        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} and told nothing")
+        raise UserError(reason or f"`trainer {command}` ended with {process.returncode} and no message")
     try:
         return decode_as(output.splitlines()[-1], kind)
     except (ValueError, IndexError) as error:
-        raise UserError(f"`trainer {command}` answered what is not understood: {error}") from None
+        raise UserError(f"`trainer {command}` gave an answer that cannot be read: {error}") from None
 
 
 def _hand_on(descriptor: int, on_reached: OnReached | None) -> None:

@@ -73,7 +73,7 @@ class Attempt(Protocol):
         ...
 
     def ask_to_finish(self) -> None:
-        """Tell ranks that cannot read the store that they are to cool down and finish early."""
+        """Ask ranks that cannot read the store to cool down and finish early."""
         ...
 
     def end(self) -> None:

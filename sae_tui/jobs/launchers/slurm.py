@@ -125,7 +125,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._end_if_pending()
 
     def ask_to_finish(self) -> None:
-        """Write the file that tells rank 0 to cool down, also where the job still waits for nodes."""
+        """Write the file that asks rank 0 to cool down, also while the job waits for nodes."""
         finish_file = self._paths.finish_file(self._spec.attempt)
         if not finish_file.exists():
             with tolerate_disk("asking the ranks to finish early"):

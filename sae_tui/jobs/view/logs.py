@@ -25,7 +25,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Return every log of a job by name, those that are not there yet included; of an evaluation once there was one."""
+    """Return every log of a job by name, also if it does not exist yet; the log of evaluations only once it exists."""
     logs = {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
     return logs | ({EVALUATION: paths.evaluation_log} if paths.evaluation_log.exists() else {})
 

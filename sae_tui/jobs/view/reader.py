@@ -41,8 +41,8 @@ class JobView(Job, frozen=True, kw_only=True):
 
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
     `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
-    of metrics that the row has no column for, by name. `k` and `d_sae` are as people read them, of a sweep from the
-    lowest to the highest. `evaluation` is that of its SAEs, while one goes on.
+    of metrics that the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the
+    highest. `evaluation` is the running evaluation of its SAEs.
     """
 
     phase: str = ""
@@ -58,7 +58,7 @@ class JobView(Job, frozen=True, kw_only=True):
 
 
 def is_loading(job: JobView) -> bool:
-    """Tell whether a job runs but has not begun: it loads its model, or prepares."""
+    """Return whether a running job has made no step yet: it loads its model, or prepares."""
     return job.state == JobState.RUNNING and job.phase in BEFORE_FIRST_STEP
 
 
@@ -71,9 +71,9 @@ def newest_value(job: Job, name: str) -> float | None:
 
 
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
-    """Return the value of a metric that a job is judged by, and whether it is only that of the last batches.
+    """Return the value of a metric that a job is judged by, and whether it is only of the last batches.
 
-    That is the case before the first evaluation: from then on it is the held-out one where there is such a metric.
+    It is so before the first evaluation; after it the held-out value is returned, if the metric has one.
     """
     if name not in held_out_metrics():
         return newest_value(job, name), False
@@ -87,7 +87,7 @@ def _without_column() -> list[str]:
 
 
 def _lacks_held_out(job: Job) -> bool:
-    """Tell whether the row of a job may lack a held-out value that its run has: an older version recorded none."""
+    """Return whether the row of a job may lack a held-out value that its run has: older versions recorded none."""
     return job.fvu is not None and job.heldout_fvu is None
 
 

@@ -1,8 +1,9 @@
-"""What the SAEs of a job are like, read from its job file without parsing all of it."""
+"""The k and the width of the SAEs of a job, read from its job file without parsing all of it."""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def k_words(config: str) -> str:
 
 
 def d_sae_words(config: str, d_in: int | None) -> str:
-    """Return `1,536`, or `768…3072` for a sweep; "" while the width of the data is not known, where it counts."""
+    """Return `1,536`, or `768…3072` for a sweep; "" if it depends on the width of the data and that is not known."""
     settings = _settings(config)
     widths = _numbers(settings.get("d_sae"))
     if not any(widths):
@@ -30,7 +31,7 @@ def d_sae_words(config: str, d_in: int | None) -> str:
 
 
 def dead_after_words(job: Job) -> str:
-    """Return `in 20,000 tokens`, in which a dead latent has not fired; "" while that is not known, or is swept."""
+    """Return `in 20,000 tokens`, the window without firing of a dead latent; "" if it is not known, or is swept."""
     # Imported only here: a list of jobs does without.
     from trainer.contract.settings.job import dead_after
 
@@ -43,7 +44,7 @@ def dead_after_words(job: Job) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _settings(config: str) -> dict[str, Any]:
-    """Return the section on the SAE; nothing where there is none, or none that can be read."""
+    """Return the section on the SAE; empty if it is missing or cannot be read."""
     section = _SECTION.search(config)
     try:
         return tomllib.loads(section[1]) if section else {}
@@ -52,9 +53,10 @@ def _settings(config: str) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[Any]:
-    """Return a setting's value, or the several of a sweep; without anything but numbers."""
+    """Return the finite numbers of a setting, which has several values in a sweep."""
     values = value if isinstance(value, list) else [value]
-    return [one for one in values if isinstance(one, int | float) and not isinstance(one, bool)]
+    numbers = (one for one in values if isinstance(one, int | float) and not isinstance(one, bool))
+    return [one for one in numbers if math.isfinite(one)]
 
 
 def _span(words: Sequence[str]) -> str:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +19,19 @@ import torch
 from safetensors.torch import save_file
 from support.report_cards import PROBING, SPLICED
 
+from sae_tui.jobs import going
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation import follow, request
+from sae_tui.jobs.evaluation.follow import Evaluation
 from sae_tui.jobs.evaluation.request import Request
-from sae_tui.jobs.going import FAILED, STARTED, Going
+from sae_tui.jobs.going import FAILED, STARTED, STOPPED, Going
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobsReader
 from tests.jobs.conftest import Box, wait_for
 from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.store.states import JobState
@@ -61,8 +70,8 @@ def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True, **p
 def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id), spliced=SPLICED, probing=PROBING)
     (box.data.sae(job_id) / FEATURES).touch()
-    told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
-    assert told == f"job {job_id} is being evaluated on the CPU; that goes on if you quit"
+    message = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto", is_probed=True)
+    assert message == f"job {job_id} is being evaluated on the CPU; this continues if you quit"
     assert request.wait_for_end(box.data, job_id) == (
         True,
         f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows, CE score 0.950 ± 0.004, "
@@ -75,7 +84,7 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_of_a_sweep_the_best_is_told_and_what_was_not_held_out_and_not_told(box: Box, job_id: int, monkeypatch) -> None:
+def test_of_a_sweep_the_best_sae_is_reported_and_that_no_row_is_held_out(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
     write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
     evaluate(box, monkeypatch, job_id, "true")
@@ -96,10 +105,10 @@ def test_of_a_sweep_the_best_is_told_and_what_was_not_held_out_and_not_told(box:
 )
 def test_a_failure_is_recorded_in_a_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
     evaluate(box, monkeypatch, job_id, script)
-    went_well, told = request.wait_for_end(box.data, job_id)
+    went_well, message = request.wait_for_end(box.data, job_id)
     assert not went_well
-    assert told.startswith(f"job {job_id} {reason}")
-    assert box.messages(job_id, FAILED) == [told.removeprefix(f"job {job_id} ")]
+    assert message.startswith(f"job {job_id} {reason}")
+    assert box.messages(job_id, FAILED) == [message.removeprefix(f"job {job_id} ")]
 
 
 def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
@@ -109,14 +118,99 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     trainer, follower = (ProcessRef.of(int(pid)) for pid in log.read_text().split())
     with pytest.raises(UserError, match="is being evaluated already"):
         evaluate(box, monkeypatch, job_id, "true")
+    # The one that loses a race for the lock says the same.
+    monkeypatch.setattr(request, "refuse", lambda *_: None)
+    with pytest.raises(UserError, match=f"job {job_id} is being evaluated already$"):
+        evaluate(box, monkeypatch, job_id, "true")
     follower.send(signal.SIGKILL)
     wait_for(lambda: not trainer.is_alive(), "the end of the trainer")
-    ended = (False, f"job {job_id} was not evaluated: it was ended before; see {log}")
+    ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    reconcile(box.data)
-    assert [*box.data.evaluations.iterdir()] == []
+    # Of an earlier `kill -9` in the middle of a write.
+    file = box.data.evaluations / f"{job_id}.json"
+    shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
+    for _ in range(2):
+        reconcile(box.data)
+        assert [*box.data.evaluations.iterdir()] == [half]
+    assert len(box.messages(job_id, FAILED)) == 1
     assert request.wait_for_end(box.data, job_id) == ended
+
+
+def test_the_end_of_one_that_was_killed_is_not_recorded_for_the_next_and_no_link_is_followed(
+    box: Box, job_id: int, tmp_path: Path
+) -> None:
+    (dead := subprocess.Popen(["sleep", "600"])).kill()
+    process = ProcessRef(dead.pid, 1, ProcessRef.current().boot_id)
+    dead.wait()
+    going.write(box.data, Going(job_id=job_id, process=process, host=socket.gethostname(), parts=(), began=1.0))
+    next_one = FileLock(box.data.run(job_id).evaluation_lock)
+    assert next_one.acquire()
+    reconcile(box.data)
+    assert box.messages(job_id, FAILED) == []
+    next_one.release()
+    file = box.data.evaluations / f"{job_id}.json"
+    file.rename(tmp_path / file.name)
+    file.symlink_to(tmp_path / file.name)
+    reconcile(box.data)
+    assert box.messages(job_id, FAILED) == []
+    file.unlink()
+    (tmp_path / file.name).rename(file)
+    reconcile(box.data)
+    assert len(box.messages(job_id, FAILED)) == 1
+
+
+def test_an_earlier_success_does_not_count_for_an_evaluation_that_left_no_event(
+    box: Box, job_id: int, monkeypatch
+) -> None:
+    write_card(box.data.sae(job_id))
+    evaluate(box, monkeypatch, job_id, "true")
+    assert request.wait_for_end(box.data, job_id)[0]
+    since = time.time()
+    evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
+    (now := seen(box, job_id)).process.send(signal.SIGKILL)
+    wait_for(lambda: not now.process.is_alive(), "the end of the evaluation")
+    went_well, message = request.wait_for_end(box.data, job_id, since)
+    assert (went_well, "its process was killed" in message) == (False, True)
+
+
+def test_an_evaluation_ends_with_its_trainer_whatever_that_has_left_running(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "sleep 600 & echo $!; exit 3")
+    log = box.data.run(job_id).evaluation_log
+    assert not request.wait_for_end(box.data, job_id)[0]
+    ProcessRef.of(int(log.read_text())).send(signal.SIGKILL)
+    assert len(box.messages(job_id, FAILED)) == 1
+
+
+@pytest.fixture
+def process_settings() -> Iterator[None]:
+    """Restore what an evaluation changes in its process."""
+    mask, handler = os.umask(0o077), signal.getsignal(signal.SIGHUP)
+    os.umask(mask)
+    yield
+    os.umask(mask)
+    signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.usefixtures("process_settings")
+def test_a_stop_that_comes_before_the_trainer_starts_is_not_lost(box: Box, job_id: int) -> None:
+    evaluation = Evaluation(box.data, Request(job_id))
+    box.control.request(job_id, "stop-evaluation")
+    evaluation.run(["sh", "-c", "exec sleep 5"])
+    assert box.messages(job_id, STOPPED) == ["was not evaluated: stopped; what was measured before stays"]
+    assert box.control.open_requests(job_id) == set()
+
+
+@pytest.mark.usefixtures("process_settings")
+def test_an_evaluation_that_has_got_its_gpu_is_not_shown_as_waiting(box: Box, job_id: int, monkeypatch) -> None:
+    card = request.Card(2, "GPU-2", "nvml", str(box.data.locks))
+    looks = iter([(None, "no GPU is free"), (card, "")])
+    monkeypatch.setattr(follow, "free_card", lambda *_: next(looks))
+    monkeypatch.setattr(follow, "LOOK_S", 0.01)
+    evaluation = Evaluation(box.data, Request(job_id, waits=True))
+    assert evaluation._has_device()
+    now = seen(box, job_id)
+    assert (now.where, now.waits_for, now.device) == ("GPU 2", "", "cuda")
 
 
 def seen(box: Box, job_id: int) -> Going | None:
@@ -127,18 +221,18 @@ def seen(box: Box, job_id: int) -> Going | None:
     return next(job.evaluation for job in reader.jobs if job.id == job_id)
 
 
-TELLS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
+REPORTS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
 
 
 def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, job_id: int, monkeypatch) -> None:
-    evaluate(box, monkeypatch, job_id, TELLS, model="auto", keeps_rows=True)
+    evaluate(box, monkeypatch, job_id, REPORTS, model="auto", keeps_rows=True)
     wait_for(lambda: (now := seen(box, job_id)) and now.reached.share, "the progress")
     now = seen(box, job_id)
     assert now
     assert (now.words, now.parts, now.where) == ("evaluating 41 % · 3 min left · rows", ("model",), "the CPU")
     assert request.stop(box.data, job_id) == f"the evaluation of job {job_id} stops; what was measured before stays"
-    told = f"job {job_id} was not evaluated: stopped; what was measured before stays"
-    assert request.wait_for_end(box.data, job_id) == (False, told)
+    message = f"job {job_id} was not evaluated: stopped; what was measured before stays"
+    assert request.wait_for_end(box.data, job_id) == (False, message)
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
         request.stop(box.data, job_id)
@@ -149,24 +243,23 @@ def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, jo
 
 
 def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box, job_id: int, monkeypatch) -> None:
-    told = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
-    assert told == f"job {job_id} is evaluated once a GPU is free; that goes on if you quit"
+    message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
+    assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
     # A job of the CPU gets none of the GPUs.
     wait_for(lambda: (now := seen(box, job_id)) and now.waits_for, "the wait")
     now = seen(box, job_id)
     assert now
     assert now.words == "evaluation waits: no GPU is free"
     request.stop(box.data, job_id)
-    told = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
-    assert request.wait_for_end(box.data, job_id) == (False, told)
+    message = f"job {job_id} was not evaluated: stopped while it waited for a GPU"
+    assert request.wait_for_end(box.data, job_id) == (False, message)
 
 
-def test_of_a_job_that_is_deleted_meanwhile_nothing_is_recorded(box: Box, job_id: int, monkeypatch, tmp_path) -> None:
-    evaluate(box, monkeypatch, job_id, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 1")
+def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "exec sleep 600")
     log = box.data.run(job_id).root
     trash.throw_away(box.data, job_id)
     held = box.data.trash / str(job_id) / "run" / "evaluation.lock"
-    (tmp_path / "go").touch()
     wait_for(lambda: not request.is_held(held), "the end of the evaluation")
     assert not log.exists()
     assert box.messages(job_id, FAILED) == []
@@ -226,6 +319,6 @@ def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, tmp_path: P
     rows.mkdir()
     origin = {name: torch.zeros(9, dtype=torch.int32) for name in ("token_ids", "positions", "document")}
     save_file({"activations": torch.zeros(9, 4)} | (origin if tells else {}), rows / "a.safetensors")
-    told, question = request.offer(box.data, job_id)
-    assert told.endswith("since its data does not tell its tokens") != tells
+    message, question = request.offer(box.data, job_id)
+    assert message.endswith("since its data does not tell its tokens") != tells
     assert ("Evaluate it now?" in question) == tells

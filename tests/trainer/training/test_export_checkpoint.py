@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.contract.runs.recipe import RECIPE, read_recipe
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import read_exported
+from trainer.reporting.progress import Progress
 from trainer.training.export_checkpoint import export_checkpoint
 from trainer.training.hub_card import hub_card
 from trainer.training.loop import Trainer
