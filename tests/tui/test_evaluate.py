@@ -1,4 +1,4 @@
-"""Evaluations in the app: what is asked before one starts, and how one that goes on is seen and stopped."""
+"""Evaluations in the app: the questions before one starts, and how a running one is shown and stopped."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def job_id(data: DataDir) -> int:
     return job_id
 
 
-async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
+async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_answer(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[request.Request] = []
@@ -59,7 +59,7 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
         boxes = {box.id: box for box in app.screen.query(Tick)}
-        # Its data is not here, so nobody knows which model it is of.
+        # Its data is missing, so its language model is unknown.
         assert [(name, box.value, box.disabled) for name, box in boxes.items()] == [
             (ROWS, True, False),
             (IN_MODEL, False, True),
@@ -76,7 +76,7 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
     assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
 
 
-async def test_an_evaluation_that_goes_on_has_a_row_and_is_stopped_by_the_key_that_stops_jobs(
+async def test_a_running_evaluation_has_a_row_and_the_key_that_stops_jobs_stops_it(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     lock = FileLock(data.run(job_id).evaluation_lock)
@@ -121,7 +121,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
             await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
             shown = app.screen.query_one(Footer).plain
             assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
-            # It has one rank only.
+            # It has one rank.
             assert ["a All metrics" in shown, "c Curve" in shown, "r Rank" in shown] == [True, True, False]
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
@@ -139,7 +139,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
         assert "tok/s" not in shown
 
 
-async def test_an_export_asks_for_format_and_folder_and_shows_what_came_of_it(
+async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path: Path
 ) -> None:
     (data.run(job_id).job_file).write_text('[data]\npath = "x"\n')
@@ -154,7 +154,7 @@ async def test_an_export_asks_for_format_and_folder_and_shows_what_came_of_it(
         assert folder.value.endswith("/a-1")
         folder.value = str(tmp_path / "out")
         await pilot.press("enter")
-        # The trainer's own sentence, of a job that has no checkpoint.
+        # The trainer's own message for a job that has no checkpoint.
         told = app.screen.query_one("#told", Label)
         await wait_until(pilot, lambda: "no checkpoint was saved" in str(told.content), seconds=60)
         assert not (tmp_path / "out").exists()

@@ -89,7 +89,7 @@ async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three)
         assert (said(app), shown(app)) == ("by name", ["alpha", "beta", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o")
-        # One that has not finished comes after those that have, though its FVU is lower.
+        # An unfinished job comes after the finished ones, although its FVU is lower.
         assert (said(app), shown(app)) == ("by fvu", ["beta", "alpha", "gamma"])
         assert table(app).selected == 2
         await pilot.press("o", "o", "o", "o")
