@@ -101,7 +101,7 @@ def test_a_job_is_stopped_after_a_question_and_asked_again_is_ended(
     assert person.told[-1] == "job 1 is ended within 5 s, saved or not"
 
 
-def test_a_training_that_runs_may_finish_early_instead_of_being_stopped(
+def test_a_running_training_can_finish_early_instead_of_being_stopped(
     box: Box, known: Known, actions: JobActions, person: Person
 ) -> None:
     job_id = box.record_job("a", JobState.RUNNING, step=200, total_steps=2000)
@@ -109,7 +109,7 @@ def test_a_training_that_runs_may_finish_early_instead_of_being_stopped(
     actions.stop(job_id)
     assert "it cools down over 30 steps" in person.questions[0][0]
     assert "ends as finished" in person.told[0]
-    # It is no stop: a stop comes next, and no kill.
+    # This is no stop: the next request is a stop, not a kill.
     assert not known.jobs[0].stop_requested
     person.takes_other = False
     actions.stop(job_id)

@@ -1,16 +1,17 @@
-"""Whether the automatic learning rate is still the best one in long runs: held-out FVU by text, run by run.
+"""Compares the automatic learning rate with lower ones in long runs, by the FVU of held-out texts.
 
     python tests/benchmarks/long_runs.py ROWS RESULTS.jsonl [--steps 2000 10000 50000] [--d-sae 1536] [--seeds 0]
         [--recipes NAME ...] [--batch 512] [--threads 1]
     python tests/benchmarks/long_runs.py RESULTS.jsonl
 
 ROWS is a folder that an extraction has written for one hook: shards with `activations` [n_tokens, d_in] and `document`.
-One text in 20 is held out as a whole, whatever the seed; every recipe trains on the same rows in the same order.
-Each run ends as its schedule has it, since an SAE is only as good as its finished decay. A result is one line of
-RESULTS; a run found there is not repeated, so that a stopped benchmark goes on. Without ROWS the results are printed.
+One text in 20 is held out as a whole, the same ones for every seed; every recipe trains on the same rows in the same
+order. Every run is finished, since most of the quality comes while the learning rate falls. Each result is a line of
+RESULTS. Runs that are there already are skipped, so that a stopped benchmark can be continued. Without ROWS only the
+results are printed.
 
 Recipes: `default`; its rate divided by 3 and by 10, with 5 % of warm-up; `plain`, the Adam TopK of Gao et al. (2024)
-and sparsify: 2e-4 * sqrt(2^14 / d_sae), 5 % of warm-up, a fall over the last fifth, free encoders, betas 0.9 and 0.999.
+and sparsify: 2e-4 * sqrt(2^14 / d_sae), 5 % of warm-up, decay over the last fifth, free encoders, betas 0.9 and 0.999.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WARM_UP = {"warmup_fraction": 0.05}
 
 
 def settings_of(recipe: str, d_sae: int, batch: int, n_steps: int) -> dict[str, Any]:
-    """Return the settings of `trainer.api.train` that make a recipe."""
+    """Return the settings of `trainer.api.train` for a recipe."""
     if recipe == "default":
         return {}
     if recipe == "plain":
@@ -61,7 +62,7 @@ def automatic_rate(d_sae: int, batch: int, n_steps: int) -> float:
 
 
 class Rows:
-    """Rows [n_tokens, d_in] of a hook, those of some texts held out."""
+    """The rows [n_tokens, d_in] of a hook, where those of some texts are held out."""
 
     def __init__(self, folder: Path) -> None:
         files = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
@@ -73,7 +74,7 @@ class Rows:
         self.train, self.held_out = torch.where(~is_held_out)[0], torch.where(is_held_out)[0]
 
     def batches(self, size: int, seed: int) -> Iterator[Tensor]:
-        """Yield batches of training rows without end, in a new order for each pass."""
+        """Yield batches of training rows forever, in a new order for each pass."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             for numbers in self.train[torch.randperm(len(self.train), generator=generator)].split(size):
@@ -87,7 +88,7 @@ class Rows:
 
 
 def measure(fitted: Any, rows: Rows) -> dict[str, float]:
-    """Return FVU on the texts held out with its standard error over texts, and the share of latents that never fire."""
+    """Return the FVU of held-out texts with its standard error over texts, and the share of latents that never fire."""
     mean = sum(x.double().sum(0) for x, _ in rows.held_out_batches()) / len(rows.held_out)
     n_texts = int(rows.documents.max()) + 1
     error, spread = torch.zeros(2, n_texts, dtype=torch.float64)
@@ -133,7 +134,7 @@ def main() -> None:
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
-    """Add to the results what is missing of them."""
+    """Run what is missing from the results, and add it."""
     rows = Rows(folder)
     for n_steps in options.steps:
         for seed in options.seeds:
@@ -147,7 +148,7 @@ def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return the results in Markdown, a line for each hook, width and length; means over seeds."""
+    """Return the results as a Markdown table: a line for each hook, width and length, with means over seeds."""
     lines = [
         f"| hook | latents | steps | passes | {' | '.join(RECIPES)} |",
         f"|---|---|---|---|{'---|' * len(RECIPES)}",
@@ -161,7 +162,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def cell(of_recipe: list[dict[str, Any]], of_case: list[dict[str, Any]]) -> str:
-    """Write the mean FVU over seeds with its distance to the default recipe's of the same seeds."""
+    """Return the mean FVU over seeds, and by how much it exceeds that of the default recipe with the same seeds."""
     if not of_recipe:
         return "–"
     mean = sum(one["fvu"] for one in of_recipe) / len(of_recipe)

@@ -105,7 +105,7 @@ def test_checkpoints_go_on_where_their_disk_was_read_only_for_a_while(train, sma
     require_recovered(training, at)
 
 
-def test_the_last_checkpoint_fits_on_a_disk_that_has_become_full_since_its_space_was_kept(train, small_disk) -> None:
+def test_the_last_checkpoint_fits_on_a_full_disk_since_its_space_was_reserved(train, small_disk) -> None:
     training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every_minutes=0)
     fill(training.paths.checkpoints)
     job = training.stop()

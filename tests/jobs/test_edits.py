@@ -135,7 +135,7 @@ def test_an_extraction_is_promised_no_checkpoint(box, what, said):
     assert what(box.data, job_id) == said
 
 
-def test_a_training_that_runs_can_finish_early_and_any_other_job_is_told_why_not(box):
+def test_a_running_training_can_finish_early_and_other_jobs_are_refused_with_the_reason(box):
     job_id = box.record()
     with pytest.raises(UserError, match=f"is queued; `sae-tui stop {job_id}` takes it out of the queue"):
         edits.finish(box.data, job_id)

@@ -402,7 +402,7 @@ def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
     assert box.job(job_id).state == JobState.QUEUED
 
 
-def test_a_job_that_is_asked_to_finish_is_not_stopped_by_that_and_can_be_paused_meanwhile(box):
+def test_a_request_to_finish_does_not_stop_a_job_and_the_job_can_still_be_paused(box):
     job_id = box.launch(ENDLESS)
     box.control.request(job_id, "finish")
     box.wait_steps(job_id)

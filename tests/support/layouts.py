@@ -1,4 +1,4 @@
-"""SAEs as other tools have laid them out over the years, each with what it computes by its own definition.
+"""File layouts of SAEs that other tools have written over the years, each with a reference for what the SAE computes.
 
 Every builder writes the files that the tool's documentation or code describes, with random weights.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 D_IN, D_SAE, K = 12, 40, 4
 PLACE = {"model_name": "gpt2-small", "hook_name": "blocks.3.hook_resid_pre", "hook_layer": 3}
-# What SAELens 3 to 5 wrote among the settings.
+# The settings that SAELens 3 to 5 wrote.
 FLAT = {
     "d_in": D_IN, "d_sae": D_SAE, "dtype": "torch.float32", "device": "cpu", "model_name": "gpt2-small",
     "hook_name": "blocks.3.hook_resid_pre", "hook_layer": 3, "hook_head_index": None, "context_size": 128,
@@ -27,7 +27,7 @@ FLAT = {
     "neuronpedia_id": None, "model_from_pretrained_kwargs": {},
 }  # fmt: skip
 ALL_FLAT = PLACE | {"context_size": 128, "prepend_bos": True, "dataset_path": "Skylion007/openwebtext"}
-# What versions 1 and 2 wrote: settings of the training in the same file.
+# The settings that versions 1 and 2 wrote, with those of the training in the same file.
 OLDEST = {name: value for name, value in FLAT.items() if not name.startswith(("hook_", "activation_fn"))} | {
     "hook_point": "blocks.{layer}.hook_resid_pre", "hook_point_layer": 3, "use_ghost_grads": True, "noise_scale": 0,
     "l1_coefficient": 8e-5, "normalize_sae_decoder": True, "mse_loss_normalization": None, "lr": 4e-4,
@@ -42,10 +42,10 @@ TRANSCODER = NEWEST | {"d_out": D_IN, "apply_b_dec_to_input": False}
 
 
 class Reference(NamedTuple):
-    """What an SAE computes, in float64, by the definition of its tool: `weights` as SAELens names them.
+    """Computes an SAE in float64 by the definition of its tool; `weights` have the names that SAELens uses.
 
-    `subtracts` tells whether the encoder sees x − b_dec; `by_norm` that latents are scaled by the norms of their
-    decoder rows; `row_scale` is what rows are multiplied with, `decoder_scale` what activations are in the decoder.
+    With `subtracts` the encoder reads x − b_dec, with `by_norm` latents are scaled by the norms of their decoder rows.
+    Rows are multiplied by `row_scale`, and activations by `decoder_scale` [d_sae] before they are decoded.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class Reference(NamedTuple):
     decoder_scale: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return activations, reconstructions, and which rows no rounding can give other latents."""
+        """Return activations, reconstructions, and the rows whose active latents do not depend on rounding."""
         own = {name: tensor.double() for name, tensor in self.weights.items()}
         rows = x.double() * self.row_scale
         seen = rows - own["b_dec"] if self.subtracts else rows
@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         x_hat = values @ decoder + own["b_dec"]
         if "W_skip" in own:
             x_hat = x_hat + rows @ own["W_skip"].T
-        # A factor of the rows leaves activations as they are, and those by norms with it.
+        # Only with `by_norm` are activations in the units of the unscaled rows.
         return acts / (self.row_scale if self.by_norm else 1.0), x_hat / self.row_scale, clear
 
     def _encoded(self, product: Tensor, own: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -91,10 +91,10 @@ def _clear(distances: Tensor) -> Tensor:
 
 
 class Layout(NamedTuple):
-    """How a tool lays out an SAE: `write` fills a folder and returns what it computes.
+    """How a tool stores an SAE: `write` fills a folder and returns the reference.
 
-    `origin` is what its files tell, `place` the path in the folder that is read, `flags` what the user adds, `oracle`
-    the other tool that reads the very same files.
+    `origin` is the metadata in its files, `place` the path below the folder that is read, `flags` are options that the
+    user adds, and `oracle` names the other tool's loader that reads the same files.
     """
 
     form: str
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
 
 def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) -> dict[str, Tensor]:
-    """Return random weights, as SAELens names them."""
+    """Return random weights, by the names that SAELens uses."""
     drawn = {"W_enc": torch.randn(D_IN, D_SAE), "W_dec": torch.randn(D_SAE, d_out), "b_dec": torch.randn(d_out)}
     drawn["W_dec"] *= 0.5 + torch.rand(D_SAE, 1)
     if kind == "gated":
@@ -114,7 +114,7 @@ def tensors(kind: str = "standard", d_out: int = D_IN, *, skip: bool = False) ->
     else:
         drawn["b_enc"] = 0.3 * torch.randn(D_SAE)
     if kind == "jumprelu":
-        # Below 0 a threshold does what 0 does.
+        # A threshold below 0 has the effect of 0.
         drawn["threshold"] = torch.rand(D_SAE) * 3 - 0.5
     return drawn | ({"W_skip": torch.randn(d_out, D_IN)} if skip else {})
 
@@ -130,7 +130,7 @@ def save(file: Path, stored: dict[str, Tensor]) -> None:
 
 
 def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None = None, **facts: Any) -> Any:
-    """Return a builder of an SAE of SAELens; `extra` are further tensors."""
+    """Return a builder of a SAELens SAE; `extra` are further tensors."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind, skip=str(config.get("architecture")).endswith("skip_transcoder"))
@@ -150,7 +150,7 @@ def saelens(kind: str, config: dict[str, Any], extra: dict[str, Tensor] | None =
 
 
 def halved(kind: str, dtype: torch.dtype) -> Any:
-    """Return a builder of an SAE of SAELens whose tensors are stored in 16 bits."""
+    """Return a builder of a SAELens SAE whose tensors are stored in 16 bits."""
 
     def write(folder: Path) -> Reference:
         drawn = {name: tensor.to(dtype) for name, tensor in tensors(kind).items()}
@@ -297,7 +297,7 @@ SAELENS = {
 def sparsify(
     config: dict[str, Any], folder_name: str = "layers.3", *, subtracts: bool = True, bom: bool = False
 ) -> Any:
-    """Return a builder of a coder of sparsify in the folder of its place, with the run's settings above it."""
+    """Return a builder of a sparsify SAE in `folder_name`, with the run's settings in the folder above."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("topk", skip=bool(config.get("skip_connection")))
@@ -315,7 +315,7 @@ def sparsify(
 
 
 def cached(folder: Path) -> Reference:
-    """Write a coder of sparsify as the hub's cache has it: links to blobs."""
+    """Write a sparsify SAE as the hub's cache stores it: links to blobs."""
     snapshot = folder / "models--a--b" / "snapshots" / "0123abcd"
     reference: Reference = sparsify({"num_latents": D_SAE})(snapshot)
     blobs = folder / "models--a--b" / "blobs"
@@ -343,7 +343,7 @@ SPARSIFY = {
         "sparsify",
         "layers.3.mlp",
     ),
-    # Until it had this setting, its encoder saw x − b_dec of a transcoder, too.
+    # Before it had this setting, the encoder of a transcoder read x − b_dec, too.
     "2024: skip transcoder without a mark": Layout(
         "sparsify",
         sparsify({"num_latents": D_SAE, "skip_connection": True}, "layers.3.mlp"),
@@ -368,7 +368,7 @@ def dictionary(
     file: str = "ae.pt",
     **facts: Any,
 ) -> Any:
-    """Return a builder of a dictionary of dictionary_learning: its names of tensors, its trainer's settings."""
+    """Return a builder of a dictionary_learning SAE; `names` map its tensor names to ours."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors(kind)
@@ -398,7 +398,7 @@ LM = {"model_name": "EleutherAI/pythia-70m-deduped", "hook_layer": 3, "context_s
 AT_3 = LM | {"hook_name": "blocks.3.hook_resid_post"}
 POST = {"submodule_name": "resid_post_layer_3"}
 DICTIONARIES = {
-    # Scaled to unit decoder rows as it is loaded.
+    # It scales decoder rows to norm 1 when it loads them.
     "2024: StandardTrainer": Layout(
         "dictionary_learning",
         dictionary("standard", LINEAR | {"bias": "b_dec"}, {"trainer_class": "StandardTrainer"} | POST, by_norm=True),
@@ -473,7 +473,7 @@ DICTIONARIES = {
 
 
 def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
-    """Return a builder of `params.npz`, the tensors of Gemma Scope 1."""
+    """Return a builder of `params.npz`, as in Gemma Scope 1."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("jumprelu")
@@ -488,7 +488,7 @@ def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
 
 
 def scope_2(config: dict[str, Any], *, skip: bool = False) -> Any:
-    """Return a builder of `params.safetensors` and `config.json`, as Gemma Scope 2 has them."""
+    """Return a builder of `params.safetensors` and `config.json`, as in Gemma Scope 2."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("jumprelu", skip=skip)
@@ -555,7 +555,7 @@ SCOPE = {
 
 
 def traced(kind: str, *, skip: bool = False) -> Any:
-    """Return a builder of two layers of a transcoder set of circuit-tracer."""
+    """Return a builder of two layers of a circuit-tracer transcoder set."""
 
     def write(folder: Path) -> Reference:
         for layer in (2, 3):

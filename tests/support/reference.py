@@ -209,9 +209,9 @@ def _commands(parser: argparse.ArgumentParser, title: str, examples: Mapping[str
 
 
 def _console(lines: Iterable[str]) -> str:
-    """Return commands as a block; what stands after two blanks tells what they do."""
-    told = (re.sub(r"\s{2,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
-    return "```bash\n" + "\n".join(told) + "\n```"
+    """Return commands as a block, and the text after two blanks in each line as its comment."""
+    commented = (re.sub(r"\s{2,}(?=\S)", "  # ", line.strip(), count=1) for line in lines)
+    return "```bash\n" + "\n".join(commented) + "\n```"
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.ArgumentParser, str]]:

@@ -66,7 +66,7 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient of every parameter, zeros where it has no part in the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
     grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
-    # PyTorch 2.6 makes zeros that need a gradient, into which nothing may be added.
+    # The zeros of PyTorch 2.6 require a gradient, so that they could not be added to in place.
     of_each = {name: grad.detach() for name, grad in zip(names, grads, strict=True)}
     for one in sae.row_gradients.take() if isinstance(sae, Sae) else []:
         wholes = Weights(of_each["W_enc"], of_each["b_enc"], of_each["W_dec"])

@@ -22,7 +22,7 @@ class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
     d_in: Annotated[int, about("Width of a row.", ge=1)] = 16
     ends_after: Annotated[int, about("Rows until the stream ends; none: never.", ge=0)] | None = None
     first_bad: Annotated[int, about("The first row that is not finite; none: all are.", ge=0)] | None = None
-    text_rows: Annotated[int, about("Rows of a text in a row, in all parts together; 0: no text is known.", ge=0)] = 0
+    text_rows: Annotated[int, about("Rows of each text, over all parts together; 0: texts are not known.", ge=0)] = 0
     bad_rows: Annotated[int, about("Rows that are not finite, one after the other.", ge=1)] = 1
 
     @property

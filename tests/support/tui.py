@@ -107,7 +107,7 @@ def record_job(
         "gpu_source": "simulated",
         "created": NOW,
     }
-    # An imported SAE has not run.
+    # An imported SAE was never run.
     usual |= {"state": state, "ended": NOW} if state is JobState.IMPORTED else {}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     put_store(data.control_db, "control")

@@ -34,7 +34,7 @@ D_IN = 16
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_data_folder() -> Iterator[None]:
-    """Let no test write the speeds that it measures into the user's data folder, or go by what is there."""
+    """Keep tests from writing measured speeds into the user's data folder, and from using those there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SAE_TUI_DATA_DIR", "/dev/null/none")
         yield

@@ -83,7 +83,7 @@ def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> 
         train(batches(2), n_steps=2, **settings)
 
 
-def test_rows_that_are_not_finite_are_left_out_one_by_one_and_told() -> None:
+def test_rows_that_are_not_finite_are_left_out_one_by_one_and_reported() -> None:
     data = list(batches(3))
     data[1] = data[1].clone()
     data[1][2, 0] = torch.nan

@@ -56,7 +56,7 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
     )
 
 
-def test_a_run_in_the_foreground_prints_its_result_as_the_last_line_and_keeps_what_it_measured_of_the_box(
+def test_a_foreground_run_prints_its_result_as_the_last_line_and_stores_the_measured_speeds(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path / "home" / "data"))
@@ -258,7 +258,7 @@ def test_a_run_folder_is_never_written_over(job_file: Path, capsys: pytest.Captu
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that sets the load of this machine, which is none for now."""
+    """Return a function that sets the load of this machine, which is 0 at first."""
 
     def set_to(load: float) -> None:
         monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))

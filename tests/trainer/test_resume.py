@@ -95,9 +95,7 @@ def test_a_run_from_before_small_steps_had_lower_rates_goes_on_as_it_began(run_d
 
 
 @pytest.mark.parametrize(("seed", "first"), [("3", 3), ("[5, 6]", 5)])
-def test_a_run_from_before_texts_were_held_out_keeps_back_the_rows_that_it_kept_back(
-    seed: str, first: int, run_dir: Path
-) -> None:
+def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
     file = run_dir / "job.toml"
     text = file.read_text()
     assert stored_job(run_dir, []).data.hold_out == "auto"
@@ -134,7 +132,7 @@ def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it holds no job.toml\n"
 
 
-def test_a_run_without_a_whole_checkpoint_begins_again_and_one_with_damaged_ones_does_not(
+def test_a_run_without_a_checkpoint_starts_again_and_one_with_damaged_checkpoints_is_refused(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
@@ -145,7 +143,7 @@ def test_a_run_without_a_whole_checkpoint_begins_again_and_one_with_damaged_ones
     assert main(again) == EXIT_USAGE
     assert capsys.readouterr().err.endswith("choose another folder, or resume it\n")
     shutil.rmtree(run_dir / "checkpoints")
-    # Each of the two commands names a way that works.
+    # Each of the two commands names a way out that works.
     assert main(again) == EXIT_USAGE
     told = capsys.readouterr().err
     assert "that had saved no checkpoint; remove the folder, choose another, or `resume` it from the beginning" in told
@@ -188,7 +186,7 @@ def record_data(run_dir: Path) -> None:
     Checkpoints(run_dir / "checkpoints", data=lambda: record).save({}, Position(10, 1280))
 
 
-def test_a_run_whose_data_has_changed_is_not_begun_again(
+def test_a_run_whose_data_has_changed_does_not_start_again(
     run_dir: Path, activations: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record_data(run_dir)
@@ -201,7 +199,7 @@ def test_a_run_whose_data_has_changed_is_not_begun_again(
     assert {*run_dir.rglob("*")} - {*before} <= {run_dir / "run.lock"}
 
 
-def test_what_is_new_in_the_data_is_said_and_a_checkpoint_without_a_record_is_too(
+def test_a_resume_reports_new_data_and_a_checkpoint_without_a_record_of_its_data(
     run_dir: Path, activations: Path
 ) -> None:
     job = load_job(run_dir / "job.toml")

@@ -111,7 +111,7 @@ async def test_a_yes_does_not_count_in_a_window_too_small_to_read_the_question()
         assert answers == [True]
 
 
-async def test_another_way_than_yes_is_offered_where_there_is_one() -> None:
+async def test_a_question_offers_a_second_action_if_there_is_one() -> None:
     answers: list[bool | None] = []
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:

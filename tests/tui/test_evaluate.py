@@ -51,7 +51,7 @@ def job_id(data: DataDir) -> int:
     return job_id
 
 
-async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
+async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_answer(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[request.Request] = []
@@ -81,7 +81,7 @@ async def test_what_to_measure_is_asked_and_nothing_starts_without_an_answer(
     assert [(one.job_id, one.parts, one.waits) for one in asked] == [(job_id, (ROWS,), False)]
 
 
-async def test_an_evaluation_that_goes_on_has_a_row_and_is_stopped_by_the_key_that_stops_jobs(
+async def test_a_running_evaluation_has_a_row_and_the_key_that_stops_jobs_stops_it(
     make_app: MakeApp, data: DataDir, job_id: int
 ) -> None:
     lock = FileLock(data.run(job_id).evaluation_lock)
@@ -126,7 +126,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
             await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
             shown = app.screen.query_one(Footer).plain
             assert [words in shown for words in ("v Card", "e Evaluate", "x Export")] == [offers] * 3
-            # It has one rank only.
+            # It has one rank.
             assert ["a All metrics" in shown, "c Curve" in shown, "r Rank" in shown] == [True, True, False]
         app.session.go.open_job(imported)
         await wait_until(pilot, lambda: app.session.detail and app.session.detail.view.id == imported)
@@ -144,7 +144,7 @@ async def test_a_job_without_an_sae_offers_nothing_that_needs_one_and_an_importe
         assert "tok/s" not in shown
 
 
-async def test_an_export_asks_for_format_and_folder_and_shows_what_came_of_it(
+async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path: Path
 ) -> None:
     (data.run(job_id).job_file).write_text('[data]\npath = "x"\n')

@@ -306,7 +306,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, sweep)
         for place, (label, fvu) in enumerate([*values.items(), ("k=8", 0.13)]):
-            # While it runs, none is called the best.
+            # While it runs, no SAE is called the best.
             assert f"{label} ({place % 3 + 1} of 3)" in screen.query_one(Headline).plain
             assert f"held-out FVU {number(fvu + 0.05)}" in screen.query_one(Headline).plain
             heading = screen.query_one("#curve-fvu").plain.splitlines()[0]
@@ -385,7 +385,7 @@ async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_ap
         await wait_until(pilot, lambda: not screen.query_one(SettingsPanel).display)
 
 
-async def test_what_auto_became_is_shown_and_enter_opens_the_settings_at_their_defaults(make_app, data) -> None:
+async def test_settings_show_the_value_of_auto_and_enter_shows_those_at_their_defaults(make_app, data) -> None:
     config = dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}})[0])
     job_id = record_job(data, "done", JobState.FINISHED, total_steps=521, attempt=1, config=config)
     folder = data.run(job_id).attempt(1)
@@ -411,7 +411,7 @@ async def test_what_auto_became_is_shown_and_enter_opens_the_settings_at_their_d
         assert not [line for line in shown() if line.startswith("seed")]
 
 
-async def test_the_first_curve_is_held_out_with_that_of_the_batches_dim_behind_it(make_app, data) -> None:
+async def test_the_first_curve_is_the_held_out_fvu_with_that_of_the_batches_dimmed_behind_it(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
     data.run(job_id).create()
     app = make_app(4)
@@ -554,7 +554,7 @@ async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_ap
         await pilot.press("c")
         assert app.screen.name == "compare"
         await wait_until(pilot, lambda: "tokens_per_s" in app.screen.comparison.metrics)
-        # One SAE has nothing to differ from: its curve alone, as large as the window.
+        # One SAE has nothing to compare with: its curve fills the window.
         await pilot.press("2")
         assert [view.id for view in app.screen.query("#views > *") if view.display] == ["curves"]
         await pilot.press("escape")

@@ -1,4 +1,4 @@
-"""What a row of the table of jobs says, and which columns there is room for."""
+"""Tests the rows of the jobs table, and which columns fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def config(**sae: object) -> str:
     return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
 
 
-def test_a_row_has_held_out_values_and_before_them_those_of_the_batches_dim_and_marked() -> None:
+def test_a_row_shows_held_out_values_and_until_they_are_known_marked_values_of_the_batches() -> None:
     fresh = cells(job(fvu=0.0801, l0=32.0))
     assert (fresh["FVU"], fresh["L0"]) == (("~0.0801", "dim"), ("~32", "dim"))
     measured = cells(job(fvu=0.0801, heldout_fvu=0.1341, l0=32.0, heldout_l0=36.4, dead_fraction=0.004))
@@ -50,14 +50,14 @@ def test_a_finished_job_shows_how_long_it_took_and_no_full_bar() -> None:
         (196, set(), range(18, 100)),
     ],
 )
-def test_columns_drop_by_width_and_the_name_takes_no_more_than_it_needs(width, dropped, name) -> None:
+def test_columns_are_dropped_by_width_and_the_name_is_no_wider_than_needed(width, dropped, name) -> None:
     widths = {column.title: size for column, size in _fit_columns(COLUMNS, width).items()}
     assert {column.title for column in COLUMNS} - widths.keys() == dropped
     assert widths["NAME"] in name
     assert sum(size + 1 for size in widths.values()) <= width
 
 
-def test_a_sweep_shows_from_where_to_where_its_saes_go() -> None:
+def test_a_sweep_shows_the_range_of_its_saes() -> None:
     assert (k_words(config(k=32)), d_sae_words(config(d_sae=1536), None)) == ("32", "1,536")
     assert (k_words(config(k=[32, 8, 16])), d_sae_words(config(d_sae=[768, 24576]), None)) == ("8…32", "768…24.6k")
     assert [d_sae_words(config(expansion_factor=8.0), d_in) for d_in in (576, None)] == ["4,608", ""]
@@ -65,7 +65,7 @@ def test_a_sweep_shows_from_where_to_where_its_saes_go() -> None:
     assert k_words("not [ toml") == k_words("[sae]\nk = \n") == d_sae_words("", 8) == ""
 
 
-def test_what_dead_means_is_known_once_the_number_of_tokens_is() -> None:
+def test_the_dead_share_is_explained_once_the_number_of_tokens_is_known() -> None:
     steps = {"step": 100, "total_steps": 400, "tokens": 51_200}
     assert dead_after_words(job(config=config(dead_after_tokens=20_000))) == "in 20,000 tokens"
     assert dead_after_words(job(config=config(), **steps)) == "in 20,480 tokens"

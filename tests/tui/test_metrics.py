@@ -42,7 +42,7 @@ async def opened(pilot) -> None:
     await wait_until(pilot, lambda: isinstance(app.screen, MetricsScreen) and plots(app) and plots(app)[0].plain)
 
 
-async def test_every_metric_is_there_the_held_out_fvu_first_on_as_many_pages_as_it_takes(make_app, trained) -> None:
+async def test_every_metric_is_shown_on_as_many_pages_as_needed_and_the_held_out_fvu_first(make_app, trained) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot)

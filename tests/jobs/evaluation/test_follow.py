@@ -224,7 +224,7 @@ def seen(box: Box, job_id: int) -> Going | None:
 REPORTS = """echo '{"stage": "rows", "share": 0.41, "left_s": 180}' >&$SAE_TUI_PROGRESS_FD; exec sleep 600"""
 
 
-def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, job_id: int, monkeypatch) -> None:
+def test_a_running_evaluation_shows_its_progress_and_can_be_stopped(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, REPORTS, model="auto", keeps_rows=True)
     wait_for(lambda: (now := seen(box, job_id)) and now.reached.share, "the progress")
     now = seen(box, job_id)
@@ -236,13 +236,13 @@ def test_how_far_an_evaluation_is_can_be_seen_and_it_can_be_stopped(box: Box, jo
     assert seen(box, job_id) is None
     with pytest.raises(UserError, match=f"job {job_id} is not being evaluated"):
         request.stop(box.data, job_id)
-    # The next one is not stopped by what the last one was asked for.
+    # The request to stop the last evaluation does not stop the next one.
     write_card(box.data.sae(job_id))
     evaluate(box, monkeypatch, job_id, "true")
     assert request.wait_for_end(box.data, job_id)[0]
 
 
-def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_does(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_waits_for_a_gpu_and_can_be_stopped_while_it_waits(box: Box, job_id: int, monkeypatch) -> None:
     message = evaluate(box, monkeypatch, job_id, "true", waits=True, gpu_source="simulated:1")
     assert message == f"job {job_id} is evaluated once a GPU is free; this continues if you quit"
     # A job of the CPU gets none of the GPUs.

@@ -86,11 +86,11 @@ def test_a_filter_finds_the_jobs_that_all_its_words_match(text, found) -> None:
         ("queue", [12, 4, 3, 2, 1]),
     ],
 )
-def test_an_order_puts_low_values_of_finished_jobs_first_and_jobs_without_one_last(by, found) -> None:
+def test_sorting_puts_low_values_of_finished_jobs_first_and_jobs_without_a_value_last(by, found) -> None:
     assert ids(find(JOBS, by=by)) == found
 
 
-def test_a_batch_s_fvu_is_never_sorted_among_held_out_ones() -> None:
+def test_the_fvu_of_batches_is_never_sorted_among_held_out_fvus() -> None:
     jobs = [job(1, fvu=0.01), job(2, fvu=0.05, heldout_fvu=0.3), job(3), job(4, fvu=0.2, heldout_fvu=0.25)]
     assert ids(find(jobs, by="fvu")) == [4, 2, 3, 1]
 

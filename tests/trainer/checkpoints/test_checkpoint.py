@@ -413,10 +413,10 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
         assert (tmp_path / "run" / "sae" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
 
 
-def test_figures_of_other_held_out_rows_are_not_compared(tmp_path: Path) -> None:
+def test_held_out_fvus_of_different_rows_are_not_compared(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", keep=3)
     for step, (fvu, held_out) in enumerate([(0.1, "of other rows"), (0.3, "rows"), (0.2, "rows"), (0.4, "rows")]):
         checkpoints.save({}, Position(step, step), fvu, held_out=held_out)
     assert [folder.name[-1] for folder in best_first(newest_first(tmp_path / "c"))] == ["2", "1", "3"]
-    # The best of all is not kept.
+    # The lowest of all is not kept.
     assert [folder.name[-1] for folder in newest_first(tmp_path / "c")] == ["3", "2", "1"]

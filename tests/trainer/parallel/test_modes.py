@@ -47,7 +47,7 @@ MODES = {
 }
 # Latents count as dead soon, so that AuxK and the counters take part.
 SAE = {"dead_after_tokens": 960, "d_sae": 128}
-# With these rows some latents die in time to be resampled.
+# With these rows some latents die early enough to be resampled.
 ROWS = {"hold_out": "rows"}
 
 

@@ -175,7 +175,7 @@ def test_a_compiler_that_is_loaded_later_is_deterministic_too_and_none_is_loaded
 
 
 class Older:
-    """A compiler's configuration that refuses names that it does not know, as torch's does."""
+    """A compiler's configuration that refuses unknown names, as torch's does."""
 
     __slots__ = ()
 

@@ -29,7 +29,7 @@ def test_who_is_not_logged_in_gets_a_run_for_each_sae_to_upload_later(
         assert run["curves"]["fvu"] == pytest.approx(stored(run_dir, f"fvu@{label}"))
         assert run["curves"]["tokens_per_s"] == pytest.approx(stored(run_dir, "tokens_per_s"))
         assert run["config"]["sae"]["k"] == int(label[-1])
-        # What W&B lists of a run is held out.
+        # The summary in W&B has the held-out values.
         assert run["sums_up"] == {"heldout_fvu": True, "heldout_l0": True, "fvu": False, "l0": False}
         ids[label] = run["id"], run["group"]
     assert ids["k=2"][0] != ids["k=4"][0]
