@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -23,7 +24,8 @@ from tqdm import tqdm
 from trainer.activations.base import are_finite
 from trainer.activations.batches import Batch
 from trainer.activations.outliers import LeftOut, Outliers
-from trainer.activations.training_data import SAMPLE_TOKENS, of_half
+from trainer.activations.split import BLOCK, halves_of
+from trainer.activations.training_data import SAMPLE_TOKENS
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -31,7 +33,6 @@ from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_knobs
 from trainer.contract.wording import plural
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
 from trainer.sharing.saelens import export_sae
@@ -125,7 +126,7 @@ def train(
         warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
     values = _interval(learner) if step % job.train.log_every and step < n_steps else values
     if rows:
-        values |= evaluate({"": learner}, HeldOut(rows, [outliers], device), parallel, job.train.batch_size)[""]
+        values |= evaluate({"": learner}, HeldOut(rows, [outliers], device), parallel, len(first[0][0]))[""]
     return Fitted(learner, values)
 
 
@@ -187,7 +188,8 @@ class _HeldOutRows:
     def held_out(self, batch_size: int, half: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = self._pair
         if half is not None:
-            own = torch.from_numpy(of_half(half, len(x), Group()))
+            # The texts are not known: neighbouring rows are kept together.
+            own = torch.from_numpy(halves_of(np.arange(len(x)) // BLOCK) == half)
             x, y = (x[own], x[own]) if y is x else (x[own], y[own])
         for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
             yield inputs, inputs if y is x else targets

@@ -68,7 +68,9 @@ class Texts:
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
         known, of_known = np.unique(numbers, return_inverse=True)
-        labels: Indices = np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[1]
+        labels: Indices = np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[
+            1
+        ]
         return labels
 
     def _numberings(self, n_rows: int) -> Indices:

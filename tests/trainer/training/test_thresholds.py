@@ -16,7 +16,6 @@ from trainer.activations.training_data import HALVES
 from trainer.contract.settings.job import JobConfig
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group
 from trainer.parallel.threads import on_all
 from trainer.saes.batch_topk import BatchTopK
 from trainer.training.learner import Learner
