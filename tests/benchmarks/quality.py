@@ -1,13 +1,15 @@
 """Held-out FVU against training time: ours and other trainers with their defaults, on the same rows in the same order.
 
     python tests/benchmarks/quality.py DATA [--peers NAME ...] [--steps 500 | --tokens N] [--d-sae 3072] [--k 32]
-        [--json FOLDER] [--save FOLDER]
+        [--seeds 0] [--json FOLDER] [--save FOLDER]
 
-DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. A seeded permutation holds
-out its last 16,384 rows; the others are trained on in seeded permutations, one per epoch. Measured every 25 steps,
-outside the clock: FVU and L0 as the library's users get them; FVU with the batch's k·n largest activations, which
-compares BatchTopK at equal L0 however its threshold has come out; and the share of latents that fire neither on the
-held-out rows nor on 65,536 training rows. Seconds are those of the steps alone; CPU time over all threads, divided by
+DATA is a .safetensors file with `activations` [n_tokens, d_in], or a folder of such files. Where they have `document`
+[n_tokens], whole texts of at least 16,384 rows are held out, the same for all seeds; else 16,384 single rows, drawn by
+the seed. The others are trained on in seeded permutations, one per epoch. Measured every 25 steps, outside the clock:
+FVU and L0 as the library's users get them; FVU with the batch's k·n largest activations, which compares BatchTopK at
+equal L0 however its threshold has come out; and the share of latents that fire neither on the held-out rows nor on
+65,536 training rows. With several seeds a second table has the mean FVU at equal L0, its standard deviation over seeds
+and its standard error over held-out texts. Seconds are those of the steps alone; CPU time over all threads, divided by
 their number, is what the wall clock would show on a machine without other work.
 
 With --tokens each is trained on so many rows, in steps of its own where it chooses them by itself, else of --batch.
@@ -41,12 +43,17 @@ CHUNK = 4096
 
 
 class Data:
-    """Rows [n_tokens, d_in], permuted once; the last ones are held out."""
+    """Rows [n_tokens, d_in] in random order; whole texts are held out where `documents` [n_tokens] are known."""
 
-    def __init__(self, x: Tensor, seed: int, device: str) -> None:
-        x = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))].to(device)
+    def __init__(self, x: Tensor, seed: int, device: str, documents: Tensor | None = None) -> None:
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         n_held_out = min(N_HELD_OUT, len(x) // 4)
-        self._seed, self.train, self.held_out = seed, x[:-n_held_out], x[-n_held_out:].float()
+        is_held_out = torch.arange(len(x)) >= len(x) - n_held_out
+        if documents is not None:
+            is_held_out = of_texts(documents, n_held_out)[order]
+        self._seed, self.train = seed, x[order[~is_held_out]].to(device)
+        self.held_out = x[order[is_held_out]].to(device).float()
+        self.texts = None if documents is None else documents[order[is_held_out]].to(device)
 
     @property
     def sample(self) -> Tensor:
@@ -62,6 +69,14 @@ class Data:
                     yield self.train[rows].float()
 
 
+def of_texts(documents: Tensor, n_rows: int) -> Tensor:
+    """Return which rows are of some random texts, which together have at least `n_rows`; bool [n_tokens]."""
+    texts, sizes = documents.unique(return_counts=True)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
+    n_texts = int((sizes[order].cumsum(0) < n_rows).sum()) + 1
+    return torch.isin(documents, texts[order[:n_texts]])
+
+
 @dataclasses.dataclass
 class Point:
     """One measurement of a curve."""
@@ -73,6 +88,8 @@ class Point:
     l0: float
     fvu_at_k: float
     never_fired: float
+    # Of `fvu_at_k`, over texts; 0 where rows were held out.
+    fvu_error: float = 0.0
 
 
 @dataclasses.dataclass
@@ -105,18 +122,25 @@ def main() -> None:
     # CSR tensors are called experimental once, and Triton missing likewise.
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
-    data = Data(load(options.data), options.seed, options.device)
+    x, documents = load(options.data)
     steps = -(-options.tokens // options.batch) if options.tokens else options.steps
-    shape = data.train.shape[1], options.d_sae, options.k, options.batch, steps
-    setup = peers.Setup(*shape, options.device, seed=options.seed, own_steps=bool(options.tokens))
-    results = [found_or_run(name, setup, data, options) for name in peers.available(options.peers)]
-    Console(width=150).print(table(results))
+    shape = x.shape[1], options.d_sae, options.k, options.batch, steps
+    names, results = peers.available(options.peers), []
+    for seed in options.seeds:
+        data = Data(x, seed, options.device, documents)
+        setup = peers.Setup(*shape, options.device, seed=seed, own_steps=bool(options.tokens))
+        results.append([found_or_run(name, setup, data, options) for name in names])
+        Console(width=150).print(table(results[-1]))
+    if len(results) > 1:
+        Console(width=150).print(over_seeds(results))
 
 
-def load(data: Path) -> Tensor:
-    """Return the rows [n_tokens, d_in] of a file, or of all files of a folder in the order of their names."""
-    files = sorted(data.glob("*.safetensors")) if data.is_dir() else [data]
-    return torch.cat([load_file(file)["activations"].float() for file in files])
+def load(data: Path) -> tuple[Tensor, Tensor | None]:
+    """Return the rows [n_tokens, d_in] of a file or of all files of a folder, and the text of each row if stored."""
+    files = [load_file(file) for file in (sorted(data.glob("*.safetensors")) if data.is_dir() else [data])]
+    documents = [file["document"].long() for file in files if "document" in file]
+    x = torch.cat([file["activations"].float() for file in files])
+    return x, torch.cat(documents) if len(documents) == len(files) else None
 
 
 def parse() -> argparse.Namespace:
@@ -129,7 +153,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--d-sae", type=int, default=3072)
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep curves here and reuse those of peers")
@@ -139,7 +163,8 @@ def parse() -> argparse.Namespace:
 
 
 def found_or_run(name: str, setup: peers.Setup, data: Data, options: argparse.Namespace) -> Result:
-    path = options.json / f"{file_name(name)}.json" if options.json else None
+    of_seed = f"-{setup.seed}" if len(options.seeds) > 1 else ""
+    path = options.json / f"{file_name(name)}{of_seed}.json" if options.json else None
     recipe = peers.RECIPES[name]
     stored = read(path) if path and recipe.module != "trainer" and not options.again else None
     if stored and stored.setup == dataclasses.asdict(setup) and stored.final.step == setup.n_steps:
@@ -151,7 +176,7 @@ def found_or_run(name: str, setup: peers.Setup, data: Data, options: argparse.Na
         print(f"{name}: step {point.step} FVU {point.fvu_at_k:.4f} after {point.cpu_s:.1f} s", flush=True)
         result.curve.append(point)
         write(path, result)
-    if options.save and trainer.writes_sae:
+    if options.save and trainer.writes_sae and setup.seed == options.seeds[0]:
         folder = options.save / file_name(name)
         folder.mkdir(parents=True, exist_ok=True)
         trainer.save(folder)
@@ -199,12 +224,28 @@ def synchronise(device: str) -> None:
 @torch.no_grad()
 def measure(recipe: peers.Recipe, data: Data, step: int, cpu_s: float, wall_s: float) -> Point:
     fvu, l0, fired = evaluate(recipe.reconstruct_at_k, data.held_out)
-    fvu_at_k = fvu
+    fvu_at_k, error = fvu, error_over_texts(recipe.reconstruct_at_k, data)
     if recipe.kind == "batchtopk":
         fvu, l0, _ = evaluate(recipe.reconstruct, data.held_out)
     _, _, fired_in_training = evaluate(recipe.reconstruct_at_k, data.train[:N_FIRING])
     never_fired = float((~(fired | fired_in_training)).float().mean())
-    return Point(step, cpu_s, wall_s, fvu, l0, fvu_at_k, never_fired)
+    return Point(step, cpu_s, wall_s, fvu, l0, fvu_at_k, never_fired, error)
+
+
+def error_over_texts(reconstruct: Any, data: Data) -> float:
+    """Return the standard error of the held-out FVU over texts; 0 where rows were held out.
+
+    It is that of a ratio of sums over independent texts: Cochran (1977), Sampling Techniques, section 6.4.
+    """
+    if data.texts is None:
+        return 0.0
+    mean = data.held_out.mean(dim=0)
+    sums = torch.zeros(2, int(data.texts.max()) + 1, dtype=torch.float64, device=data.texts.device)
+    for x, texts in zip(data.held_out.split(CHUNK), data.texts.split(CHUNK), strict=True):
+        errors = (x - reconstruct(x).x_hat).square().sum(1), (x - mean).square().sum(1)
+        sums.index_add_(1, texts, torch.stack(errors).double())
+    residual = sums[0] - sums[0].sum() / sums[1].sum() * sums[1]
+    return float(residual.square().sum().sqrt() / sums[1].sum())
 
 
 @torch.no_grad()
@@ -232,6 +273,19 @@ def table(results: list[Result]) -> Table:
         cells = f"{final.fvu:.4f}", f"{final.l0:.1f}", f"{final.fvu_at_k:.4f}", f"{final.never_fired:.1%}"
         times = f"{final.cpu_s:.1f}", f"{final.wall_s:.1f}"
         shown.add_row(result.recipe, result.version, *cells, *times, *race(result, results))
+    return shown
+
+
+def over_seeds(results: list[list[Result]]) -> Table:
+    shown = Table("recipe", title=f"held-out FVU at equal L0, {len(results)} seeds")
+    for heading in ("FVU", "over seeds ±", "over texts ±", "L0 as exported", "never fired"):
+        shown.add_column(heading, justify="right")
+    for of_recipe in zip(*results, strict=True):
+        points = [result.final for result in of_recipe]
+        columns = torch.tensor([[one.fvu_at_k, one.fvu_error, one.l0, one.never_fired] for one in points]).double()
+        fvu, error, l0, never_fired = columns.mean(0).tolist()
+        spread = f"{columns[:, 0].std():.4f}"
+        shown.add_row(of_recipe[0].recipe, f"{fvu:.4f}", spread, f"{error:.4f}", f"{l0:.1f}", f"{never_fired:.1%}")
     return shown
 
 
