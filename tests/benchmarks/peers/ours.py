@@ -39,7 +39,7 @@ class Ours(Recipe):
         self._setup, self._n_done = setup, 0
 
     def steps_of(self, setup: Setup) -> tuple[int, int]:
-        return self._learner.tokens_per_step, self._learner.total_steps
+        return self._learner.tokens_per_step, self._learner.schedule.total_steps
 
     def step(self, x: Tensor) -> None:
         from trainer.activations.batches import Batch
