@@ -21,10 +21,17 @@ from sae_tui.session import HasSession, Session
 from sae_tui.theme import THEMES, ThemeName
 
 _MOST_JOBS = 50
+_KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
     """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
+
+    # A magnifying glass is missing in many fonts.
+    DEFAULT_CSS = """
+    Palette > Vertical { width: 90; max-width: 100%; }
+    Palette SearchIcon { display: none; }
+    """
 
     @classmethod
     def open(cls, app: App[Any]) -> None:
@@ -47,7 +54,7 @@ class Commands(Provider):
     async def discover(self) -> Hits:
         keys = _keys(self.screen)
         for title, explanation, act, _ in self.app.get_system_commands(self.screen):
-            yield DiscoveryHit(_display(Content(title), keys.get(title)), act, text=title, help=escape(explanation))
+            yield DiscoveryHit(_display(Content(title), keys.get(title)), act, text=title, help=_below(explanation))
 
     async def search(self, query: str) -> Hits:
         matcher, keys = self.matcher(query), _keys(self.screen)
@@ -56,7 +63,7 @@ class Commands(Provider):
             named, explained = matcher.match(title), query.casefold() in explanation.casefold()
             if named or explained:
                 shown = _display(matcher.highlight(escape(title)), keys.get(title))
-                yield Hit(1 + named if named else 0.5, shown, act, text=title, help=escape(explanation))
+                yield Hit(1 + named if named else 0.5, shown, act, text=title, help=_below(explanation))
 
 
 class JobCommands(Provider):
@@ -69,7 +76,7 @@ class JobCommands(Provider):
             for verb, explanation, act in _of_job(session, job):
                 title = f"{verb} job {job.id}: {job.name}"
                 if all(word in title.casefold() for word in words):
-                    yield Hit(0.1, _display(Content(title), None), act, text=title, help=explanation)
+                    yield Hit(0.1, _display(Content(title), None), act, text=title, help=_below(explanation))
 
 
 def _names(job: JobView, words: Iterable[str]) -> bool:
@@ -134,4 +141,9 @@ def _keys(screen: Screen[object]) -> Mapping[str, str]:
 
 def _display(title: Content, key: str | None) -> Content:
     """Return the title with its key in front, in a column of the same width for all."""
-    return Content.assemble((f"{key or '':>5}  ", "$text-accent"), title)
+    return Content.assemble((f"{key or '':>{_KEY_WIDTH}}  ", "$text-accent"), title)
+
+
+def _below(explanation: str) -> str:
+    """Return the explanation as markup that begins below its title."""
+    return " " * (_KEY_WIDTH + 2) + escape(explanation)

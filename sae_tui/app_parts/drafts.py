@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 from textual.app import App
 from textual.worker import get_current_worker
 
 from sae_tui.jobs.launch import kept_draft
-from sae_tui.jobs.launch.clone import clone_settings
+from sae_tui.jobs.launch.clone import clone_settings, free_name
 from sae_tui.jobs.launch.job_form import extraction_preset
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.launch_form import LaunchForm, Origin
@@ -87,6 +88,8 @@ class Drafts:
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
+        name = free_name(config.name, (one.name for one in self._session.jobs))
+        config = msgspec.structs.replace(config, name=name)
         self._replace_by("the clone", LaunchScreen(self._session, Origin(job_id, was, config)))
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None) -> None:

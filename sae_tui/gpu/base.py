@@ -27,10 +27,10 @@ OPEN_LIMIT_S = 15.0
 CARD_LIMIT_S = 5.0
 # What slows a card down that is in trouble: heat, or power that does not come.
 THROTTLING = (
-    "the hardware slows it (heat or power)",
-    "too hot: the driver slows it",
-    "too hot: the hardware slows it",
-    "the power supply asks for less (power brake)",
+    "hardware limit (heat or power)",
+    "too hot (driver limit)",
+    "too hot (hardware limit)",
+    "power supply limit (power brake)",
 )
 
 

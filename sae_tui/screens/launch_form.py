@@ -96,9 +96,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         with Vertical(id="settings-panel", classes="panel"):
             with Horizontal(id="preset-row"):
                 yield Label("", id="about")
-                yield Menu(
-                    [(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset"
-                )
+                none = f"none (clone of job {self.origin.job_id})" if self.origin else "none"
+                yield Menu([(path.stem, path) for path in job_form.presets()], prompt=none, compact=True, id="preset")
                 yield Static("", id="changes")
             with VerticalScroll(id="form-scroll", can_focus=False):
                 yield KnobForm(_fields({}), {}, id="form", original=self._original)

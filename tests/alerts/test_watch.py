@@ -68,7 +68,7 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
         (
             cards(replace(FINE, condition=Condition(slowed_by=("power limit reached", THROTTLING[1])))),
             60,
-            "GPU 3 is slowed down: too hot: the driver slows it",
+            "GPU 3 is slowed down: too hot (driver limit)",
             cards(replace(FINE, condition=Condition(slowed_by=("power limit reached",)))),
             60,
         ),

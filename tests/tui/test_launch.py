@@ -842,6 +842,8 @@ async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_ap
         assert app.screen is screen
         await pilot.press("escape", "y", "y")
         await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.origin)
+        await wait_until(pilot, lambda: (clone := job_of(app.screen)) and clone.name == "first-2")
+        assert "none (clone of job 1)" in str(app.screen.query_one("#preset").prompt)
 
 
 async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(make_app) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,6 +34,18 @@ def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) ->
     refuse_options_of_others(judged.distrust, job, overrides)
     name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
     return msgspec.structs.replace(job, name=name)
+
+
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """Return a name that no other job has: `quick` becomes `quick-2`, and `quick-2` of `quick` becomes `quick-3`."""
+    names = set(taken)
+    if name not in names:
+        return name
+    first = re.sub(r"-\d+$", "", name)
+    stem = first if first in names else name
+    endings = (f"-{number}" for number in itertools.count(2))
+    free = (stem[: LONGEST_NAME - len(ending)] + ending for ending in endings)
+    return next(one for one in free if one not in names)
 
 
 def _present_name(data: DataDir, job_id: int) -> str:

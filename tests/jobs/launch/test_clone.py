@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.launch.clone import clone_settings, grid, half_batch, name_by_axes
+from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.launch.clone import clone_settings, free_name, grid, half_batch, name_by_axes
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
@@ -19,6 +20,15 @@ def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(
         clone_settings(box.data, job_id, ["train.lr=fast"])
     with pytest.raises(UserError, match="there is no job 9;"):
         clone_settings(box.data, 9)
+
+
+def test_the_form_offers_a_clone_under_a_name_that_no_other_job_has():
+    assert free_name("quick", []) == "quick"
+    assert free_name("quick", ["quick"]) == "quick-2"
+    assert free_name("quick-2", ["quick", "quick-2", "quick-4"]) == "quick-3"
+    assert free_name("gpt-2", ["gpt-2"]) == "gpt-2-2"
+    longest = "x" * LONGEST_NAME
+    assert free_name(longest, [longest]) == f"{longest[:-2]}-2"
 
 
 def test_a_clone_has_the_name_that_its_job_was_given_since(box):
