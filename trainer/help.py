@@ -175,8 +175,8 @@ between two classes of texts, next to one on all activations, over 3 splits of t
 of the split alone: the same sets for every SAE. An encoder predicts no next token: with --probe its SAE is probed all
 the same, without loss. An evaluation adds to the card and replaces only what it measures again; the previous card stays
 in .cards. The card is written next to the weights as card.json and as a model card, README.md, if they are of this
-checkpoint; so are the texts in which each latent fires most, where the data tells the tokens of its rows or a language
-model streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the weight of the
+checkpoint; so are the texts in which each latent fires most, if the data has the tokens of its rows or a language model
+streams them, and with --model the tokens that it promotes and suppresses: W_dec @ W_U, with the weight of the
 final norm folded into W_U. `sae-tui features` shows them.
 {_EXITS_OF_EVAL}
 """

@@ -131,7 +131,7 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
-    command.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that no run tells the rows of")
+    command.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that belongs to no run")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument(
         "--model",
@@ -142,13 +142,13 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
         "--tokens",
         type=_count,
         metavar="N",
-        help="of --model: how many to read; 0: none; default 32768, on a CPU 4096",
+        help="with --model: how many to read; 0: none; default 32768, on a CPU 4096",
     )
     command.add_argument(
-        "--probe", action="store_true", help="of --model: how well 1 and 16 latents tell what a text is about"
+        "--probe", action="store_true", help="with --model: how well 1 and 16 latents predict what a text is about"
     )
     command.add_argument(
-        "--sets", type=_positive, metavar="N", help="of --probe: sets of labelled texts, at most 113; default 12"
+        "--sets", type=_positive, metavar="N", help="with --probe: sets of labelled texts, at most 113; default 12"
     )
     command.add_argument(
         "--keep-rows", action="store_true", help="do not measure rows again if the card has them for these weights"

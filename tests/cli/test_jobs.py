@@ -419,7 +419,7 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     assert listed[2].endswith("until released")
 
 
-def test_the_fvu_that_is_read_first_is_held_out_and_that_of_the_batches_is_marked(shell):
+def test_the_first_fvu_is_held_out_and_the_fvu_of_the_batches_is_marked(shell):
     config = "[sae]\nk = [8, 32]\nd_sae = 1536\ndead_after_tokens = 20000\n"
     values = {"step": 10, "total_steps": 10, "tokens": 1000, "l0": 32.0, "dead_fraction": 0.004}
     fresh = record(shell, JobState.FAILED, config=config, fvu=0.08, **values)

@@ -94,7 +94,7 @@ def test_jobs_have_state_and_newest_values():
     assert [state for state, value in states.items() if value] == ["running"]
 
 
-def test_what_the_metrics_are_of_is_said():
+def test_the_metrics_state_what_they_describe():
     text = text_of(job_families([job(fvu=0.142, heldout_fvu=0.2)], NOW))
     assert "# HELP sae_tui_job_heldout_fvu Newest held-out FVU.\n" in text
     assert "# HELP sae_tui_job_fvu Newest batch FVU.\n" in text

@@ -1,4 +1,4 @@
-"""The Hugging Face hub's API on a port of this machine: what its client asks for to upload and download files."""
+"""A local server with the part of the Hugging Face hub's API that its client needs to upload and download files."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         return fails
 
     def _give(self, repo: str, name: str) -> None:
-        """Answer with a file, or with its headers alone."""
+        """Answer with a file, or only with its headers."""
         if (content := self.of.files.get(repo, {}).get(name)) is None:
             self._answer({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return

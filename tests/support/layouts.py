@@ -27,7 +27,7 @@ FLAT = {
     "neuronpedia_id": None, "model_from_pretrained_kwargs": {},
 }  # fmt: skip
 ALL_FLAT = PLACE | {"context_size": 128, "prepend_bos": True, "dataset_path": "Skylion007/openwebtext"}
-# The settings that versions 1 and 2 wrote, with those of the training in the same file.
+# The settings that versions 1 and 2 wrote, which include the settings of the training.
 OLDEST = {name: value for name, value in FLAT.items() if not name.startswith(("hook_", "activation_fn"))} | {
     "hook_point": "blocks.{layer}.hook_resid_pre", "hook_point_layer": 3, "use_ghost_grads": True, "noise_scale": 0,
     "l1_coefficient": 8e-5, "normalize_sae_decoder": True, "mse_loss_normalization": None, "lr": 4e-4,
@@ -343,7 +343,7 @@ SPARSIFY = {
         "sparsify",
         "layers.3.mlp",
     ),
-    # Before it had this setting, the encoder of a transcoder read x − b_dec, too.
+    # Before sparsify had this setting, the encoder of a transcoder also read x − b_dec.
     "2024: skip transcoder without a mark": Layout(
         "sparsify",
         sparsify({"num_latents": D_SAE, "skip_connection": True}, "layers.3.mlp"),

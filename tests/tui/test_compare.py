@@ -230,7 +230,7 @@ async def test_the_pareto_front_is_marked(make_app, data) -> None:
         assert "0.4 ★" not in drawn
 
 
-async def test_values_of_training_batches_make_no_front(make_app, data) -> None:
+async def test_values_of_training_batches_form_no_pareto_front(make_app, data) -> None:
     ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=k) for name, k in (("one", 8.0), ("two", 9.0))]
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:

@@ -79,8 +79,8 @@ async def test_latents_are_listed_and_one_is_told_with_its_contexts(
             ["1", "8.000%", *largest[1], "the"],
         ]
         counts = "0 dense (on more than 10% of the rows), 0 never fire"
-        told = f"Job 1 · 2 latents, 0.01 to 1 % first · {counts}"
-        assert title(screen).removesuffix("…") == told[: len(title(screen).removesuffix("…"))]
+        whole = f"Job 1 · 2 latents, 0.01 to 1 % first · {counts}"
+        assert title(screen).removesuffix("…") == whole[: len(title(screen).removesuffix("…"))]
         detail = screen.query_one(LatentDetail)
         await wait_until(pilot, lambda: "Latent 0" in detail.plain)
         assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())

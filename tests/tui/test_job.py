@@ -385,7 +385,7 @@ async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_ap
         await wait_until(pilot, lambda: not screen.query_one(SettingsPanel).display)
 
 
-async def test_settings_show_the_value_of_auto_and_enter_shows_those_at_their_defaults(make_app, data) -> None:
+async def test_settings_show_the_value_of_auto_and_enter_shows_settings_with_default_values(make_app, data) -> None:
     config = dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}})[0])
     job_id = record_job(data, "done", JobState.FINISHED, total_steps=521, attempt=1, config=config)
     folder = data.run(job_id).attempt(1)
@@ -411,7 +411,7 @@ async def test_settings_show_the_value_of_auto_and_enter_shows_those_at_their_de
         assert not [line for line in shown() if line.startswith("seed")]
 
 
-async def test_the_first_curve_is_the_held_out_fvu_with_that_of_the_batches_dimmed_behind_it(make_app, data) -> None:
+async def test_the_first_curve_is_the_held_out_fvu_with_the_batch_fvu_dimmed_behind_it(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
     data.run(job_id).create()
     app = make_app(4)

@@ -67,7 +67,7 @@ class _Stage:
         self.name, self.total, self.before = name, total, before
         self.n = 0.0
         self.began = time.monotonic()
-        # What another process reports of it.
+        # The progress that another process reports for this stage.
         self.reported: Reached | None = None
 
     @property

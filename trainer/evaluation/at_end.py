@@ -118,13 +118,14 @@ class Cards:
         return write_card(folder, card)
 
     def _folder(self, label: str) -> Path | None:
-        """Return the folder of the activations that an SAE was trained on."""
+        """Return the folder of the activations that an SAE was trained on, if there is one."""
         return folder_of([*self._job.hooks.values()][self._trainer.learners[label].hook])
 
     def _contexts(self, label: str, sae: ExportedSae) -> Contexts | None:
-        """Return on what the latents of an SAE fire, in as many rows as are measured, where its data tells its tokens.
+        """Find what the latents of an SAE fire on, in as many rows as are measured.
 
-        Each latent is compared with all others, which costs as much as that many rows.
+        Return None if the tokens of the data are unknown, or if the SAE has too many latents for its training time:
+        each latent is compared with all others, which takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
         data = self._folder(label)
@@ -152,9 +153,9 @@ def most_rows(tokens: int, world_size: int) -> int:
 
 
 def error_of_all(card: Card) -> float | None:
-    """Return the standard error of the FVU; None where it is not known.
+    """Return the standard error of the FVU; None if it is unknown.
 
-    Of all held-out rows it is hardly smaller than of those which were measured: they are of the same texts.
+    The error on all held-out rows is hardly smaller than on the measured ones, which come from the same texts.
     """
     error = card.figures.fvu_error
     return error if math.isfinite(error) else None

@@ -41,12 +41,12 @@ _MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 def write_card(
     folder: Path, card: Card, tensors: Mapping[str, Tensor] | None = None, replaces: Card | None = None
 ) -> Card:
-    """Add what was measured to the card next to an SAE's weights, and return the card as it then is.
+    """Merge new measurements into the card next to an SAE's weights, and return the merged card.
 
-    Earlier measurements of the same weights stay where they were not repeated; likewise with `tensors`, what latents
-    fire on and the tokens that they promote. The card before becomes an older version, unless it is the one that the
-    same evaluation wrote last, `replaces`. One process at a time writes, each file whole. Raise `UserError` where the
-    disk fails or the weights are others by now. A README.md that `eval` has not written stays.
+    Earlier measurements of the same weights stay unless they were repeated. The same holds for `tensors`: the texts
+    that latents fire on and the tokens that they promote. The previous card becomes an older version, unless the same
+    evaluation wrote it (`replaces`). Only one process writes at a time, and each file is written whole. Raise
+    `UserError` if the disk fails or the weights have changed. A README.md that `eval` did not write stays.
     """
     try:
         with locked(folder):
@@ -62,7 +62,7 @@ def write_card(
 
 
 def _is_in(folder: Path, card: Card) -> bool:
-    """Return whether the card in a folder is this one."""
+    """Return whether the card in a folder equals `card`."""
     with contextlib.suppress(OSError), open_plain(folder / CARD) as stream:
         return stream.read() == card.as_json()
     return False
@@ -83,7 +83,7 @@ def _add(folder: Path, card: Card, tensors: Mapping[str, Tensor], before: Versio
 
 
 def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> None:
-    """Write what latents fire on; without any remove the file there, which is of other weights or damaged."""
+    """Write what latents fire on; without tensors, remove the old file, which is damaged or of other weights."""
     if tensors:
         write_features(folder, tensors, weights)
     else:
@@ -92,7 +92,7 @@ def _put_features(folder: Path, tensors: Mapping[str, Tensor], weights: str) -> 
 
 
 def timer(step: int, device: torch.device) -> Callable[..., Part]:
-    """Return what makes the entry of a part whose measurement begins now; it takes the fields of `Part` from `n` on."""
+    """Start timing a part; the returned function takes the fields of `Part` from `n` on and returns the timed part."""
     began = time.monotonic()
 
     def part(n: int, unit: str, **fields: Any) -> Part:
@@ -140,7 +140,7 @@ Densities are in {BINS_PER_DECADE} bins for each power of ten.{CARD_REST}
 
 
 def _left_out(data: Data) -> str:
-    """Say which rows no figure counts."""
+    """Return a sentence part with the rows that no figure counts."""
     others = [f"{plural(data.not_finite, 'row')} that are not finite"] if data.not_finite else []
     others += [f"rows of zeros ({data.zero_fraction:.2%})"] if data.drops_zero else []
     if not data.max_norm:
@@ -162,15 +162,15 @@ def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
 
 
 def _with_bold(text: str) -> str:
-    """Write a text as Markdown, with what stands between the two marks in bold."""
+    """Escape a text for Markdown, with the part between the two marks in bold."""
     return _MARKDOWN.sub(r"\\\1", text).replace("\0", "**").replace("\1", "**")
 
 
 def _in_table(text: str) -> str:
-    """Write a figure, which may name a foreign text or model, so that it stays in its cell and is no HTML."""
+    """Escape a figure for a table cell: it may contain a foreign name, which must not end the cell or be HTML."""
     return re.sub(r"([\\|<`])", r"\\\1", printable(text))
 
 
 def _in_markdown(text: str) -> str:
-    """Write a foreign text so that Markdown shows it as it is, on one line."""
+    """Escape a foreign text so that Markdown shows it unchanged, on one line."""
     return _MARKDOWN.sub(r"\\\1", printable(text))

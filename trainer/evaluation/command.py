@@ -56,7 +56,7 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
-    With `keeps_rows` rows are measured only where that was not done yet of these weights.
+    With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
     With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
     SAE. Raise `UserError` where something cannot be read.
@@ -68,7 +68,7 @@ def evaluate(
     if is_probed and model is None:
         raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
     if path.is_file():
-        raise UsageError(f"{path} is a file, and a card is written next to an SAE; give its folder, or import it first")
+        raise UsageError(f"{path} is a file, but the card is written next to an SAE; give a folder, or import the file")
     if is_folder_of_saes(path):
         of_runs = {
             "--keep-rows": keeps_rows,
@@ -82,9 +82,9 @@ def evaluate(
         with Progress("evaluating"):
             return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
     if data and RunPaths(path).job_file.exists():
-        raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which has its own data")
+        raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which is measured on its own data")
     if data:
-        # Says what is missing there.
+        # Raise the error that names the missing files.
         in_folder(path)
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
@@ -101,7 +101,7 @@ def evaluate(
 
 
 def _planned(path: Path, parts: Sequence[str], device: torch.device) -> dict[str, Planned]:
-    """Return how long each part of an evaluation of a run is expected to take."""
+    """Return how long each part of an evaluation of a run is expected to take; {} if the run cannot be read."""
     with contextlib.suppress(UserError):
         run_dir, _ = checkpoint_of(path.absolute(), best=False)
         job, output = evaluated_job(RunPaths(run_dir).job_file), output_of(run_dir)
@@ -112,7 +112,7 @@ def _planned(path: Path, parts: Sequence[str], device: torch.device) -> dict[str
 
 
 def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
-    """Write the card of an SAE of a run where that has exported it, after each part, so that a stop loses only one."""
+    """Write the card of an SAE, if the run has exported it, after each part: a stop loses only the current part."""
     notes, written = [], None
     for card in one.cards:
         if card.parts and exported_tokens(one.folder) == card.tokens:
@@ -131,11 +131,11 @@ def _written_to_run(one: Evaluation, n_contexts: int) -> dict[str, Any]:
 
 
 def _with_features(one: Evaluation, card: Card, n_contexts: int, written: Card | None) -> Card:
-    """Write what the latents fire on or promote, and return the card that is then in the folder."""
+    """Write what the latents fire on or promote, and return the resulting card of the folder."""
     has_rows, is_there = ROWS in card.parts, (one.folder / FEATURES).exists()
     if not has_rows and is_there:
         n_contexts = 0
-    # Promoted tokens alone are added to what latents fire on, and are of no use without it.
+    # Promoted tokens alone are only shown next to what latents fire on: without a file of these they are not written.
     tensors, parts = one.features(n_contexts) if n_contexts or (is_there and not has_rows) else ({}, {})
     if written and not tensors:
         return written

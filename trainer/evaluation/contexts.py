@@ -219,9 +219,9 @@ def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, T
 
 
 def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "") -> None:
-    """Write what latents fire on next to an SAE's weights, whose identity is `weights`, whole or not at all.
+    """Write what latents fire on next to the weights of an SAE, whole or not at all; `weights` is their hash.
 
-    Raise `UserError` where the disk does not take it.
+    Raise `UserError` if the disk fails.
     """
     file = folder / FEATURES
     try:
@@ -232,14 +232,14 @@ def write_features(folder: Path, tensors: Mapping[str, Tensor], weights: str = "
 
 
 def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, Tensor]:
-    """Return what `write_features` takes: `tensors`, and from an older file of the same weights all that they lack.
+    """Complete `tensors` for `write_features` from an older file of the same weights.
 
-    They may lack what latents fire on, or the tokens that these promote. Return {} where what latents fire on is in
-    neither of them; an older file that is damaged counts as missing.
+    Either may lack what latents fire on, or the tokens that they promote. Return {} if both lack what latents fire on.
+    A damaged older file counts as missing.
     """
     before: dict[str, Tensor] = {}
     if older is not None:
-        # A damaged file fails as one of safetensors, or by what its tensors hold.
+        # A damaged file fails in safetensors or in the checks of its tensors.
         with contextlib.suppress(OSError, UserError, SafetensorError, ValueError):
             Features(older)
             before = load_file(older)
@@ -253,13 +253,13 @@ def with_older(tensors: Mapping[str, Tensor], older: Path | None) -> dict[str, T
 
 
 def moved_alone(moved: Mapping[str, Tensor], tokens: Sequence[bytes]) -> dict[str, Tensor]:
-    """Return the tokens that latents promote with their texts, to be added to what `Contexts.tensors` has returned."""
+    """Return promoted tokens with their texts, to be merged with the result of an earlier `Contexts.tensors`."""
     ids = [one.flatten() for one in moved.values() if one.dtype == torch.int32]
     return {**moved, **_texts(torch.cat(ids), tokens)} if ids else {}
 
 
 def _bytes_of_texts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, bytes]]:
-    """Yield the tokens whose bytes are stored, and these bytes."""
+    """Yield each token whose bytes are stored, with these bytes."""
     if "text_ids" in tensors:
         text, begin = bytes(tensors["text"].tolist()), 0
         for token, end in zip(tensors["text_ids"].tolist(), tensors["text_ends"].tolist(), strict=True):

@@ -46,10 +46,10 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
     elif run:
         job = evaluated_job(run.job_file)
     else:
-        raise UsageError(f"--data: no run beside {path} tells the rows to measure on; give a folder of activations")
+        raise UsageError(f"--data: {path} does not belong to a run; give a folder of activations to measure on")
     source = open_source(job)
     if run and (saved := newest_first(run.checkpoints)):
-        # Of data that has grown the rows are held out that were when the run began.
+        # The data may have grown: hold out the same rows as at the start of the run.
         continue_from(source, job, read_state(saved[0]).data_before)
     rows = Rows.of_hooks(source, job, device)
     hooks = {label: job.hook_number(member) for label, member in members(job).items()}
@@ -77,7 +77,7 @@ def _job_on(data: str) -> JobConfig:
 
 
 def _run_beside(path: Path) -> RunPaths | None:
-    """Return the run that a folder is the output of: `RUN/sae`, or `saes/ID` next to `runs/ID`."""
+    """Return the run that wrote a folder of SAEs: `RUN/sae`, or `saes/ID` next to `runs/ID`."""
     for folder in (path, path.parent):
         is_launched = folder.parent.name == "saes" and folder.name.isdecimal()
         run = DataDir(folder.parent.parent).run(int(folder.name)) if is_launched else RunPaths(folder.parent)

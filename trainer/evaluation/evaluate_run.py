@@ -62,11 +62,11 @@ from trainer.training.thresholds import SET_ON, threshold_facts
 
 
 class Evaluation(NamedTuple):
-    """The evaluation of an SAE: where its card belongs, and what is measured as it is asked for.
+    """The evaluation of an SAE, which measures lazily, and the `folder` of its card.
 
-    `cards` yields the card after each part, one at least; `parts` of a card has an entry for each part measured so far.
-    `features(n)` returns what `trainer.contract.runs.features` reads, with `n` texts for each latent, and its parts;
-    with 0 only the tokens that latents promote. It is empty where the tokens of the data are not known.
+    `cards` yields the card after each part, at least once; `card.parts` lists the parts measured so far. `features(n)`
+    returns the tensors that `trainer.contract.runs.features` reads, with `n` texts for each latent, and their parts;
+    with n = 0 only the tokens that latents promote. Both are empty if the tokens of the data are unknown.
     """
 
     folder: Path
@@ -88,15 +88,15 @@ def evaluations_of(
 
     `model` is the job file of an extraction, or "auto" for the one that wrote the data or the model that streamed it:
     the SAE is then measured in its language model too, on about `n_tokens` (0: not), and probed on `n_sets` sets of
-    texts that it reads. With `keeps_rows` rows are not measured again where the card in the folder has them of the same
-    weights. Raise `UserError` where something cannot be read.
+    texts that the model reads. With `keeps_rows`, rows are not measured again if the card in the folder has figures on
+    rows for the same weights. Raise `UserError` if something cannot be read.
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = evaluated_job(RunPaths(run_dir).job_file)
     state, source = read_state(checkpoint), open_source(job)
     if job.data.held_out(source.n_tokens):
-        # Rows are held out as they were in training, also where there are more now.
+        # The data may have grown: hold out the same rows as in training.
         continue_from(source, job, state.data_before)
     rows = Rows.of_hooks(source, job, device)
     tensors, position = load(checkpoint)
@@ -124,9 +124,9 @@ def evaluations_of(
 
 
 class _Hooks:
-    """What the SAEs of a hook share, each made when it is first asked for: the model, dense probes, rows with tokens.
+    """What the SAEs of a hook share: the model, dense probes and rows with tokens. Each is created on first use.
 
-    The SAEs of a hook come one after the other, so that one model and one set of probes are kept.
+    The SAEs of a hook are evaluated one after another, so only the latest model and probes stay in memory.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class _Hooks:
         return self._source.of_hook(hook)
 
     def _load_model(self, hook: int) -> SplicedModel | None:
-        """Return the model that the data of a hook is of, with its text; None where none is asked for."""
+        """Return the model whose activations the data of a hook has, with its text; None without --model."""
         if self._model is None:
             return None
         stage(LOADING)
@@ -160,7 +160,7 @@ class _Hooks:
         return SplicedModel(extraction, at, self._device, hook_out, only_reads=bool(self._sets))
 
     def _train_probes(self, hook: int) -> DenseProbes | None:
-        """Return probes of the raw rows of each set of texts; None where none is asked for."""
+        """Return probes of the raw rows of each set of texts; None without --probe."""
         model = self.model(hook)
         if model is None or not self._sets:
             return None
@@ -172,13 +172,13 @@ class _Hooks:
 
 
 class _Measured:
-    """Measures one SAE part by part; `begin` starts the clock of a part."""
+    """Measures one SAE part by part; `begin` starts the timer of a part."""
 
     def __init__(self, learner: Learner, rows: Rows, hooks: _Hooks, begin: Callable[[], Callable[..., Part]]) -> None:
         self._learner, self._rows, self._hooks, self._begin = learner, rows, hooks, begin
 
     def cards(self, facts: Mapping[str, Any], kept: Card | None, n_tokens: int | None) -> Iterator[Card]:
-        """Yield the card with these facts after each part. Rows are not measured where `kept` has their figures."""
+        """Yield the card with these facts after each part; with `kept`, take the figures on rows from that card."""
         learner, hooks = self._learner, self._hooks
         if kept:
             yield (card := Card(**facts, data=kept.data, figures=kept.figures))
@@ -204,7 +204,7 @@ class _Measured:
             yield _with(card, PROBES, part, probing=probing)
 
     def features(self, n_contexts: int) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return what the latents fire on and, where a language model is at hand, promote, with the parts of both."""
+        """Return what the latents fire on and, with a language model, the tokens that they promote; and the parts."""
         learner, path = self._learner, self._hooks.texts(self._learner.hook)
         if path is None or not path.is_dir():
             return {}, {}

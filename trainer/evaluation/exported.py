@@ -29,13 +29,13 @@ class ExportedSae:
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
         scales = scales_in(shared.metadata, shared.d_out)
-        # Factors of the targets' dimensions [d_out] in its training; None: all 1.
+        # The dimension scales [d_out] of its training; None: all 1.
         self.dimension_scales = None if scales is None else scales.to(device)
         self._of_halves = _thresholds_in(shared.metadata)
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:
-        """Use, for one half of the rows that its run has held out, the threshold that was set on the other half."""
+        """Use, for one half of the held-out rows of its run, the threshold that was set on the other half."""
         whole = self._weights.get("threshold")
         if whole is not None and self._of_halves:
             self._weights["threshold"] = torch.full_like(whole, self._of_halves[half])
@@ -52,7 +52,7 @@ class ExportedSae:
 
     @property
     def directions(self) -> Tensor:
-        """The decoder's rows [d_sae, d_out] at the scales of the training."""
+        """The decoder's rows [d_sae, d_out], multiplied by the dimension scales of the training."""
         return self.W_dec if self.dimension_scales is None else self.W_dec * self.dimension_scales
 
     def reconstruct(self, x: Tensor, y: Tensor | None = None) -> tuple[DenseActs, Tensor]:
@@ -78,7 +78,7 @@ class ExportedSae:
 
 
 def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
-    """Return the threshold for each half of the held-out rows; [] where metadata of any origin has no such numbers."""
+    """Return the threshold for each half of the held-out rows; [] if the metadata has none or they are malformed."""
     stated = metadata.get(OF_HALVES)
     if not isinstance(stated, list) or len(stated) != len(HALVES):
         return []
@@ -87,6 +87,6 @@ def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
 
 
 def read_exported(folder: Path, device: torch.device) -> ExportedSae:
-    """Read the SAE in a folder; raise `UserError` where there is none, or none that can be computed here."""
+    """Read the SAE in a folder; raise `UserError` if there is none or no architecture here can compute it."""
     found = in_folder(folder)
     return ExportedSae(found.reader.read(found.place), device)

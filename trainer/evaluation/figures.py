@@ -31,7 +31,7 @@ _AT_ONCE = 256
 
 
 class Grouped(NamedTuple):
-    """Errors and spreads, float64 [n], summed over groups of rows that depend on each other, and what these are."""
+    """Errors and spreads, float64 [n_groups], summed over groups of dependent rows; `of` says what a group is."""
 
     error: Tensor
     spread: Tensor
@@ -48,7 +48,7 @@ class Counted(msgspec.Struct, frozen=True):
 
 
 class Rebuilt:
-    """Sums over rows of targets and what was made of them, all in float64."""
+    """Sums over rows of targets and their reconstructions, all in float64."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -64,7 +64,7 @@ class Rebuilt:
         self._product += float(product.sum())
 
     def add_all(self, target: Tensor, rebuilt: Tensor, acts: Acts) -> None:
-        """Add all that `TextRows` has, of rows that are seen only once."""
+        """Add rows to every sum that `text_rows` needs, in a single pass over the rows."""
         target, rebuilt = target.double(), rebuilt.double()
         self.add(target, rebuilt)
         self.n += len(target)
@@ -101,9 +101,9 @@ def measure(
 ) -> Figures:
     """Measure an SAE on the rows of `batches()`, which is called twice and gives the same rows; `w_dec` [d_sae, d_out].
 
-    `grouped` sums errors and spreads [n] of these rows over those that depend on each other; without it none do. Where
-    the training gave dimensions factors `scales` [d_out], all figures but `fvu_all_dimensions` are of targets times
-    these. Raise `ValueError` where there is no row.
+    `grouped` sums errors and spreads [n] over groups of dependent rows; without it all rows count as independent. With
+    the dimension scales of the training, `scales` [d_out], all figures but `fvu_all_dimensions` are of scaled targets.
+    Raise `ValueError` if there is no row.
     """
     mean = _mean(y for _, y in batches())
     factors = torch.ones((), dtype=torch.float64, device=mean.device) if scales is None else scales.double()
@@ -170,14 +170,14 @@ def _figures(rows: Counted, sums: Rebuilt, d_in: int, w_dec: Tensor, groups: Gro
 
 
 def by_label(labels: Indices, values: Tensor) -> Tensor:
-    """Return the sum, float64, of the values [n] of each label, in the order of the labels."""
+    """Return the sums, float64 [n_labels], of the values [n] with each label, in the order of the labels."""
     _, places = torch.from_numpy(labels).unique(return_inverse=True)
     sums = torch.zeros(int(places.max()) + 1 if len(places) else 0, dtype=torch.float64)
     return sums.index_add(0, places, values.double().cpu())
 
 
 def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
-    """Return the standard error of Σ numerators / Σ denominators, [n] each of independent clusters (delta method)."""
+    """Return the standard error of Σ numerators / Σ denominators, for [n] independent clusters (delta method)."""
     n, total = len(numerators), float(denominators.sum())
     if n < 2 or not total:
         return math.nan

@@ -28,7 +28,7 @@ from trainer.training.row_sample import Sampler
 
 # Rows that pass through an SAE at once.
 BATCH = 1024
-# The first numbers of a row, by which it is told from others: the hash of whole rows would cost seconds.
+# How many numbers of a row are hashed: enough to identify it. A hash of whole rows would take seconds.
 _HASHED = 32
 
 
@@ -60,7 +60,7 @@ class Rows:
         # Held-out rows are in the order of the text, whose beginning is not like the rest.
         self._every = 1 if most is None else max(1, -(-data.n_held_out // most))
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
-        # Of the rows that were gone through last, the labels of what they belong to, and a hash of both.
+        # Of the last pass over the rows: the label of the text or block of each row, and a hash of rows and labels.
         self._labels: list[Indices] = []
         self._digest = hashlib.sha256()
         self._of = ""
@@ -72,7 +72,7 @@ class Rows:
         data = open_data(source, job, Parallel(device))
         hooks = [data.of_hook(hook) for hook in range(source.n_hooks)]
         found = [Sampler(one, device).find_outliers(job) for one in hooks]
-        # With the rows from which a training starts, as it is told at its start.
+        # The same estimate that a training reports at its start, with the same seed.
         copies = [copies_in(one, job.train.seed) for one in hooks]
         every = zip(hooks, found, copies, strict=True)
         return [cls(one, outliers, job, device, copies=share) for one, outliers, share in every]
@@ -82,7 +82,7 @@ class Rows:
     ) -> Iterator[Pair]:
         """Yield inputs and targets, fp32 on the device; the same ones every time.
 
-        Held-out rows of each half are yielded within what `measuring_half` gives for it.
+        `measuring_half(half)` is entered while the held-out rows of a half are yielded.
         """
         self.n_not_finite = self.n_outliers = self._n_zero = self._n_rows = 0
         self._labels, self._digest = [], hashlib.sha256()
@@ -101,19 +101,19 @@ class Rows:
                 yield ordinary
 
     def _note(self, labels: Indices, whole: Pair, ordinary: Pair) -> None:
-        """Note what the rows of a batch belong to that stay, and take them into the hash."""
+        """Store the labels of the rows that are measured, and hash these rows."""
         if len(ordinary[0]) < len(labels):
             labels = labels[self.outliers.ordinary(*whole).cpu().numpy()]
         self._labels.append(labels)
         self._digest.update(ordinary[1][:, :_HASHED].cpu().numpy().tobytes())
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
-        """Sum errors and spreads [n] of the rows that were gone through last over each text, or block of neighbours.
+        """Sum errors and spreads [n] of the last pass over each text, or over each block of neighbouring rows.
 
-        Keep the sums: SAEs on the same rows are compared by them.
+        Store the sums as `sums`: they compare SAEs that were measured on the same rows.
         """
         _, labels = np.unique(np.concatenate(self._labels), return_inverse=True)
-        # Another numbering of the same texts is the same.
+        # Labels are renumbered from 0 first, so that the hash does not depend on the numbers of the texts.
         self._digest.update(labels.astype(np.int64).tobytes())
         of_texts = Grouped(by_label(labels, error), by_label(labels, spread), self._of)
         places = np.arange(len(of_texts.error))
@@ -125,7 +125,7 @@ class Rows:
     def describe(
         self, place: str, n_measured: int, scales: Tensor | None = None, *, is_trained_on: bool = True
     ) -> Data:
-        """Return what is known of the rows; `scales` [d_out] are those of dimensions in the SAE's training."""
+        """Describe the rows; `scales` [d_out] are the dimension scales of the SAE's training."""
         inputs, targets = _Moments(), _Moments()
         for x, y in self.batches():
             inputs.add(x)
@@ -135,7 +135,7 @@ class Rows:
         of_targets = targets.mean_and_variance()[1] if targets.n_rows else variance
         heavy = heavy_dimensions(of_targets if scales is None else of_targets * scales.square())
         if scales is not None and self.sums is not None:
-            # An FVU at other scales is of other numbers: the two are no pair.
+            # FVUs at different scales cannot be compared, so the scales are a part of the identity of the rows.
             at_scales = hashlib.sha256(scales.cpu().numpy().tobytes()).hexdigest()[:16]
             self.sums = msgspec.structs.replace(self.sums, rows=f"{self.sums.rows} {at_scales}")
         return Data(
@@ -158,7 +158,7 @@ class Rows:
     def _stored(
         self, measuring_half: Callable[[int], AbstractContextManager[None]]
     ) -> Iterator[tuple[Tensor, Tensor, Indices]]:
-        """Yield inputs, targets, and the labels of what they belong to, the held-out rows one half after the other."""
+        """Yield inputs, targets and the labels of their texts or blocks; held-out rows come half by half."""
         seed = self._job.train.seed
         clusters = self._data.clusters() if self.n_held_out else self._data.clusters_of_sample(seed)
         self._of = clusters.of

@@ -42,10 +42,10 @@ def rows_with_tokens(knobs: SourceKnobs, device: torch.device) -> Iterator[Path 
         stage(READING_TEXTS, n)
         so_far = 0
 
-        def tell(kept: int) -> None:
+        def report(kept: int) -> None:
             nonlocal so_far
             advance(kept - so_far)
             so_far = kept
 
-        extract(job, device, Alone(threading.Event(), tell), lambda _: None)
+        extract(job, device, Alone(threading.Event(), report), lambda _: None)
         yield job.folder(hook)

@@ -1,9 +1,9 @@
 """What a language model loses where an SAE's reconstructions take the place of what flows through a hook.
 
 The definitions are SAELens' and SAEBench's: cross-entropy and KL divergence of the model as it is, with the SAE spliced
-in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids. SAELens
-replaces and counts every row. An SAE was not trained on rows that were not extracted, such as those of first tokens:
-figures that leave these as they are come first, and those of all rows follow.
+in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids. The main
+figures replace and count only rows like those in the training data, so they may leave out first tokens, for example.
+`all_tokens` replaces and counts every row, as SAELens does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Sums:
     """Cross-entropy and KL divergence, summed over the tokens that count."""
 
     def __init__(self) -> None:
-        # Of each batch, the text of each token that counts, and its value.
+        # For each batch: the text number and the value of each token that counts.
         self._ce, self._kl = [_NOTHING], [_NOTHING]
         self._n_ce = self._n_kl = 0
 
@@ -88,12 +88,12 @@ class Sums:
 
 
 def _with_texts(values: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the texts of tokens, [n], and their values in float64, both on the CPU."""
+    """Return the text numbers [n] and the values [n] of tokens, the values in float64, both on the CPU."""
     return documents.cpu(), values.double().cpu()
 
 
 def _by_text(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the sums [n_texts] of the values of each text, in the order of their numbers."""
+    """Return the sums [n_texts] of the values of each text, in the order of the text numbers."""
     documents, values = (torch.cat(column) for column in zip(*parts, strict=True))
     return by_label(documents.numpy(), values)
 
@@ -113,9 +113,9 @@ class Reading(NamedTuple):
 
 
 class View:
-    """One way to count rows: what is summed of the model as it is and with each change, and of the SAE's rows.
+    """One choice of the rows that count, with its sums: of the model unchanged and with each change, and of the rows.
 
-    Changes whose sums are `known`, from another SAE on the same text, are not made again.
+    `known` has the sums of changes from another SAE on the same text, which are not measured again.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SplicedModel:
         hooks = [hook] if hook_out is None else [hook, hook_out]
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=hooks, spread=False))
         self._job = job
-        # By the number of tokens: the text, and what its ablations came to for each view.
+        # For each number of tokens: the text, and the sums of its ablations for both views.
         self._texts: dict[int, tuple[list[Batch], bool]] = {}
         self._ablated: dict[int, tuple[dict[str, Sums], dict[str, Sums]]] = {}
         try:
@@ -192,16 +192,16 @@ class SplicedModel:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What of the extraction changes what is measured."""
+        """The settings of the extraction that affect the figures."""
         return {"context": self._job.text.context, "skip_first": self._job.extract.skip_first}
 
     @torch.inference_mode()
     def measure(self, reconstruct: Reconstruct, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
-        """Read about `n_tokens` tokens with the SAE in place of rows like those extracted, and of all rows, as SAELens.
+        """Read about `n_tokens` tokens with the SAE in place of the extracted rows, then of all rows as in SAELens.
 
-        `reconstruct` takes rows [n, d_in] in fp32 and their targets, `mean` [d_out] is the mean of the targets, the
-        same in each call. By default as many tokens are read as `MODEL_TOKENS` has for the device. Raise `UserError`
-        where no row counts. From the second call on, ablations are not measured again: three passes in place of six.
+        `reconstruct` takes rows [n, d_in] in fp32 and their targets; `mean` [d_out] is the mean of the targets, the
+        same in each call. The default of `n_tokens` is `MODEL_TOKENS` of the device. Ablations are measured in the
+        first call only: later calls take three passes instead of six. Raise `UserError` if no row counts.
         """
         names = ["sae", "zeros", *(["mean"] if mean is not None else [])]
         wanted = n_tokens or MODEL_TOKENS[self._model.device.type]
@@ -239,21 +239,21 @@ class SplicedModel:
         )
 
     def _left_out(self) -> str:
-        """Say which rows are not extracted and so stay as they are; "" where all are."""
+        """Return which tokens are not extracted, so that their rows stay unchanged; "" if all are extracted."""
         knobs = self._job.extract
         first = "first tokens" if knobs.skip_first == 1 else f"the first {knobs.skip_first} tokens"
         names = [*([first] if knobs.skip_first else []), *([] if knobs.keep_special else ["special tokens"])]
         return " and ".join(names)
 
     def _splice(self, view: View, batch: Batch, reading: Reading) -> None:
-        """Let the model read a batch with each change of a view."""
+        """Run the model on a batch with each change of a view."""
         for name, change in view.changes.items():
             with self._model.replacing(partial(_replaced, reading.counts, change)):
                 view.of_each[name].add(reading, self._model.logits(batch))
             advance()
 
     def _everything(self, reading: Reading, batch: Batch) -> Reading:
-        """Return a reading in which every token counts."""
+        """Return the reading with every token counted."""
         counts = torch.from_numpy(batch.positions).to(reading.ids.device) != PADDING
         return reading._replace(counts=counts, predicts=_predicts(counts, reading.documents))
 
@@ -294,7 +294,7 @@ class SplicedModel:
 
 
 def _predicts(counts: Tensor, documents: Tensor) -> Tensor:
-    """Mark, [n_contexts, n_tokens - 1], the rows that count after which a token of the same document comes."""
+    """Return a mask [n_contexts, n_tokens − 1] of the counted rows whose next token is of the same document."""
     return counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
 
 

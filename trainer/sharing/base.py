@@ -23,13 +23,13 @@ from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
 from trainer.saes.base import Sae
 
-# The factors of dimensions in the metadata, by their number.
+# The metadata key of the dimension scales, {dimension: factor}.
 SCALES = "dimension_scales"
 # What `eval` writes beside the weights, and how its model card begins.
 MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 # How it says what lies beside it.
 CARD_REST = " `card.json` has all figures."
-# Characters of a name that the files of an SAE state.
+# The most characters of an architecture name, which a foreign file may state.
 _LONGEST_NAME = 60
 
 
@@ -50,8 +50,8 @@ class Shared(NamedTuple):
     `config` and `weights` are what SAELens keeps of its architecture. The encoder sees x − b_dec, that of a transcoder
     x itself. `k` is the latents per token that it was trained for, None where nobody knows; `levels` are the widths of
     a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights, `firings` finds out where its
-    latents fire in the run's data, for a format that needs it, None where the data does not tell its tokens. `l0` is
-    the L0 that its files state; `notes` are sentences about what was read.
+    latents fire in the run's data, for a format that needs it, None if the tokens of the data are unknown. `l0` is the
+    L0 stated in its files; `notes` are sentences about the files that were read.
     """
 
     config: dict[str, Any]
@@ -85,7 +85,7 @@ class Shared(NamedTuple):
 
     @property
     def trained_as(self) -> str:
-        """Our name of the architecture that it was trained with, on one line; "" where it is not known."""
+        """Our name of the architecture that it was trained with, on one line; "" if unknown."""
         return printable(str(self.metadata.get("training_architecture", "")))[:_LONGEST_NAME]
 
     @property
@@ -102,10 +102,10 @@ class Shared(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the user adds to the files of an SAE that is read.
+    """What the user states in addition to the files of an SAE.
 
-    `config` are settings as the files would have them, by dotted names. `transcoder` says that it is one, for files
-    that do not tell.
+    `config` maps dotted names to values and overrides the settings in the files. `transcoder` marks the SAE as a
+    transcoder, for files that do not say so.
     """
 
     config: Mapping[str, Any] = MappingProxyType({})
@@ -120,7 +120,7 @@ class Format(ABC):
 
     # The files that it may write, as patterns.
     files: ClassVar[tuple[str, ...]] = ()
-    # The sets of files that it reads an SAE from.
+    # The sets of files that an SAE can be read from.
     reads: ClassVar[tuple[tuple[str, ...], ...]] = ()
     # Whether it shows where latents fire in the run's data.
     needs_firings: ClassVar[bool] = False
@@ -134,27 +134,27 @@ class Format(ABC):
         """Write an SAE that is not refused, whole or not at all; return a sentence for everything left out."""
 
     def recognises(self, place: Path) -> bool:
-        """Tell whether a folder, or the folder of a file, holds an SAE in this format."""
+        """Return whether a folder, or the folder of a file, contains an SAE in this format."""
         sets = [names for names in self.reads if place.is_dir() or place.name in names]
         return any(holds(folder_of(place), *names) for names in sets)
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
-        """Read the SAE in a folder or of a file; raise `UserError` for one that none of our architectures computes."""
+        """Read the SAE in a folder or a file; raise `UserError` if no architecture here can compute it."""
         raise UsageError(f"{place} is in a format that can only be written")
 
 
 def folder_of(place: Path) -> Path:
-    """Return the folder that a path is, or the one of a file."""
+    """Return the path if it is a folder, else its parent."""
     return place if place.is_dir() else place.parent
 
 
 def holds(folder: Path, *names: str) -> bool:
-    """Tell whether these files are in a folder; of links, only those of the hub's cache count."""
+    """Return whether a folder contains all these files; links count only inside the hub's cache."""
     return all(is_plain_file(folder / name) for name in names)
 
 
 def format_in(place: Path) -> str | None:
-    """Return the name of the format in which a path holds an SAE that can be read; None where it holds none."""
+    """Return the name of the format of the SAE at a path; None if there is no SAE that can be read."""
     readers = ((name, catalog.FORMATS[name].load()()) for name in catalog.READ_FORMATS)
     return next((name for name, reader in readers if reader.recognises(place)), None)
 
@@ -175,20 +175,20 @@ def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, featur
 
 
 def _scales_of(sae: Sae) -> dict[str, Any]:
-    """Return the factors that the training gave dimensions of the targets, where it did: they are folded in."""
+    """Return the dimension scales of the training as metadata; the weights have them folded in already."""
     return {} if sae.dimension_scales is None else {SCALES: changed_scales(sae.dimension_scales)}
 
 
 def scales_in(metadata: Mapping[str, Any], d_out: int) -> Tensor | None:
-    """Return the factors of dimensions [d_out] that metadata of any origin tells of; None where it does not."""
-    told = metadata.get(SCALES)
+    """Return the dimension scales [d_out] from metadata; None if there are none or they are malformed."""
+    factors = metadata.get(SCALES)
     numbers = {str(number) for number in range(d_out)}
-    if not isinstance(told, dict) or not told or not told.keys() <= numbers:
+    if not isinstance(factors, dict) or not factors or not factors.keys() <= numbers:
         return None
-    if not all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in told.values()):
+    if not all(isinstance(factor, int | float) and 0 <= factor <= 1 for factor in factors.values()):
         return None
     scales = torch.ones(d_out)
-    scales[[int(number) for number in told]] = torch.tensor([*map(float, told.values())])
+    scales[[int(number) for number in factors]] = torch.tensor([*map(float, factors.values())])
     return scales
 
 
@@ -199,16 +199,16 @@ def public_name(value: Any) -> Any:
 
 
 def has_own_model_card(folder: Path) -> bool:
-    """Return whether the README.md in a folder is one that `eval` has written."""
+    """Return whether `eval` wrote the README.md in a folder."""
     with contextlib.suppress(OSError), open_plain(folder / MODEL_CARD) as stream:
         return stream.read(len(CARD_TITLE)) == CARD_TITLE.encode()
     return False
 
 
 def forget_card(folder: Path) -> None:
-    """Store the card of the weights that were here before as an older version, and remove it."""
+    """Archive the card of the replaced weights as an older version, and remove it from the folder."""
     with contextlib.suppress(OSError), locked(folder):
-        # A card that cannot be stored must not stay next to other weights.
+        # Remove the card even if it cannot be archived: it must not describe other weights.
         with contextlib.suppress(OSError, UserError):
             archive(folder)
         for name in (CARD, FEATURES, SUMS, *([MODEL_CARD] if has_own_model_card(folder) else [])):

@@ -67,13 +67,13 @@ class CircuitTracer(Format):
         weights["W_enc"] = weights["W_enc"].mT if weights["W_enc"].dim() == 2 else weights["W_enc"]
         kind = ("jumprelu_" if "threshold" in weights else "") + ("skip_" if "W_skip" in weights else "")
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
-        # Its JumpReLU lets a negative activation pass where a threshold is below 0: `checked` refuses these.
+        # circuit-tracer passes negative activations where a threshold is below 0; `checked` refuses such thresholds.
         sae = checked(Shared({"architecture": f"{kind}transcoder"}, weights, facts, is_transcoder=True), file)
         return converted(sae, file)
 
 
 def layer_file(place: Path) -> Path | None:
-    """Return the file of a layer: the one that is named, or the only one of a folder."""
+    """Return the file of a layer: the path itself, or the only such file in a folder; None if there is no such file."""
     if not place.is_dir():
         return place if _LAYER.fullmatch(place.name) and is_plain_file(place) else None
     files = [one for one in place.glob("layer_*.safetensors") if _LAYER.fullmatch(one.name) and is_plain_file(one)]
@@ -81,7 +81,7 @@ def layer_file(place: Path) -> Path | None:
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:
-    """Return the texts at the top of a YAML file, which is all that a set's settings have."""
+    """Return the top-level strings of a YAML file; the settings of a set have nothing else."""
     lines = (_SETTING.fullmatch(line) for line in read_text(file).splitlines())
     return {match[1]: match[2].strip().strip("\"'") for match in lines if match}
 

@@ -67,7 +67,7 @@ _KINDS = {
         transposed=True,
     ),
 }
-# A part of the name of each one's trainer, in small letters.
+# For each class, a lower-case substring of the name of its trainer.
 _TRAINERS = {
     "AutoEncoder": "standard",
     "AutoEncoderNew": "standard",
@@ -124,7 +124,7 @@ class DictionaryLearning(Format):
 
 
 def _files(place: Path) -> tuple[Path, Path] | None:
-    """Return the settings and the weights: of a folder, or of a checkpoint, whose settings are in a folder above."""
+    """Return the settings file and the weights file; the settings of a checkpoint may be one folder above it."""
     if place.is_dir():
         return (place / CONFIG, place / WEIGHTS) if holds(place, CONFIG, WEIGHTS) else None
     if place.suffix != ".pt" or not is_plain_file(place):
@@ -133,9 +133,9 @@ def _files(place: Path) -> tuple[Path, Path] | None:
 
 
 def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> str:
-    """Return the class of a dictionary: as its settings say, or by its trainer and the names of its tensors.
+    """Return the class of a dictionary from its settings, or from its trainer and the names of its tensors.
 
-    Until the middle of 2024 settings did not say it.
+    Settings written before mid-2024 do not state the class.
     """
     said = trainer.get("dict_class")
     if said is not None:
@@ -147,29 +147,29 @@ def _class_in(trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -
     fitting = [name for name, kind in _KINDS.items() if _fits(kind, tensors)]
     trained = [name for name in fitting if _TRAINERS[name] in str(trainer.get("trainer_class")).lower()]
     if len(fitting) == 1 or trained:
-        # "TrainerBatchTopK" has "topk" in it, too.
+        # "TrainerBatchTopK" contains "topk" as well: the longest match wins.
         return max(trained or fitting, key=lambda one: len(_TRAINERS[one]))
     raise UsageError(
-        f"{file}: trainer.dict_class is missing, and the tensors do not tell the class; give --config "
+        f"{file}: trainer.dict_class is missing, and the tensors fit several classes or none; give --config "
         f"trainer.dict_class=NAME with NAME one of {', '.join(fitting or _KINDS)}"
     )
 
 
 def _fits(kind: _Kind, tensors: dict[str, Tensor]) -> bool:
-    """Tell whether tensors are those of a class, which may lack what says how it is used."""
+    """Return whether the tensor names are those of a class; its `extra` tensors are optional."""
     names = {*kind.names.values()}
     return names <= tensors.keys() <= {*names, *kind.extra}
 
 
 def _kind(name: str, tensors: dict[str, Tensor]) -> _Kind:
-    """Return the kind of a class; the first Matryoshka SAEs have their tensors as an nn.Linear."""
+    """Return the kind of a class; early Matryoshka SAEs store their matrices as nn.Linear does."""
     if name == "MatryoshkaBatchTopKSAE" and "encoder.weight" in tensors:
         return _KINDS["BatchTopKSAE"]._replace(extra=_KINDS[name].extra)
     return _KINDS[name]
 
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
-    """Return where an SAE is from: as our exports tell it, else as the trainer and its buffer do."""
+    """Return the origin of an SAE: our own metadata, else the settings of the trainer and its buffer."""
     own, buffer = config.get("metadata"), config.get("buffer")
     place = trainer.get("submodule_name")
     facts = {
@@ -245,7 +245,7 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
         weights["threshold"] = torch.full((weights["W_enc"].shape[1],), _threshold(extra, trainer, name, file))
     k, stored_k = trainer.get("k"), _k_of(extra)
     if type(k) is int and stored_k not in (None, k) and kind.architecture == "topk":
-        raise UserError(f"{file}: k is {stored_k}, and {k} in its settings; give the right one as --config trainer.k=K")
+        raise UserError(f"{file}: k is {stored_k}, but {k} in its settings; give the right one as --config trainer.k=K")
     k = k if type(k) is int else stored_k
     own = {"architecture": kind.architecture, **({"k": k} if kind.architecture == "topk" else {})}
     trained = {theirs: ours for ours, theirs in _TRAINED.items()}.get(name, kind.architecture)
@@ -257,15 +257,15 @@ def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, 
 
 
 def _threshold(extra: dict[str, Tensor], trainer: dict[str, Any], name: str, file: Path) -> float:
-    """Return what activations must exceed; below 0 where it was never set, so that all that is positive is active."""
+    """Return the activation threshold; dictionary_learning stores a negative one, which has no effect, if never set."""
     stored, said = extra.get("threshold"), positive(trainer.get("threshold"))
     if stored is not None and stored.numel() == 1 and not stored.is_complex():
         return float(stored)
     if said is not None:
         return said
     raise UsageError(
-        f"{file} has no threshold: a {name} of before December 2024 chooses among all rows of a batch, which no "
-        f"architecture here does after its training; give a threshold as --config trainer.threshold=NUMBER"
+        f"{file} has no threshold: a {name} from before December 2024 selects latents across a whole batch, "
+        f"which no architecture here does at inference; give a threshold as --config trainer.threshold=NUMBER"
     )
 
 

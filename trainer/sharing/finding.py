@@ -1,4 +1,4 @@
-"""Finds the SAE in a folder, a file or a repository of the hub, and says what is there instead where it is none."""
+"""Finds the SAE in a folder, a file or a repository of the hub; if there is none, the error says what is there."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.sharing import from_hub
 from trainer.sharing.base import Format, format_in
 from trainer.sharing.circuit_tracer import layer_file
 
-# Folders that are looked into below the one that is given, and how deep.
+# The most folders that are searched below the given one, and the deepest level.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
-# Names in a sentence.
+# The most names in a sentence.
 _MOST_NAMES = 3
 _CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
 
@@ -38,15 +38,15 @@ class Found(NamedTuple):
 
 
 def find(name: Path, form: str | None = None) -> Found:
-    """Return the SAE at a path or of a name on the hub, in a format or in the one that its files are of.
+    """Return the SAE at a path or with a name on the hub; `form` is its format, by default the one of its files.
 
-    Raise `UsageError` where there is none, with what was looked for and what is there.
+    Raise `UsageError` if there is no SAE; the message lists the files that were searched for and found.
     """
-    return in_folder(name if os.path.lexists(name) else from_hub.brought(str(name)) or name, form)
+    return in_folder(name if os.path.lexists(name) else from_hub.fetch(str(name)) or name, form)
 
 
 def in_folder(place: Path, form: str | None = None) -> Found:
-    """Return the SAE in a folder or a file on this machine, as `find` does."""
+    """Return the SAE in a local folder or file, as `find` does."""
     found = format_in(place)
     if form is None and found is not None:
         return Found(found, place)
@@ -60,12 +60,12 @@ def in_folder(place: Path, form: str | None = None) -> Found:
 
 
 def saes_below(folder: Path) -> list[Path]:
-    """Return the folders and files of the SAEs below a folder, as people count: layers.2 before layers.10."""
+    """Return the folders and files of the SAEs below a folder in natural order: layers.2 before layers.10."""
     return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
 
 
 def _other(place: Path, form: str | None, found: str) -> str:
-    return f"{place} holds an SAE of {found}, and none of {form}; leave out --format"
+    return f"{place} holds an SAE in the format {found}, not {form}; leave out --format"
 
 
 def _nothing(place: Path, form: str | None) -> str:
@@ -73,7 +73,7 @@ def _nothing(place: Path, form: str | None) -> str:
         hub = f"hf:{place}" if from_hub.parse(str(place)) else "the OWNER/NAME/FOLDER"
         return f"there is nothing at {place}; give a folder, a file or {hub} of an SAE on the hub"
     if not place.is_dir():
-        return f"{place} is no file of an SAE that can be read here; give its folder"
+        return f"{place} is not a file of an SAE that can be read here; give its folder"
     if refused := _refused(place):
         return f"{place} holds no SAE: {refused}"
     if below := saes_below(place):
@@ -83,7 +83,7 @@ def _nothing(place: Path, form: str | None) -> str:
     wanted = [
         f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)
     ]
-    return f"{place} holds no SAE; looked for {join_words(wanted)}; there is {_listed(place)}"
+    return f"{place} holds no SAE; looked for {join_words(wanted)}; found {_listed(place)}"
 
 
 def _sets(form: str) -> tuple[tuple[str, ...], ...]:
@@ -92,7 +92,7 @@ def _sets(form: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _refused(folder: Path) -> str:
-    """Say why a file that belongs to an SAE is not read: mostly it is a link; "" where none is there."""
+    """Return why the files of an SAE cannot be read, mostly since one is a link; "" if no SAE has all its files."""
     for names in (names for form in catalog.READ_FORMATS for names in _sets(form)):
         if not all(os.path.lexists(folder / name) for name in names):
             continue
@@ -103,7 +103,7 @@ def _refused(folder: Path) -> str:
             except ValueError as error:
                 return f"{name} {error}"
             except (OSError, RuntimeError):
-                return f"{name} is a link to a file that is not there; download it again"
+                return f"{name} is a link to a missing file; download it again"
     return ""
 
 
@@ -111,10 +111,10 @@ def _listed(folder: Path) -> str:
     try:
         names = sorted(os.listdir(folder), key=_natural)
     except OSError as error:
-        return f"no right to look into it: {error.strerror}"
+        return f"nothing, since the folder cannot be read: {error.strerror}"
     shown = [printable(name)[:60] for name in names[: 2 * _MOST_NAMES]]
     rest = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
-    return join_words([*shown, *rest]) if names else "nothing in it"
+    return join_words([*shown, *rest]) if names else "no file"
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -129,7 +129,7 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def _is_alone(file: Path) -> bool:
-    """Tell whether a file is an SAE by itself: a checkpoint, or a layer of a set."""
+    """Return whether a single file is an SAE: a checkpoint, or a layer of a set."""
     return bool(_CHECKPOINT.fullmatch(file.name) or layer_file(file)) and format_in(file) is not None
 
 

@@ -1,4 +1,4 @@
-"""Brings SAEs from the Hugging Face hub by their names, into the cache that its own client keeps."""
+"""Downloads SAEs from the Hugging Face hub by name, into the cache of the hub's own client."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trainer.contract.wording import join_words
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
-# Seconds until the hub counts as out of reach.
-_PATIENCE_S = 15
+# Seconds after which the hub counts as unreachable.
+_TIMEOUT_S = 15
 _LAYER = re.compile(r"layer_[0-9]+\.safetensors")
 
 
 class Name(NamedTuple):
-    """The name of an SAE on the hub: a repository, a revision, and the folder or file in it."""
+    """The name of an SAE on the hub: a repository, a revision, and a folder or file in the repository."""
 
     repository: str
     revision: str | None
@@ -30,37 +30,37 @@ class Name(NamedTuple):
 
 
 def parse(text: str) -> Name | None:
-    """Return the parts of OWNER/NAME[@REVISION][/FOLDER], with "hf:" before it or not; None for anything else."""
+    """Return the parts of [hf:]OWNER/NAME[@REVISION][/FOLDER]; None for anything else."""
     match = _NAME.fullmatch(text)
     return Name(match[2], match[3], match[4].strip("/")) if match and ".." not in text else None
 
 
-def brought(text: str) -> Path | None:
-    """Return where an SAE of the hub lies in the cache, brought there where it is not; None for what is no name.
+def fetch(text: str) -> Path | None:
+    """Return the path of an SAE of the hub in the cache, downloading it if necessary; None if `text` is not a name.
 
-    Raise `UsageError` where the hub has no such SAE and `UserError` where it cannot be reached.
+    Raise `UsageError` if the hub has no such SAE and `UserError` if the hub cannot be reached.
     """
     name = parse(text)
     if name is None or _is_mistyped_path(text):
         return None
     hub = _client(text)
-    kept = _kept(hub, name)
-    # What lies above a folder of SAEs is there as soon as one of them is.
-    if kept is not None and (kept.is_file() or any(map(_is_weights, _files(kept)))):
-        return kept
+    cached = _cached(hub, name)
+    # A parent folder of SAEs is in the cache as soon as one of them is.
+    if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
+        return cached
     try:
         return _download(hub, name)
     except UserError:
         raise
     except Exception as error:
-        if kept is not None:
-            return kept
-        # Its own errors, those of HTTP and those of the disk.
+        if cached is not None:
+            return cached
+        # Any of the client's own errors, HTTP errors and disk errors.
         raise UserError(f"FOLDER: there is nothing at {text}, and {_reason(name, error)}") from None
 
 
 def _is_mistyped_path(text: str) -> bool:
-    """Return whether a name without "hf:" begins with a folder of this machine, such as `saes/9` next to `saes/8`."""
+    """Return whether a name without "hf:" begins with a local folder: `saes/9` is a mistyped path if `saes` exists."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
 
 
@@ -69,19 +69,19 @@ def _client(text: str) -> Any:
         hub: Any = importlib.import_module("huggingface_hub")
         importlib.import_module("huggingface_hub.utils")
     except ImportError:
-        reason = f"there is nothing at {text}, and to bring an SAE from the hub needs its client"
+        reason = f"there is nothing at {text}, and a download from the hub needs its client"
         raise UsageError(f"FOLDER: {reason}; {install('hf')}") from None
-    # Its warnings are of single attempts.
+    # The client warns about each failed attempt.
     hub.utils.logging.set_verbosity_error()
     return hub
 
 
-def _kept(hub: Any, name: Name) -> Path | None:
-    """Return the folder or file of a name in the cache; None where it is not there."""
+def _cached(hub: Any, name: Name) -> Path | None:
+    """Return the folder or file of a name in the cache; None if it is not cached."""
     try:
         folder = Path(hub.snapshot_download(name.repository, revision=name.revision, local_files_only=True))
     except Exception:
-        # Its errors for this differ by its version.
+        # Which error the client raises depends on its version.
         return None
     return place if (place := folder / name.path).exists() else None
 
@@ -91,8 +91,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _download(hub: Any, name: Name) -> Path:
-    # A list of files alone would be asked for again and again where there is no network.
-    info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_PATIENCE_S)
+    # `list_repo_files` would list the same files, but it retries again and again without a network.
+    info = hub.HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_S)
     there = [PurePosixPath(one.rfilename) for one in info.siblings or ()]
     path = PurePosixPath(name.path)
     if path in there:
@@ -102,9 +102,9 @@ def _download(hub: Any, name: Name) -> Path:
     if not any(_is_weights(one) for one in wanted):
         raise UsageError(f"FOLDER: {_elsewhere(name, there)}")
     if sum(bool(_LAYER.fullmatch(one.name)) for one in wanted) > 1:
-        raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, like {wanted[0]}")
+        raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, such as {wanted[0]}")
     if any(one.name == "cfg.json" for one in wanted):
-        # The settings of the run that sparsify's SAEs are of.
+        # sparsify stores the settings of the run in a folder above.
         wanted += [one for one in there if one.name == "config.json" and one.parent in path.parents]
     for number, one in enumerate(wanted, start=1):
         complain(f"{name.repository}: file {number} of {len(wanted)}, {one}\n")
@@ -132,7 +132,7 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
 
 
 def _reason(name: Name, error: Exception) -> str:
-    """Say why the hub does not give an SAE, and what to do."""
+    """Return why an SAE cannot be downloaded, and what to do."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         where = f"https://huggingface.co/{name.repository}"
@@ -144,4 +144,4 @@ def _reason(name: Name, error: Exception) -> str:
     if "RevisionNotFoundError" in kinds:
         return f"{name.repository} has no revision {name.revision} on the hub; leave it out"
     why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in kinds else first_line(error)
-    return f"the hub cannot be reached ({why}); bring it with `hf download {name.repository}` where it can"
+    return f"the hub cannot be reached ({why}); run `hf download {name.repository}` when it can"

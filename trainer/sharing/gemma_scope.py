@@ -1,4 +1,4 @@
-"""Gemma Scope: `params.npz` of the first, `config.json` and `params.safetensors` of the second; read, never written."""
+"""Reads Gemma Scope 1 (`params.npz`) and Gemma Scope 2 (`config.json` and `params.safetensors`); does not write."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from trainer.sharing.reading import (
 
 CONFIG, FIRST, SECOND = "config.json", "params.npz", "params.safetensors"
 _SKIP = "affine_skip_connection"
-# The repository of the first: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
+# A repository of Gemma Scope 1: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)\b")
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
 
 
 class GemmaScope(Format):
-    """JumpReLU SAEs and transcoders; their encoders see x itself."""
+    """Reads JumpReLU SAEs and transcoders, whose encoders get x, not x − b_dec."""
 
     reads = ((FIRST,), (CONFIG, SECOND))
 
@@ -58,7 +58,7 @@ class GemmaScope(Format):
 
 
 def _in_one_case(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors with the matrices as the first has them: "W_enc", not "w_enc"."""
+    """Return tensors with the matrices named as in Gemma Scope 1: "W_enc", not "w_enc"."""
     return {f"W{name[1:]}" if name in ("w_enc", "w_dec") else name: one for name, one in tensors.items()}
 
 
@@ -74,7 +74,7 @@ def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, fi
     names |= {"W_skip": _SKIP} if is_affine else {}
     weights = taken(tensors, names, file)
     if "W_skip" in weights:
-        # [d_in, d_out] there.
+        # Gemma Scope stores it as [d_in, d_out].
         weights["W_skip"] = weights["W_skip"].mT if weights["W_skip"].dim() == 2 else weights["W_skip"]
     kind = ("_skip" if is_affine else "") + "_transcoder" if is_transcoder else ""
     return Shared(
@@ -89,7 +89,7 @@ def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, fi
 def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
     facts = {name: config.get(name) for name in ("model_name", "hook_name", "hook_name_out", "hook_layer")}
     if isinstance(model := facts["model_name"], str):
-        # "gemma-v3-1b-pt" is google/gemma-3-1b-pt on the hub.
+        # Gemma Scope 2 calls google/gemma-3-1b-pt "gemma-v3-1b-pt".
         facts["model_name"] = re.sub(r"^(google/)?gemma-v3-", "google/gemma-3-", model)
     for name, module, hook in (
         ("hf_hook_point_in", "module", "hook_name"),
@@ -101,7 +101,7 @@ def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
 
 
 def _place(point: str, module: str, hook: str) -> dict[str, Any]:
-    """Return the facts of a place of the second: "model.layers.7.output", the output or the input of a module."""
+    """Return the origin of a hook point of Gemma Scope 2: a module's output or input, as "model.layers.7.output"."""
     path, _, end = point.rpartition(".")
     if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
         return {hook: f"blocks.{match[1]}.attn.hook_z"} if end == "input" else {}
@@ -110,7 +110,7 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
 
 
 def _by_path(folder: Path) -> dict[str, Any]:
-    """Return as settings what the path of an SAE of the first tells, which has no file of settings."""
+    """Return settings from the path of a Gemma Scope 1 SAE, which has no settings file."""
     path = folder.absolute().as_posix()
     repository, layer, l0 = (_last(pattern, path) for pattern in (_REPOSITORY, _LAYER, _L0))
     config: dict[str, Any] = {"architecture": "jump_relu", "l0": float(l0[1]) if l0 else None}

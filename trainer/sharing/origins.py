@@ -1,4 +1,4 @@
-"""Where an SAE is from: the model, the place in it and the text, as files and folders of other tools tell it."""
+"""The origin of an SAE: its model, hook and text, as stated by the files and folder names of other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from trainer.contract.printable import printable
 from trainer.contract.settings.hooks import Hook, parse_hook
 
-# The facts of an origin, which an import keeps and every later export has, and what each may be.
+# The facts of an origin with their types. An import keeps them, and every later export writes them.
 ORIGIN: dict[str, type | tuple[type, ...]] = {
     "model_name": str,
     "hook_name": str,
@@ -22,9 +22,9 @@ ORIGIN: dict[str, type | tuple[type, ...]] = {
     "prepend_bos": bool,
     "exclude_special_tokens": bool,
 }
-# Characters and largest number of a fact: files of others may hold anything.
+# The most characters and the largest number of a fact: foreign files may contain anything.
 _LONGEST, _LARGEST = 200, 2**31
-# A module of transformers, as sparsify and Gemma Scope 2 name places.
+# A module of transformers: sparsify and Gemma Scope 2 name hooks in this way.
 _MODULE = re.compile(r"(?:.*\.)?(?:layers|h|blocks)[._]([0-9]{1,4})(?:\.([a-z_.]+))?")
 _SITES = {
     "": "resid_post",
@@ -35,25 +35,25 @@ _SITES = {
     "self_attn": "attn_out",
     "attention": "attn_out",
 }
-# A place as dictionary_learning's scripts name it: "resid_post_layer_3", "mlp_out_layer3".
+# A hook as dictionary_learning's scripts name it: "resid_post_layer_3", "mlp_out_layer3".
 _SUBMODULE = re.compile(r"(resid_post|resid_out|mlp_out|attn_out|attention_out)_layer_?([0-9]{1,4})")
 
 
 def cleaned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts with those of an origin that are what they must be, texts short and on one line."""
+    """Return facts without origin facts of a wrong type; strings of an origin become short and single-line."""
     others = {name: value for name, value in facts.items() if name not in ORIGIN}
     return others | {name: _short(facts[name]) for name, kind in ORIGIN.items() if _is_a(facts.get(name), kind)}
 
 
 def origin_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return only what tells the origin, and the layer of a hook that has one."""
+    """Return only the facts of the origin, with the layer of its hook if that has one."""
     origin = {name: value for name, value in cleaned(facts).items() if name in ORIGIN}
     layer = layer_of(origin.get("hook_name"))
     return origin if layer is None else origin | {"hook_layer": layer}
 
 
 def layer_of(hook: object) -> int | None:
-    """Return the layer of a hook that TransformerLens or we have a name for; None for any other."""
+    """Return the layer of a hook that has a name in TransformerLens or here; None for any other."""
     try:
         place = parse_hook(str(hook))
     except ValueError:
@@ -62,9 +62,9 @@ def layer_of(hook: object) -> int | None:
 
 
 def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
-    """Return the place that a module of transformers is: "layers.10" is the residual stream after block 10.
+    """Return the hook of a module of transformers: "layers.10" is the residual stream after block 10.
 
-    Of a transcoder it is an MLP as a whole. Return {} for a name that is of no place that we know.
+    A transcoder replaces a whole MLP, from its input to its output. Return {} for an unknown module.
     """
     match = _MODULE.fullmatch(name)
     site = _SITES.get(match[2] or "") if match else None
@@ -76,7 +76,7 @@ def of_module(name: str, *, is_transcoder: bool = False) -> dict[str, Any]:
 
 
 def of_submodule(name: str) -> dict[str, Any]:
-    """Return the place of a submodule as dictionary_learning names it, or the name as it is."""
+    """Return the hook of a submodule of dictionary_learning; the name as it is if unknown."""
     match = _SUBMODULE.fullmatch(name)
     if match is None:
         return {"hook_name": name}
@@ -85,7 +85,7 @@ def of_submodule(name: str) -> dict[str, Any]:
 
 
 def of_hook(site: str, layer: int) -> dict[str, Any]:
-    """Return the facts of one of our sites."""
+    """Return the origin of one of our sites."""
     return {"hook_name": Hook(site, layer).transformer_lens, "hook_layer": layer}
 
 

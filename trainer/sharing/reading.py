@@ -31,15 +31,15 @@ PER_LATENT = {
     "jumprelu": ("b_enc", "threshold"),
     "gated": ("b_gate", "b_mag", "r_mag"),
 }
-# Bytes.
+# The most bytes that are read of a text file.
 _LARGEST_TEXT = 2**20
-# Advice of torch that is not to be passed on: to load a file of others in a way that runs its code.
+# Parts of torch's messages that users must not see: they advise to load the file in a way that runs its code.
 _REASONS = re.compile(r"In PyTorch 2\.6.*|Re-running `torch.load`.*", re.DOTALL)
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
-    """Read a JSON object, with what the user adds to it; raise `UserError` where there is none."""
+    """Read a JSON object and apply the user's settings to it; raise `UserError` if there is no such file."""
     try:
         config = load_json(_plain(file), dict[str, Any])
     except (OSError, ValueError) as error:
@@ -48,7 +48,7 @@ def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
 
 
 def read_text(file: Path) -> str:
-    """Read a small text of another tool; raise `UserError` where there is none."""
+    """Read a small text file of another tool; raise `UserError` if it cannot be read."""
     try:
         with open_plain(_plain(file)) as stream:
             return stream.read(_LARGEST_TEXT).decode("utf-8-sig", errors="replace")
@@ -57,7 +57,7 @@ def read_text(file: Path) -> str:
 
 
 def parsed_config(words: Iterable[str]) -> dict[str, Any]:
-    """Return what --config has, KEY=VALUE: numbers, true, false and null as in JSON, anything else as a text."""
+    """Parse the KEY=VALUE words of --config: a value is JSON if possible, else a string."""
     given: dict[str, Any] = {}
     for word in words:
         key, is_given, value = word.partition("=")
@@ -71,7 +71,7 @@ def parsed_config(words: Iterable[str]) -> dict[str, Any]:
 
 
 def with_given(config: dict[str, Any], given: Given) -> dict[str, Any]:
-    """Return settings with those that the user gives in their places, which tables are made for."""
+    """Return settings overridden by the user's, which have dotted names; create missing tables."""
     for path, value in given.config.items():
         *tables, name = path.split(".")
         place = config
@@ -124,8 +124,8 @@ def read_state_dict(file: Path) -> dict[str, Tensor]:
 def read_npz(file: Path) -> dict[str, Tensor]:
     """Read the arrays of a file of `numpy.savez`; raise `UserError` for any other.
 
-    Arrays of Python objects are not read, since that would run code. Neither is a compressed file, nor one whose
-    arrays are larger than what is stored of them.
+    Refuse arrays of Python objects, since reading them would run code. Refuse a compressed file and a file whose
+    arrays claim more bytes than it stores: either could fill the memory.
     """
     whole = _plain(file)
     try:
@@ -143,18 +143,18 @@ def read_npz(file: Path) -> dict[str, Tensor]:
 def _refuse_compression(file: Path) -> None:
     with zipfile.ZipFile(file) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise UserError(f"{file} is compressed, as torch.save and numpy.savez never do; it is not read")
+            raise UserError(f"{file} is compressed, which torch.save and numpy.savez never do; it is not read")
 
 
 def _refuse_empty_promises(file: Path) -> None:
-    """Raise `ValueError` where the head of an array tells more numbers than are stored, before memory is taken."""
+    """Raise `ValueError` before memory is allocated if the header of an array claims more numbers than are stored."""
     headers = {(1, 0): numpy.lib.format.read_array_header_1_0, (2, 0): numpy.lib.format.read_array_header_2_0}
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
             with archive.open(entry) as stream:
                 shape, _, dtype = headers[numpy.lib.format.read_magic(stream)](stream)
             if math.prod(shape) * dtype.itemsize > entry.file_size:
-                raise ValueError(f"{entry.filename[:60]} is shorter than its head says")
+                raise ValueError(f"{entry.filename[:60]} is shorter than its header says")
 
 
 def _is_stored(value: Tensor) -> bool:
@@ -164,7 +164,7 @@ def _is_stored(value: Tensor) -> bool:
 
 
 def _plain(file: Path) -> Path:
-    """Return the regular file behind a name; raise `UserError` for a foreign link, a pipe or a git-lfs pointer."""
+    """Return the regular file at a path; raise `UserError` for a link out of the cache, a pipe or a git-lfs pointer."""
     try:
         whole = plain_file(file)
         open_plain(whole).close()
@@ -176,9 +176,9 @@ def _plain(file: Path) -> Path:
 
 
 def _refuse_huge(file: Path) -> None:
-    """Raise `ValueError` for a file that the memory cannot hold, such as one of holes."""
+    """Raise `ValueError` for a file larger than the free memory, such as a sparse file."""
     if (size := file.stat().st_size) > (free := machine_memory().available_bytes):
-        raise ValueError(f"it has {size / 2**30:,.0f} GiB, and {free / 2**30:,.0f} GiB of memory are free")
+        raise ValueError(f"it has {size / 2**30:,.0f} GiB, but only {free / 2**30:,.0f} GiB of memory are free")
 
 
 def taken(tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path) -> dict[str, Tensor]:
@@ -239,14 +239,14 @@ def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the SAE whose activations are those times the norms of decoder rows."""
+    """Return weights with decoder rows of norm 1: the activations are multiplied with the old norms."""
     norms = weights["W_dec"].norm(dim=1)
     unit = weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None]
     return weights | {"W_enc": weights["W_enc"] * norms, "b_enc": weights["b_enc"] * norms, "W_dec": unit}
 
 
 def positive(value: object) -> float | None:
-    """Return a number above 0 of the settings of others; None for anything else."""
+    """Return a setting of a foreign file if it is a number above 0; None for anything else."""
     # True is an int of Python's.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         return None
@@ -255,13 +255,13 @@ def positive(value: object) -> float | None:
 
 @torch.no_grad()
 def with_row_scale(weights: dict[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Return the weights of an SAE of rows times a factor as those of one of the rows, with the same activations."""
+    """Fold a factor on the rows into the weights: unscaled rows then give the same activations."""
     scaled = {"W_enc": weights["W_enc"] * factor}
     return weights | scaled | {name: weights[name] / factor for name in ("W_dec", "b_dec")}
 
 
 def positive_thresholds(sae: Shared) -> Shared:
-    """Return an SAE whose thresholds below 0 are 0, which is the same after a ReLU."""
+    """Return an SAE with negative thresholds set to 0, which changes nothing after a ReLU."""
     if "threshold" not in sae.weights:
         return sae
     return sae._replace(weights=sae.weights | {"threshold": sae.weights["threshold"].clamp_min(0)})

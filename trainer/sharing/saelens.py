@@ -111,7 +111,7 @@ def _config(sae: Shared) -> dict[str, Any]:
         **({"d_out": sae.d_out} if sae.is_transcoder else {}),
         "apply_b_dec_to_input": not sae.is_transcoder,
         "normalize_activations": "none",
-        # It has heads apart there, which our rows have side by side.
+        # SAELens keeps the heads of hook_z in their own axis; our rows have them concatenated.
         "reshape_activations": "hook_z" if str(sae.metadata.get("hook_name")).endswith("hook_z") else "none",
         "metadata": {"sae_lens_version": SAE_LENS_VERSION, **sae.metadata, **_loading(sae.metadata)},
     }

@@ -1,4 +1,4 @@
-"""Reads `cfg.json` and `sae_weights.safetensors` as SAELens has written them from its first version to its sixth."""
+"""Reads `cfg.json` and `sae_weights.safetensors` of SAELens, versions 1 to 6."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ ARCHITECTURES = (
     "jumprelu_transcoder",
     "jumprelu_skip_transcoder",
 )
-# Those of trainings alone, which `save_inference_model` writes as "jumprelu", and what we call them.
+# Architectures of training checkpoints, which `save_inference_model` writes as "jumprelu", with our names for them.
 _BATCHED = {"batchtopk": "batch_topk", "matryoshka_batchtopk": "matryoshka_batch_topk"}
-# By their names today: what versions 1 to 5 called them.
+# Today's names of settings, and their names in versions 1 to 5.
 _RENAMED = {"hook_name": "hook_point", "hook_layer": "hook_point_layer", "activation_fn": "activation_fn_str"}
-# Why rows that are normalised this way cannot be computed with weights alone.
+# Why such a normalisation of rows cannot be folded into the weights.
 _NORMALISED = {
     "layer_norm": "it centres and scales each row on its own",
-    "constant_norm_rescale": "it scales each row to one length on its own",
+    "constant_norm_rescale": "it scales each row on its own to a fixed norm",
     "covariance_whitening": "its whitening is folded in only when its training ends",
 }
 _SCALED = ("expected_average_only_in", True)
-# Settings with these words may change what is computed; those listed affect only the training.
+# Settings whose names match may change what is computed; those in `_OF_TRAINING` affect only the training.
 _COMPUTES = re.compile(
     "normali|standardi|scal|bias|thresh|whiten|rotat|cent(er|re)|mean|(^|_)std|activation_f|postact|nonlin|softcap|"
     "clamp|clip|temperature|signed|tied|skip|affine|residual|error_term"
@@ -70,7 +70,7 @@ _OF_TRAINING = frozenset(
 
 
 def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
-    """Return the SAE of a folder with these two files, whatever version has written it."""
+    """Return the SAE in a folder; `files` are the names of its settings and its weights."""
     config_file, weights_file = (folder / name for name in files)
     config = _in_todays_names(read_config(config_file, given))
     architecture, k = _architecture(config, config_file)
@@ -106,7 +106,7 @@ def _in_todays_names(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
-    """Return the architecture and k: until version 5 TopK was an activation function of "standard"."""
+    """Return the architecture and k; up to version 5, TopK was an activation function of "standard"."""
     # Before version 6 it was the only one where nothing is said.
     wanted(config, file, architecture=(None, *ARCHITECTURES, *_BATCHED), activation_fn=("relu", None, "topk"))
     architecture, k = config.get("architecture") or "standard", config.get("k")
@@ -120,22 +120,22 @@ def _architecture(config: dict[str, Any], file: Path) -> tuple[str, Any]:
         k = kwargs.pop("k", k)
     if kwargs:
         name = next(iter(kwargs)) if isinstance(kwargs, dict) else str(kwargs)
-        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no architecture here computes with")
+        raise UsageError(f"{file}: activation_fn_kwargs has {name[:60]!r}, which no architecture here supports")
     return str(architecture), k
 
 
 def _refuse_unknown(config: dict[str, Any], file: Path) -> None:
-    """Raise `UsageError` for a setting that is not known here and may change what is computed."""
+    """Raise `UsageError` for an unknown setting that may change what is computed."""
     for name, value in config.items():
         if name not in _OF_TRAINING and _COMPUTES.search(name) and not _is_neutral(value):
             raise UsageError(
-                f"{file}: {name[:60]} is {str(value)[:60]!r}, and it is not known here what that changes; where it "
-                f"changes nothing give --config {name[:60]}=null"
+                f"{file}: {name[:60]} is {str(value)[:60]!r}, and its effect is not known here; if it has none, give "
+                f"--config {name[:60]}=null"
             )
 
 
 def _is_neutral(value: object) -> bool:
-    """Return whether a setting with this value adds nothing to the arithmetic: off, or a factor of 1."""
+    """Return whether this value of a setting leaves the result unchanged: off, or a factor of 1."""
     # True equals 1 in Python.
     return value is not True and value in (None, False, "none", 0, 1, {}, [])
 
@@ -143,7 +143,7 @@ def _is_neutral(value: object) -> bool:
 def _without_extras(
     tensors: dict[str, Tensor], config: dict[str, Any], architecture: str, file: Path
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the tensors of an inference SAE, and the factor [d_sae] of its activations in the decoder, if any."""
+    """Return the tensors of an inference SAE, and the factor [d_sae] on its activations in the decoder, if any."""
     tensors = dict(tensors)
     if architecture in ("jumprelu", "jumprelu_transcoder", "jumprelu_skip_transcoder") and "log_threshold" in tensors:
         tensors["threshold"] = tensors.pop("log_threshold").double().exp().float()
@@ -159,17 +159,17 @@ def _without_extras(
 def _used_factor(
     factor: Tensor | None, config: dict[str, Any], tensors: dict[str, Tensor], file: Path
 ) -> Tensor | None:
-    """Return what a fine-tuning has multiplied activations with; None where SAELens has written ones, or unused."""
+    """Return the factor [d_sae] that a fine-tuning put on the activations; None if it is all ones or not used."""
     is_used = config.get("finetuning_scaling_factor")
     if factor is None or not factor.is_floating_point() or (factor.float() == 1).all() or is_used is False:
         return None
     if is_used is not True:
         raise UsageError(
-            f"{file}: scaling_factor is not 1 throughout, and the settings do not tell whether it is used; give "
+            f"{file}: scaling_factor is not 1 everywhere, and the settings do not state whether it is used; give "
             f"--config finetuning_scaling_factor=true or =false"
         )
     if factor.shape != tensors.get("W_dec", factor).shape[:1] or not factor.isfinite().all():
-        raise UserError(f"{file}: scaling_factor is no finite number for each latent")
+        raise UserError(f"{file}: scaling_factor must have one finite number per latent")
     return factor.float()
 
 
@@ -183,7 +183,7 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
     if (scale := _row_scale(sae, config, file)) is not None:
         weights = with_row_scale(weights, scale)
         if is_rescaled and is_batched:
-            # Of activations times the norms of decoder rows.
+            # The threshold applies to activations times the norms of decoder rows, which are now smaller by `scale`.
             weights["threshold"] = weights["threshold"] / scale
     # True is SAELens' default.
     subtracts = config.get("apply_b_dec_to_input", True)
@@ -197,31 +197,31 @@ def _computed_as_here(sae: Shared, config: dict[str, Any], factor: Tensor | None
 
 
 def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
-    """Return what rows are multiplied with before the encoder; None for nothing. Raise `UsageError` if not known."""
+    """Return the factor on rows before the encoder; None for no factor. Raise `UsageError` if it is unknown."""
     value, factor = config.get("normalize_activations"), positive(config.get("norm_scaling_factor"))
     if config.get("norm_scaling_factor") is None and value in (None, False, "none"):
         return None
     if isinstance(value, str) and value in _NORMALISED:
         raise UsageError(
-            f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no architecture here does; for "
-            f"rows that are normalised already give --config normalize_activations=none"
+            f"{file}: normalize_activations is {value!r}: {_NORMALISED[value]}, which no architecture here does; if "
+            f"your rows are normalised already, give --config normalize_activations=none"
         )
     wanted(config, file, normalize_activations=("none", None, *_SCALED))
     if sae.is_transcoder or factor is None:
         raise UsageError(
-            f"{file}: normalize_activations is {str(value)!r}: rows are multiplied with √d_in / their mean norm in the "
-            f"training, which is not in the files; give it as --config norm_scaling_factor=NUMBER"
+            f"{file}: normalize_activations is {str(value)!r}: training multiplies rows by √d_in / their mean norm, "
+            f"which is not in the files; give this factor as --config norm_scaling_factor=NUMBER"
         )
     return factor
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what is told of the SAE: in version 6 in a table of its own, before among the settings."""
+    """Return the metadata of the SAE: version 6 has a table for it, older versions mix it with the settings."""
     own = config.get("metadata")
     facts = as_extracted(own) if isinstance(own, dict) else {}
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):
-        # Version 1 has the layer apart: "blocks.{layer}.hook_resid_pre".
+        # Version 1 stores the layer separately: "blocks.{layer}.hook_resid_pre".
         flat["hook_name"] = hook.replace("{layer}", str(config.get("hook_layer")))
     facts = cleaned({**flat, **{name: value for name, value in facts.items() if value is not None}})
     return facts | origin_of(facts)

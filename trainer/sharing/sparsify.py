@@ -68,7 +68,7 @@ class Sparsify(Format):
         facts = {"training_architecture": "topk", **_origin(folder, is_transcoder=is_transcoder), **cleaned(facts)}
         sae = checked(Shared(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
         if is_transcoder and config.get("transcode") is not True:
-            # Until sparsify had this setting, the encoder of its transcoders saw x − b_dec, too.
+            # Before sparsify had this setting, the encoders of its transcoders got x − b_dec as well.
             sae = sae._replace(weights=without_input_bias(weights))
         return converted(sae, file)
 
@@ -79,21 +79,21 @@ def _refuse_others(config: dict[str, Any], file: Path, given: Given) -> None:
     if skips and config.get("transcode") is not True and not given.transcoder:
         # The input of an SAE, from which b_dec is taken, goes around it as it is: no architecture here does that.
         raise UsageError(
-            f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: an SAE whose input goes around it "
-            f"is not computed here; if it is a transcoder give --transcoder"
+            f"{file}: skip_connection is {str(skips)[:60]!r} and transcode is not: no architecture here is an SAE "
+            f"with a skip connection; if it is a transcoder, give --transcoder"
         )
     wanted(config, file, skip_connection=(False, True, None))
 
 
 def _origin(folder: Path, *, is_transcoder: bool) -> dict[str, Any]:
-    """Return where an SAE is from: its place by the name of the folder, the rest by the run's settings above it."""
+    """Return the origin of an SAE: its hook from the name of its folder, the rest from the run's settings above."""
     above = folder.absolute().parts[:-4:-1]
     place = next((found for name in above if (found := of_module(name, is_transcoder=is_transcoder))), {})
     run: dict[str, Any] = {}
     for parent in (folder.parent, folder.parent.parent):
         with contextlib.suppress(UserError):
             run = run or read_config(parent / "config.json")
-    # "model" alone is in the settings of a run, not in those of a language model.
+    # Settings of a run have "model"; the config.json of a language model does not.
     if not isinstance(run.get("model"), str):
         return place
     facts = {"model_name": run["model"], "dataset_path": run.get("dataset"), "context_size": run.get("ctx_len")}

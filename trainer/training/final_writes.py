@@ -76,7 +76,7 @@ class FinalWrites:
             raise self._failure(errors[0], is_stopped=bool(waiting) and self._stop.is_set())
 
     def _attempt(self, writes: Sequence[Write]) -> dict[Write, NoRoomError]:
-        """Try all writes; return those that did not fit on the disk, with their errors."""
+        """Try all writes; return the ones that did not fit on the disk, with their errors."""
         waiting: dict[Write, NoRoomError] = {}
         for one in writes:
             try:
@@ -151,7 +151,7 @@ def _written_to(place: Path, one: Write) -> Path | None:
 
 
 def _other_places(folder: Path) -> Iterator[Path]:
-    """Yield folders on other disks than that of `folder`, the most permanent first."""
+    """Yield folders on other disks than the one of `folder`, the most permanent first."""
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}

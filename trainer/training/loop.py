@@ -576,7 +576,7 @@ class Trainer:
         return schedule.lr_factor(self.position.step) if schedule else None
 
     def how_far(self, label: str = "") -> HowFar:
-        """Return how far the training of an SAE of a sweep is; without a label, that of the run by its SAEs' means."""
+        """Return the progress of the training of one SAE; without a label, of the run, with means over its SAEs."""
         values = self.report.values.get(label, {})
         names = CRITERION, held_out(CRITERION)
         fvu, heldout_fvu = (values.get(name) if label else self.report.mean(name) for name in names)

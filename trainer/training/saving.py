@@ -26,7 +26,7 @@ from trainer.reporting.report import Report
 from trainer.training.final_writes import Write
 from trainer.training.learner import Learner
 
-# The share of a run's time for checkpoints of the best held-out FVU, on top of those that the user asked for.
+# The share of a run's time for checkpoints of the best held-out FVU, in addition to the checkpoints asked for.
 BEST_SHARE = 0.02
 # The assumed duration of the first save, in seconds.
 FIRST_SAVE_S = 1.0

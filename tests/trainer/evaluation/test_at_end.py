@@ -108,7 +108,7 @@ def test_rows_are_a_small_share_of_those_trained_on_and_come_from_everywhere(
     assert card["figures"]["n_tokens"] == 38
     assert card["data"]["n_held_out"] == 150
     assert "on 38 of 150 held-out rows" in kept.events[0][2]
-    # Those of all of them are of the same texts.
+    # All held-out rows come from the same texts, so their error is the same.
     (stored,) = kept.curve("heldout_fvu_error")
     assert stored == pytest.approx(card["figures"]["fvu_error"])
 

@@ -1,4 +1,4 @@
-"""An evaluation adds to a card: what it does not measure stays, and the cards before it can be read again."""
+"""An evaluation adds to a card: parts that it does not measure stay, and earlier cards can still be read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOVED = {
 
 @pytest.fixture
 def run(make_job: Callable, make_trainer: Callable, kept: object, activations: Path, tmp_path: Path) -> Path:
-    """Return a finished run whose data tells its tokens, with an earlier checkpoint, evaluated on its rows."""
+    """Return a finished run on data with tokens, with an earlier checkpoint, evaluated on its rows."""
     tell_tokens(activations)
     run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
     evaluate(run)
@@ -50,7 +50,7 @@ def card_of(folder: Path) -> Card:
 
 
 def add(folder: Path, *, step: int | None = None, **parts: object) -> None:
-    """Do what an evaluation of other parts does at its end."""
+    """Write parts to the card as an evaluation of only these parts does."""
     there = card_of(folder)
     names = {"spliced": IN_MODEL, "probing": PROBES}
     measured = {names[name]: MODEL for name in parts}
@@ -73,17 +73,17 @@ def test_an_evaluation_on_rows_keeps_what_was_measured_in_the_model_and_the_prom
         assert [one.text for one in latent.promoted] == [" w1", " w2"]
         assert latent.contexts
         assert features.search("w7")
-    # Only the first of both has measured the rows again.
+    # Only the first evaluation has measured the rows again.
     assert after.parts[ROWS].measured > before.parts[ROWS].measured
     evaluate(run, "--keep-rows")
     assert card_of(sae).parts[ROWS] == after.parts[ROWS]
-    # A folder alone tells no step, and does not take it from the card.
+    # An evaluation of the folder alone does not know the step; the card keeps it.
     assert main(["eval", str(sae), "--device", "cpu"]) == 0
     assert card_of(sae).step == before.step
     assert card_of(sae).spliced == before.spliced
 
 
-def test_figures_of_older_weights_become_an_older_version_and_come_back_with_these(run: Path) -> None:
+def test_figures_of_replaced_weights_become_an_older_version_and_return_with_these_weights(run: Path) -> None:
     sae, (older, newest) = run / "sae", sorted((run / "checkpoints").iterdir())
     add(sae, spliced=msgspec.convert(SPLICED, Spliced))
     fvu = card_of(sae).figures.fvu
@@ -93,15 +93,15 @@ def test_figures_of_older_weights_become_an_older_version_and_come_back_with_the
     card = card_of(sae)
     assert (card.step, card.spliced, card.figures.fvu != fvu) == (10, None, True)
     assert card.weights == weights_of(sae)
-    told = [(one.number, one.card.step, one.card.spliced is None, one.is_current) for one in versions(sae)]
-    assert told == [(3, 10, True, True), (2, 20, False, False), (1, 20, True, False)]
+    found = [(one.number, one.card.step, one.card.spliced is None, one.is_current) for one in versions(sae)]
+    assert found == [(3, 10, True, True), (2, 20, False, False), (1, 20, True, False)]
     assert all(one.features and Features(one.features).n_latents == 64 for one in versions(sae))
     assert main(["export", str(newest), "--out", str(sae), "--force"]) == 0
     evaluate(run, "--keep-rows")
     assert (card_of(sae).figures.fvu, card_of(sae).spliced) == (fvu, msgspec.convert(SPLICED, Spliced))
 
 
-def test_a_card_is_not_written_beside_an_sae_that_was_replaced_meanwhile(run: Path) -> None:
+def test_a_card_is_not_written_next_to_an_sae_that_was_replaced_meanwhile(run: Path) -> None:
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     card = card_of(sae)
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
@@ -110,7 +110,7 @@ def test_a_card_is_not_written_beside_an_sae_that_was_replaced_meanwhile(run: Pa
     assert read_card(sae) is None
 
 
-def test_a_card_that_cannot_be_stored_does_not_stay_next_to_other_weights(run: Path) -> None:
+def test_a_card_that_cannot_be_archived_is_removed_from_other_weights(run: Path) -> None:
     sae, older = run / "sae", min((run / "checkpoints").iterdir())
     (sae / FEATURES).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n")
     assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
@@ -118,7 +118,7 @@ def test_a_card_that_cannot_be_stored_does_not_stay_next_to_other_weights(run: P
     assert not (sae / "README.md").exists()
 
 
-def test_a_damaged_file_of_features_is_replaced_and_costs_no_figures(run: Path) -> None:
+def test_a_damaged_features_file_is_replaced_and_no_figures_are_lost(run: Path) -> None:
     sae = run / "sae"
     whole = (sae / FEATURES).read_bytes()
     (sae / FEATURES).write_bytes(whole[: len(whole) // 2])
@@ -135,7 +135,7 @@ def test_the_parts_of_one_evaluation_make_one_version(run: Path) -> None:
     spliced = msgspec.convert(SPLICED, Spliced)
     second = write_card(sae, msgspec.structs.replace(first, spliced=spliced), replaces=first)
     assert [(one.number, one.card.step, one.card.spliced) for one in versions(sae)] == [(2, 21, spliced), (1, 20, None)]
-    # What another evaluation wrote meanwhile becomes a version.
+    # A card that another evaluation wrote meanwhile becomes a version.
     write_card(sae, msgspec.structs.replace(second, step=22), replaces=first)
     assert [one.card.step for one in versions(sae)] == [22, 21, 20]
 
@@ -147,7 +147,7 @@ def _add_many(folder: Path, name: str, begin: object) -> None:
         add(folder, **{name: part})
 
 
-def test_two_evaluations_that_end_at_the_same_time_both_stay(run: Path) -> None:
+def test_two_evaluations_that_end_at_the_same_time_are_both_kept(run: Path) -> None:
     context = multiprocessing.get_context("fork")
     begin = context.Barrier(2)
     both = [context.Process(target=_add_many, args=(run / "sae", name, begin)) for name in ("spliced", "probing")]
@@ -162,7 +162,7 @@ def test_two_evaluations_that_end_at_the_same_time_both_stay(run: Path) -> None:
     assert card.parts.keys() >= {ROWS, IN_MODEL, PROBES}
 
 
-def test_the_same_content_is_stored_once_and_the_oldest_versions_go(run: Path) -> None:
+def test_equal_content_is_stored_once_and_the_oldest_versions_are_removed(run: Path) -> None:
     sae = run / "sae"
     for _ in range(2):
         evaluate(run)

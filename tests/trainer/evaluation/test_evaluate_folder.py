@@ -55,7 +55,7 @@ def test_an_sae_beside_its_run_is_measured_on_the_rows_that_the_run_held_back(
     assert one["figures"] == both[0]["figures"]
     assert one["data"]["is_held_out"]
     assert one["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu@k=2")[-1], rel=1e-3)
-    # On the same ones when there are more rows.
+    # The same rows are held out after the data has grown.
     save_file({"activations": torch.randn(1000, 16)}, activations / "c.safetensors")
     (later,) = cards(capsys, str(output / "k=2"))
     assert later["figures"] == one["figures"]
@@ -98,7 +98,7 @@ def test_rows_of_another_hook_than_the_saes_are_warned_of(
 
 def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp_path: Path, capsys: Shown) -> None:
     assert main(["eval", alone]) == 2
-    assert "--data: no run beside" in capsys.readouterr().err
+    assert "does not belong to a run; give a folder of activations to measure on" in capsys.readouterr().err
     assert main(["eval", alone, "--best", "--data", "x"]) == 2
     assert "--best: takes the folder of a run" in capsys.readouterr().err
     assert main(["eval", alone, "--data", str(tmp_path / "none")]) == 2
@@ -109,7 +109,7 @@ def test_rows_that_are_not_known_or_of_another_width_are_refused(alone: str, tmp
     assert main(["eval", alone, "--data", str(narrow)]) == 1
     assert "maps 16 to 16 dimensions" in capsys.readouterr().err
     assert main(["eval", str(Path(alone) / "cfg.json"), "--data", "x"]) == 2
-    assert "cfg.json is a file, and a card is written next to an SAE; give its folder" in capsys.readouterr().err
+    assert "cfg.json is a file, but the card is written next to an SAE; give a folder" in capsys.readouterr().err
     (deep := tmp_path / "deep" / "layers").mkdir(parents=True)
     shutil.copytree(alone, deep / "3")
     assert main(["eval", str(tmp_path / "deep"), "--data", "x"]) == 2
@@ -134,7 +134,7 @@ def test_a_card_is_written_next_to_an_sae_of_dictionary_learning(
     assert read_card(tmp_path / "theirs")
 
 
-def test_thresholds_of_halves_that_are_no_numbers_are_not_used(tmp_path: Path) -> None:
+def test_malformed_thresholds_of_the_halves_are_not_used(tmp_path: Path) -> None:
     sae = made("batch_topk")
     for stated, used in (([0.5, 2.0], 2.0), ([None, "x"], None), ([0.5, float("nan")], None), ([0.5, {}], None)):
         shared = shared_form(sae, {OF_HALVES: stated})
@@ -145,7 +145,7 @@ def test_thresholds_of_halves_that_are_no_numbers_are_not_used(tmp_path: Path) -
             assert torch.equal(exported._weights["threshold"], expected)
 
 
-def test_a_strangers_texts_stay_in_their_place_in_the_model_card(
+def test_foreign_text_is_escaped_in_the_model_card(
     alone: str, activations: Path, tmp_path: Path, capsys: Shown
 ) -> None:
     config = json.loads((Path(alone) / "cfg.json").read_text())

@@ -50,7 +50,7 @@ def test_a_card_tells_the_held_out_fvu_of_the_training_and_is_written_beside_the
 
 
 def tell_texts(activations: Path, n_rows: int = 25) -> None:
-    """Have the rows of both shards be of texts of `n_rows` rows each, counted through."""
+    """Store the number of a text with each row of both shards; each text has `n_rows` rows."""
     first = 0
     for file in sorted(activations.glob("*.safetensors")):
         rows = load_file(file)["activations"]
@@ -63,7 +63,7 @@ def card_of(run: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out.splitlines()[-1])["cards"][0]
 
 
-def test_a_card_is_of_whole_texts_and_keeps_their_sums_to_be_compared_by(
+def test_a_card_measures_whole_texts_and_stores_their_sums_for_comparisons(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -73,7 +73,7 @@ def test_a_card_is_of_whole_texts_and_keeps_their_sums_to_be_compared_by(
     card = card_of(run, capsys)
     assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
     assert (card["figures"]["n_clusters"], card["figures"]["clustered_by"]) == (6, "texts")
-    # Of rows without a direction all are alike: 2 of these 150.
+    # All-zero rows are equal to each other: 2 of these 150 have copies.
     assert (card["data"]["hold_out"], card["data"]["copies"]) == ("texts", 2 / 150)
     assert " over 6 texts, median row" in (run / "sae" / "README.md").read_text()
     sums = read_sums(run / "sae", card["figures"]["fvu"])
@@ -81,7 +81,7 @@ def test_a_card_is_of_whole_texts_and_keeps_their_sums_to_be_compared_by(
     assert len(sums.errors) == 6
     assert (run / "sae" / SUMS).stat().st_mode & 0o777 == 0o600
     assert read_sums(run / "sae", 2 * card["figures"]["fvu"]) is None
-    # Another SAE on the same rows is told to be on them, one on other rows not.
+    # The sums of another SAE state the same rows only if it was measured on the same rows.
     for number, (seed, split_seed) in enumerate([(1, 0), (0, 1)]):
         job = make_job(train={"seed": seed}, data={"split_seed": split_seed})
         other = finished_run(job, make_trainer, tmp_path / f"other{number}", kept)
@@ -90,7 +90,7 @@ def test_a_card_is_of_whole_texts_and_keeps_their_sums_to_be_compared_by(
         assert (of_other.rows == sums.rows) == (split_seed == 0)
 
 
-def test_a_run_that_an_earlier_version_wrote_is_measured_on_the_rows_that_it_held_out(
+def test_a_run_of_an_earlier_version_is_measured_on_its_own_held_out_rows(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     tell_texts(activations)
@@ -106,7 +106,7 @@ def test_a_run_that_an_earlier_version_wrote_is_measured_on_the_rows_that_it_hel
     assert card["data"]["hold_out"] == "rows"
 
 
-def test_held_out_rows_that_are_trained_on_as_well_are_told_at_the_start_and_on_the_card(
+def test_held_out_rows_that_are_also_trained_on_are_reported_at_the_start_and_on_the_card(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"][:50]
@@ -199,7 +199,7 @@ def test_a_card_tells_of_dimensions_that_hold_most_of_the_variance(
     assert told in (run / "sae" / "README.md").read_text()
 
 
-def test_what_is_left_out_or_scaled_in_training_is_folded_and_the_fvu_of_all_dimensions_is_told(
+def test_dropped_and_scaled_dimensions_are_folded_and_the_fvu_of_all_dimensions_is_reported(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
 ) -> None:
     rows = torch.cat([load_file(file)["activations"].float() for file in sorted(activations.iterdir())])
@@ -209,15 +209,17 @@ def test_what_is_left_out_or_scaled_in_training_is_folded_and_the_fvu_of_all_dim
     data = {"drop_dimensions": [3], "scale_dimensions": "auto", "max_norm": 0.0}
     trainer = make_trainer(make_job(data=data, train={"n_steps": 40}), kept, output=tmp_path / "run" / "sae")
     assert trainer.run()
-    ((_, level, told),) = [event for event in kept.events if event[0] in ("dimensions", "heavy_dimensions")]
+    ((_, level, message),) = [event for event in kept.events if event[0] in ("dimensions", "heavy_dimensions")]
     assert level == "info"
-    assert told.startswith("1 dimension of 16 (number 3) left out, 1 dimension of 16 (number 5) scaled down by up to ")
+    assert message.startswith(
+        "1 dimension of 16 (number 3) left out, 1 dimension of 16 (number 5) scaled down by up to "
+    )
     exported = load_file(tmp_path / "run" / "sae" / "sae_weights.safetensors")
     assert not exported["W_enc"][3].any()
     assert not exported["W_dec"][:, 3].any()
     held_out = torch.cat([x for x, _ in trainer.data.of_hook(0).held_out(128)]).double()
     assert float(exported["b_dec"][3]) == pytest.approx(float(rows[:, 3].mean()), rel=0.5)
-    # From the bare tensors, in float64: k latents of raw rows; the scales as the training has them.
+    # From the tensors alone, in float64: k latents of raw rows, and the dimension scales of the training.
     weights = {name: one.double() for name, one in exported.items()}
     pre_acts = (held_out - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     acts = pre_acts.relu() * (pre_acts >= pre_acts.topk(4, dim=1).values[:, -1:])
@@ -235,7 +237,7 @@ def test_what_is_left_out_or_scaled_in_training_is_folded_and_the_fvu_of_all_dim
     for card in cards:
         assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
         assert card["figures"]["fvu_all_dimensions"] == pytest.approx(of_all, rel=1e-3)
-        assert card["data"]["dimensions"] == told.partition(": the FVU")[0]
+        assert card["data"]["dimensions"] == message.partition(": this run's FVU")[0]
     assert "FVU of all dimensions" in (tmp_path / "run" / "sae" / "README.md").read_text()
 
 

@@ -131,7 +131,7 @@ def test_every_figure_that_saelens_has_too_is_the_same_there(tmp_path: Path) -> 
     assert told.density_histogram == histogram(density)
 
 
-def test_the_error_of_the_fvu_by_texts_is_that_of_a_jackknife_over_texts() -> None:
+def test_the_clustered_error_of_the_fvu_equals_a_jackknife_over_texts() -> None:
     generator = np.random.default_rng(5)
     text = generator.integers(0, 60, 3000)
     hardness = generator.uniform(0.5, 2, 60)[text]
@@ -141,7 +141,7 @@ def test_the_error_of_the_fvu_by_texts_is_that_of_a_jackknife_over_texts() -> No
     jackknife = math.sqrt(59 / 60 * ((left_out - left_out.mean()) ** 2).sum())
     by_text = [by_label(text, torch.from_numpy(one)) for one in (error, spread)]
     assert ratio_error(*by_text) == pytest.approx(jackknife, rel=0.02)
-    # As if rows were independent it would be half of that.
+    # If rows counted as independent, it would be half as large.
     assert ratio_error(torch.from_numpy(error), torch.from_numpy(spread)) < 0.5 * jackknife
 
 

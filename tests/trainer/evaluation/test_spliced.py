@@ -105,23 +105,25 @@ def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job:
             if at + 1 < ids.shape[1]:
                 ce["clean"].append(-clean[at, ids[0, at + 1]].item())
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, HOOK, CPU).measure(halved, mean, n_tokens=10**6)
-    for name, value in (("clean", told.ce), ("sae", told.ce_with_sae), ("zeros", told.ce_with_zeros)):
+    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, mean, n_tokens=10**6)
+    for name, value in (("clean", spliced.ce), ("sae", spliced.ce_with_sae), ("zeros", spliced.ce_with_zeros)):
         assert value == pytest.approx(np.mean(ce[name]), rel=1e-4), name
-    assert told.ce_with_mean == pytest.approx(np.mean(ce["mean"]), rel=1e-4)
-    assert told.kl_with_sae == pytest.approx(np.mean(kl["sae"]), rel=1e-4)
-    assert told.kl_with_zeros == pytest.approx(np.mean(kl["zeros"]), rel=1e-4)
-    assert told.n_tokens == len(ce["clean"])
-    assert told.ce_score == pytest.approx((told.ce_with_zeros - told.ce_with_sae) / (told.ce_with_zeros - told.ce))
+    assert spliced.ce_with_mean == pytest.approx(np.mean(ce["mean"]), rel=1e-4)
+    assert spliced.kl_with_sae == pytest.approx(np.mean(kl["sae"]), rel=1e-4)
+    assert spliced.kl_with_zeros == pytest.approx(np.mean(kl["zeros"]), rel=1e-4)
+    assert spliced.n_tokens == len(ce["clean"])
+    assert spliced.ce_score == pytest.approx(
+        (spliced.ce_with_zeros - spliced.ce_with_sae) / (spliced.ce_with_zeros - spliced.ce)
+    )
 
 
-def test_the_errors_of_the_scores_are_what_resampling_the_texts_gives(gpt2: Path, job: ExtractJob) -> None:
+def test_the_errors_of_the_scores_agree_with_a_bootstrap_over_texts(gpt2: Path, job: ExtractJob) -> None:
     spied = Spied(gpt2)
     changes = {"clean": None, "sae": keep_first(half), "zeros": keep_first(torch.zeros_like)}
     lengths = [len(spied.tokenizer(one).input_ids) for one in sentences(80)]
     by_text = {name: np.zeros((len(lengths), 2)) for name in changes}
     text = n_read = 0
-    # A text that does not fit into a context goes on in the next one.
+    # A text that does not fit into a context continues in the next one.
     for ids in (torch.tensor([piece]) for pieces in contexts_of(spied, length=64) for piece in pieces):
         logits = {name: spied.logits(ids, change).log_softmax(-1)[0, 1:] for name, change in changes.items()}
         for name, own in logits.items():
@@ -136,14 +138,14 @@ def test_the_errors_of_the_scores_are_what_resampling_the_texts_gives(gpt2: Path
         clean, sae, zeros = (by_text[name][drawn].sum(0) for name in ("clean", "sae", "zeros"))
         scores.append((zeros - sae)[1] / (zeros - clean)[1])
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
-    assert told.n_texts == len(lengths)
-    assert told.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
+    spliced = SplicedModel(whole, HOOK, CPU).measure(halved, None, n_tokens=10**6)
+    assert spliced.n_texts == len(lengths)
+    assert spliced.kl_score_error == pytest.approx(np.std(scores), rel=0.15)
     # An untrained model loses next to nothing, and resampled CE scores are anywhere: the error by its definition.
     clean, sae, zeros = (by_text[name][:, 0] for name in ("clean", "sae", "zeros"))
-    left = (zeros - sae) - told.ce_score * (zeros - clean)
+    left = (zeros - sae) - spliced.ce_score * (zeros - clean)
     error = math.sqrt(sum(left**2) * len(left) / (len(left) - 1)) / abs(sum(zeros - clean))
-    assert told.ce_score_error == pytest.approx(error, rel=1e-3)
+    assert spliced.ce_score_error == pytest.approx(error, rel=1e-3)
 
 
 def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Path, job: ExtractJob) -> None:
@@ -169,9 +171,9 @@ def test_what_a_transcoder_makes_of_one_hook_takes_the_place_of_another(gpt2: Pa
             for name, values in of_each.items():
                 ce[name].append(-values[at, ids[0, at + 1]].item())
     whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
-    told = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, None, n_tokens=10**6)
-    assert told.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
-    assert told.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
+    spliced = SplicedModel(whole, "mlp_in.1", CPU, "mlp_out.1").measure(halved, None, n_tokens=10**6)
+    assert spliced.ce == pytest.approx(np.mean(ce["clean"]), rel=1e-4)
+    assert spliced.ce_with_sae == pytest.approx(np.mean(ce["sae"]), rel=1e-4)
     with pytest.raises(UserError, match="is not run before"):
         SplicedModel(whole, "mlp_out.1", CPU, "mlp_in.1").measure(halved, None, n_tokens=10)
 
@@ -233,9 +235,9 @@ def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob,
             return tokens
 
     with torch.no_grad():
-        told = SplicedModel(ours, HOOK, CPU).measure(lambda x, _: (sae(x, x).acts, sae(x, x).x_hat), None)
-    assert (told.left_out, told.ce_with_mean) == ("special tokens", None)
-    for view, ignored in ((told, list(spied.tokenizer.all_special_ids)), (told.all_tokens, None)):
+        spliced = SplicedModel(ours, HOOK, CPU).measure(lambda x, _: (sae(x, x).acts, sae(x, x).x_hat), None)
+    assert (spliced.left_out, spliced.ce_with_mean) == ("special tokens", None)
+    for view, ignored in ((spliced, list(spied.tokenizer.all_special_ids)), (spliced.all_tokens, None)):
         expected = evals.get_downstream_reconstruction_metrics(
             sae=theirs, model=LensModel(spied), activation_store=Store(), activation_scaler=ActivationScaler(),
             compute_kl=True, compute_ce_loss=True, n_batches=1, eval_batch_size_prompts=len(rows),
@@ -251,10 +253,10 @@ def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob,
 
 
 def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
-    told = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
-    assert (told.ce_score, told.kl_score) == (pytest.approx(1), pytest.approx(1))
-    assert told.kl_with_sae == pytest.approx(0, abs=1e-6)
-    assert not told.is_unseen
+    spliced = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x, _: (DenseActs(x), x), None)
+    assert (spliced.ce_score, spliced.kl_score) == (pytest.approx(1), pytest.approx(1))
+    assert spliced.kl_with_sae == pytest.approx(0, abs=1e-6)
+    assert not spliced.is_unseen
 
 
 def test_the_ablations_of_a_hook_are_measured_once_for_all_its_saes(job: ExtractJob) -> None:
@@ -308,7 +310,7 @@ def test_data_of_somebody_else_cannot_have_a_models_code_run(job: ExtractJob) ->
     assert not job_of_data(job.folder(HOOK)).model.remote_code
 
 
-def test_parts_that_were_measured_stay_where_a_later_part_fails(
+def test_measured_parts_are_kept_when_a_later_part_fails(
     job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
 ) -> None:
     run(job)

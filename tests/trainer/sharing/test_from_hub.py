@@ -1,4 +1,4 @@
-"""SAEs that are named on the hub come from its cache, or from the hub into it."""
+"""SAEs named on the hub are read from its cache; missing ones are downloaded into the cache first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.sharing.from_hub import parse
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Give a hub with the SAEs of two layers, and an empty cache."""
+    """Start a hub with the SAEs of two layers, and an empty cache."""
     hub = Hub()
     for name, value in hub.environment(str(tmp_path / "home")).items():
         monkeypatch.setenv(name, value)
@@ -40,7 +40,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub.close()
 
 
-def test_an_sae_of_the_hub_is_brought_once_with_what_tells_its_origin_and_nothing_else(
+def test_an_sae_of_the_hub_is_downloaded_once_with_the_files_of_its_origin_and_no_others(
     hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = find(Path("ada/saes/layers.3"))
@@ -49,13 +49,13 @@ def test_an_sae_of_the_hub_is_brought_once_with_what_tells_its_origin_and_nothin
     assert found.reader.read(found.place).metadata["model_name"] == "gpt2-small"
     assert not (found.place.parent / "layers.12").exists()
     assert "ada/saes: file 1 of 3, " in capsys.readouterr().err
-    # The second time nothing is asked.
+    # The second time, the hub gets no request.
     hub.asked.clear()
     assert find(Path("hf:ada/saes/layers.3")).place == found.place
     assert hub.asked == []
 
 
-def test_a_repository_of_many_saes_names_the_first_ones(hub: Hub) -> None:
+def test_the_error_for_a_repository_with_many_saes_names_the_first_ones(hub: Hub) -> None:
     with pytest.raises(UserError, match=r"ada/saes holds 2 SAEs, e.g. layers.\d+ and layers.\d+; give ada/saes/FOLDER"):
         find(Path("ada/saes"))
     with pytest.raises(UserError, match=r"ada/saes/layers\.4 on the hub holds no SAE that can be read here"):
@@ -64,7 +64,7 @@ def test_a_repository_of_many_saes_names_the_first_ones(hub: Hub) -> None:
         find(Path("ada/other"))
 
 
-def test_without_the_hub_what_the_cache_has_is_read_and_all_else_is_told_in_a_sentence(
+def test_without_the_hub_the_cache_is_read_and_a_missing_sae_is_reported_in_a_sentence(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find(Path("ada/saes/layers.3"))
@@ -75,10 +75,12 @@ def test_without_the_hub_what_the_cache_has_is_read_and_all_else_is_told_in_a_se
     with pytest.raises(UserError) as refused:
         find(Path("ada/other/layers.3"))
     (line,) = str(refused.value).splitlines()
-    assert "nothing at ada/other/layers.3, and the hub cannot be reached (HF_HUB_OFFLINE is set); bring it with" in line
+    assert (
+        "nothing at ada/other/layers.3, and the hub cannot be reached (HF_HUB_OFFLINE is set); run `hf download" in line
+    )
 
 
-def test_a_path_is_a_path_and_only_what_can_be_a_name_is_asked_for(hub: Hub, tmp_path: Path) -> None:
+def test_paths_take_precedence_and_only_valid_names_are_requested_from_the_hub(hub: Hub, tmp_path: Path) -> None:
     sparsify({}, ".")(tmp_path / "ada" / "saes")
     assert find(Path("ada/saes")).place == Path("ada/saes")
     for path in ("/ada/saes2", "./ada/../saes2", "../ada/saes2", "saes2", "~/ada/saes2"):

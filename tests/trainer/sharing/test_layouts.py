@@ -1,4 +1,4 @@
-"""SAEs of other tools, in every layout that they have had, are read as what they are."""
+"""SAEs of other tools are read correctly in every layout that these tools have used."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_computes(sae: Shared, reference: Reference, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
-def test_a_layout_is_read_as_what_its_tool_computes(name: str, tmp_path: Path) -> None:
+def test_an_sae_read_from_a_layout_computes_what_its_tool_computes(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     for seed in range(3):
         torch.manual_seed(seed)
@@ -65,7 +65,7 @@ def _of_sparsify(monkeypatch: pytest.MonkeyPatch, place: Path, x: Tensor, _: str
     coder = module.SparseCoder.load_from_disk(place)
     top = coder.encode(x)
     acts = torch.zeros(len(x), D_SAE).scatter(1, top.top_indices, top.top_acts)
-    # Its decoder has a kernel for GPUs only where Triton is installed.
+    # sparsify's decoder uses a GPU-only kernel if Triton is installed.
     monkeypatch.setattr(module, "decoder_impl", lambda places, values, rows: acts @ rows.mT)
     return acts, coder(x).sae_out
 
@@ -110,19 +110,19 @@ def test_another_tool_computes_the_same_from_the_same_files(
     clear = reference(x)[2]
     theirs, their_x_hat = ORACLES[layout.form](monkeypatch, tmp_path / layout.place, x, layout.oracle)
     acts, x_hat = ExportedSae(sae, CPU).reconstruct(x)
-    # Where a threshold is below 0, circuit-tracer lets an activation below 0 pass; Gemma Scope's own code has a ReLU.
+    # With a threshold below 0, circuit-tracer passes negative activations; Gemma Scope's own code has a ReLU.
     theirs = theirs.relu()
     torch.testing.assert_close(acts.values[clear], theirs[clear], rtol=1e-4, atol=1e-4)
     if layout.oracle != "load_gemma_scope_transcoder" and layout.oracle != "load_gemma_scope_2_transcoder":
         torch.testing.assert_close(x_hat[clear], their_x_hat[clear], rtol=1e-3, atol=1e-3)
 
 
-# What circuit-tracer's settings of a set have a place for.
+# The facts that circuit-tracer's settings of a set can hold.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_origin_is_in_every_format_that_the_sae_is_written_in(name: str, tmp_path: Path) -> None:
+def test_the_origin_survives_every_format_that_can_hold_the_sae(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     _, sae = written(layout, tmp_path / "theirs")
     forms = [form for form in READ_FORMATS if catalog.FORMATS[form].is_written]
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "constant_norm_rescale": (
         saelens("standard", FLAT | {"normalize_activations": "constant_norm_rescale"}),
-        "scales each row to one length on its own",
+        "scales each row on its own to a fixed norm",
     ),
     "a mean norm that is not known": (
         saelens("standard", FLAT | {"normalize_activations": "expected_average_only_in"}),
@@ -179,16 +179,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a setting that may change the result": (
         saelens("standard", FLAT | {"encoder_bias_rotation": "on"}),
-        "encoder_bias_rotation is 'on', and it is not known here what that changes; where it changes nothing give "
+        "encoder_bias_rotation is 'on', and its effect is not known here; if it has none, give "
         "--config encoder_bias_rotation=null",
     ),
     "a setting that is on": (
         saelens("standard", FLAT | {"standardize_inputs": True}),
-        "standardize_inputs is 'True', and it is not known here what that changes",
+        "standardize_inputs is 'True', and its effect is not known here",
     ),
     "a mean that is taken from rows": (
         saelens("standard", FLAT | {"subtract_row_mean": True}),
-        "subtract_row_mean is 'True', and it is not known here what that changes",
+        "subtract_row_mean is 'True', and its effect is not known here",
     ),
     "temporal": (saelens("standard", NEWEST | {"architecture": "temporal"}), "architecture is 'temporal'; only"),
     "batchtopk without its threshold": (
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sparsify signed": (sparsify({"signed": True}, "."), "signed is 'True'; only False"),
     "sparsify skip without a mark": (
         sparsify({"skip_connection": True}, "."),
-        "if it is a transcoder give --transcoder",
+        "if it is a transcoder, give --transcoder",
     ),
     "a dictionary of no class": (
         dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
@@ -207,33 +207,33 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "a dictionary of two k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
-        "k is 5, and 4 in its settings; give the right one as --config trainer.k=K",
+        "k is 5, but 4 in its settings; give the right one as --config trainer.k=K",
     ),
     "a dictionary that chooses in a batch": (
         dictionary("jumprelu", TOPK_NAMES, {"trainer_class": "TrainerBatchTopK", "k": K}, {"k": K}),
-        "has no threshold: a BatchTopKSAE of before December 2024",
+        "has no threshold: a BatchTopKSAE from before December 2024",
     ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_computed_here_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+def test_an_sae_that_cannot_be_computed_here_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     write, reason = REFUSED[name]
     write(tmp_path)
     found = find(tmp_path)
     with pytest.raises(UserError) as refused:
         found.reader.read(found.place)
-    (line,) = str(refused.value).splitlines()
-    assert reason in line
+    (refusal,) = str(refused.value).splitlines()
+    assert reason in refusal
 
 
-def test_a_setting_that_is_said_to_change_nothing_is_passed_over(tmp_path: Path) -> None:
+def test_an_unknown_setting_is_ignored_if_the_user_sets_it_to_null(tmp_path: Path) -> None:
     saelens("standard", FLAT | {"encoder_bias_rotation": "on"})(tmp_path)
     found = find(tmp_path)
     assert found.reader.read(found.place, Given({"encoder_bias_rotation": None})).form == "standard"
 
 
-def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
+def test_the_error_for_a_git_lfs_pointer_says_so(tmp_path: Path) -> None:
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 135\n"
     for file in ("cfg.json", "sae_weights.safetensors"):
         folder = tmp_path / file
@@ -243,7 +243,7 @@ def test_a_git_lfs_pointer_is_named_as_what_it_is(tmp_path: Path) -> None:
             find(folder).reader.read(folder)
 
 
-def test_texts_of_others_are_short_and_on_one_line(tmp_path: Path) -> None:
+def test_foreign_metadata_is_made_short_and_single_line(tmp_path: Path) -> None:
     hostile = {
         "model_name": "\x1b]52;c;eA==\x07" + "m" * 900,
         "hook_name": ["a"],
@@ -257,7 +257,7 @@ def test_texts_of_others_are_short_and_on_one_line(tmp_path: Path) -> None:
     assert len(origin["model_name"]) == 200
 
 
-def test_an_npz_file_runs_no_code_and_promises_no_more_than_it_has(tmp_path: Path) -> None:
+def test_an_npz_file_runs_no_code_and_cannot_claim_more_than_it_stores(tmp_path: Path) -> None:
     import numpy
 
     class Trap:
@@ -270,7 +270,7 @@ def test_an_npz_file_runs_no_code_and_promises_no_more_than_it_has(tmp_path: Pat
         (lambda: numpy.savez(file, threshold=numpy.array([Trap()], dtype=object), **arrays), "holds more than arrays"),
         (lambda: numpy.savez_compressed(file, threshold=numpy.zeros(10**6), **arrays), "is compressed"),
         (lambda: file.write_bytes(b"PK\x03\x04"), "is damaged"),
-        (lambda: _promise(file, arrays), "is shorter than its head says"),
+        (lambda: _promise(file, arrays), "is shorter than its header says"),
     ):
         change()
         with pytest.raises(UserError, match=reason):
@@ -279,7 +279,7 @@ def test_an_npz_file_runs_no_code_and_promises_no_more_than_it_has(tmp_path: Pat
 
 
 def _promise(file: Path, arrays: dict[str, Any]) -> None:
-    """Write an array of 2 numbers whose head says 2^44."""
+    """Write an array of 2 numbers whose header claims 2^44."""
     import io
     import zipfile
 
@@ -292,7 +292,7 @@ def _promise(file: Path, arrays: dict[str, Any]) -> None:
         archive.writestr("threshold.npy", head.getvalue() + bytes(8))
 
 
-def test_every_folder_below_that_holds_an_sae_is_counted_and_the_first_are_named(tmp_path: Path) -> None:
+def test_the_error_counts_all_saes_below_a_folder_and_names_the_first(tmp_path: Path) -> None:
     for layer in range(12):
         sparsify({}, f"layers.{layer}")(tmp_path)
     with pytest.raises(
@@ -301,22 +301,22 @@ def test_every_folder_below_that_holds_an_sae_is_counted_and_the_first_are_named
         find(tmp_path)
 
 
-def test_what_is_looked_for_and_what_is_there_is_told(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_without_an_sae_lists_what_was_searched_and_found(tmp_path: Path) -> None:
     put(tmp_path / "config.json", {"model_type": "gpt2"})
     (tmp_path / "model\x1b.bin").write_bytes(b"")
     with pytest.raises(UserError) as refused:
         find(tmp_path)
-    told = str(refused.value)
-    assert "looked for cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in told
-    assert told.endswith("there is config.json and model\N{REPLACEMENT CHARACTER}.bin")
-    with pytest.raises(UserError, match=r"holds no SAE; looked for cfg.json \+ sae.safetensors \(sparsify\); there is"):
+    message = str(refused.value)
+    assert "looked for cfg.json + sae_weights.safetensors (saelens), cfg.json + sae.safetensors (sparsify), " in message
+    assert message.endswith("found config.json and model\N{REPLACEMENT CHARACTER}.bin")
+    with pytest.raises(UserError, match=r"holds no SAE; looked for cfg.json \+ sae.safetensors \(sparsify\); found "):
         find(tmp_path, "sparsify")
     FOREIGN(tmp_path)
-    with pytest.raises(UserError, match="holds an SAE of saelens, and none of sparsify; leave out --format"):
+    with pytest.raises(UserError, match="holds an SAE in the format saelens, not sparsify; leave out --format"):
         find(tmp_path, "sparsify")
 
 
-def test_a_word_of_config_is_read_as_json_or_as_a_text() -> None:
+def test_a_value_of_config_is_read_as_json_or_else_as_a_string() -> None:
     words = ["a=3", "b.c=true", "d=null", "e=AutoEncoder", "f=x=y"]
     assert parsed_config(words) == {"a": 3, "b.c": True, "d": None, "e": "AutoEncoder", "f": "x=y"}
     for bad in ("a", "=3", "a..b=3"):
@@ -324,7 +324,7 @@ def test_a_word_of_config_is_read_as_json_or_as_a_text() -> None:
             parsed_config([bad])
 
 
-def test_settings_that_are_given_count_as_if_the_file_had_them(tmp_path: Path) -> None:
+def test_given_settings_override_those_in_the_file(tmp_path: Path) -> None:
     FOREIGN(tmp_path)
     config = json.loads((tmp_path / "cfg.json").read_text())
     given = Given({"activation_fn_str": "topk", "activation_fn_kwargs.k": 3})

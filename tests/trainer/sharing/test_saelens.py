@@ -239,7 +239,7 @@ def test_saelens_computes_the_same_from_the_same_files_of_any_version(name: str,
     reference = LAYOUTS[name].write(tmp_path)
     theirs = sae_lens.SAE.load_from_disk(tmp_path)
     x = torch.randn(60, LAYOUTS_WIDTH) * 2
-    # Rows in which no rounding gives another latent.
+    # Rows where rounding cannot change which latents are chosen.
     clear = reference(x)[2]
     acts, x_hat = ExportedSae(SaeLens().read(tmp_path), CPU).reconstruct(x)
     others = theirs.encode(x)

@@ -68,9 +68,9 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(
     assert trials(tmp_path / "roomy" / "0.log") == []
     assert trials(tmp_path / "tight" / "0.log")[0] == ("8,192", "4,096")
     with contextlib.closing(SeriesReader(tmp_path / "tight" / "run" / "metrics.db")) as reader:
-        (told,) = [event.message for event in reader.events() if event.kind == "halved"]
-    assert told.startswith("8,192 tokens at a time do not fit into memory: each step takes them in pieces of ")
-    assert told.endswith("; the SAE stays the same")
+        (message,) = [event.message for event in reader.events() if event.kind == "halved"]
+    assert message.startswith("8,192 tokens at a time do not fit into memory: each step takes them in pieces of ")
+    assert message.endswith("; the SAE stays the same")
     assert abs(fvu["tight"] - fvu["roomy"]) < 1e-4
 
 
@@ -91,6 +91,6 @@ def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_w
     assert len(curve(tmp_path / "tight", "loss")) == 2
 
 
-def test_architectures_that_choose_within_a_micro_batch_are_said_to_learn_another_sae() -> None:
-    told = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
-    assert told.endswith("; batch_topk choose latents within each piece, and learn another SAE than with 8,192")
+def test_a_smaller_micro_batch_is_reported_as_another_sae_if_latents_are_chosen_within_it() -> None:
+    message = halved_sentence(shared_job("single", "batch_topk", "auto"), 8192, 4096)
+    assert message.endswith("; batch_topk choose latents within each piece, and learn another SAE than with 8,192")

@@ -1,4 +1,4 @@
-"""A run that is asked to finish early: it cools down over its next steps, and ends as a finished one."""
+"""A run that is asked to finish early cools down over its next steps and ends as finished."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class AtStep(Progress):
     warmup=st.sampled_from([0.0, 0.05, 0.5]),
     decay=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
 )
-def test_a_cool_down_begins_where_the_schedules_were_and_ends_where_they_always_end(
+def test_a_cool_down_continues_the_schedules_and_ends_at_their_final_values(
     planned: int, asked: float, warmup: float, decay: float
 ) -> None:
     begin = int(asked * (planned - 1))
@@ -68,7 +68,7 @@ def test_a_cool_down_begins_where_the_schedules_were_and_ends_where_they_always_
     for step in (0, begin // 2, begin):
         assert after.lr_factor(step) == pytest.approx(before.lr_factor(step))
         assert after.progress(step) == pytest.approx(before.progress(step))
-    # A line from the rate at the request to 0 at the end, of which no step has the 0.
+    # The rate falls linearly from its value at the request to 0 after the last step.
     full = before.lr_factor(begin)
     steps = sorted({begin, begin + 1, begin + length // 2, cool_down.end - 1})
     assert [after.lr_factor(step) for step in steps] == pytest.approx(
@@ -80,7 +80,7 @@ def test_a_cool_down_begins_where_the_schedules_were_and_ends_where_they_always_
 
 @pytest.fixture
 def asked_to_finish(make_job: MakeJob, make_trainer: MakeTrainer) -> Callable[..., tuple[Any, AtStep]]:
-    """Return a function that trains until the steps are done at which a run is asked to finish, or to stop."""
+    """Return a function that trains, and asks the run to finish or to stop once the given steps are done."""
 
     def train(finish: int = 10**9, stop: int = 10**9, **options: Any) -> tuple[Any, AtStep]:
         job = make_job(train={"n_steps": PLANNED, "lr": 0.1, "eval_every": 0})
@@ -102,13 +102,13 @@ def held_out_fvu(trainer: Any) -> float:
     return float(trainer.report.values[""]["heldout_fvu"])
 
 
-def test_a_run_that_cools_down_is_better_than_one_that_is_stopped_after_as_many_steps(
+def test_a_run_that_cools_down_is_better_than_one_stopped_after_the_same_number_of_steps(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
-    cooled, told = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "a", output=tmp_path / "cooled")
+    cooled, progress = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "a", output=tmp_path / "cooled")
     assert cooled.is_finished
-    assert cooled.position.step == told.total_steps == END
-    assert told.phases.count("cooling down") >= END - ASKED
+    assert cooled.position.step == progress.total_steps == END
+    assert progress.phases.count("cooling down") >= END - ASKED
     stopped, _ = asked_to_finish(stop=END - 1, checkpoints=tmp_path / "b", output=tmp_path / "stopped")
     assert not stopped.is_finished
     assert stopped.position.step == END
@@ -123,7 +123,7 @@ def test_a_run_that_cools_down_is_better_than_one_that_is_stopped_after_as_many_
     )
 
 
-def test_a_run_that_is_stopped_in_its_cool_down_is_resumed_to_the_same_end_bit_for_bit(
+def test_a_run_stopped_in_its_cool_down_resumes_to_bitwise_the_same_weights(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     whole, _ = asked_to_finish(finish=ASKED - 1, checkpoints=tmp_path / "whole", output=tmp_path / "one")
@@ -140,18 +140,20 @@ def test_a_run_that_is_stopped_in_its_cool_down_is_resumed_to_the_same_end_bit_f
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_run_that_is_killed_once_it_cools_down_has_saved_its_new_end(
+def test_a_run_killed_in_its_cool_down_has_saved_its_new_end(
     asked_to_finish: Callable[..., tuple[Any, AtStep]], tmp_path: Path
 ) -> None:
     asked_to_finish(finish=ASKED - 1, stop=ASKED)
     states = [read_state(folder) for folder in (tmp_path / "checkpoints").iterdir()]
     assert [state.cool_down_of(PLANNED) for state in states] == [CoolDown(ASKED, END, PLANNED)] * len(states)
     assert ASKED in {state.position.step for state in states}
-    # Of a run that was given another length nothing is left of it.
+    # A run that is given another length ignores its cool-down.
     assert states[0].cool_down_of(PLANNED + 1) is None
 
 
-def test_what_follows_the_length_of_a_run_follows_its_new_one(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+def test_settings_that_depend_on_the_run_length_use_the_new_length(
+    make_job: MakeJob, make_trainer: MakeTrainer
+) -> None:
     job = make_job(sae={"dead_after_tokens": "auto", "k_anneal_fraction": 1.0}, train={"n_steps": PLANNED})
     (learner,) = make_trainer(job).learners.values()
     assert learner.sae.dead_after_tokens == PLANNED * 128 // 10

@@ -49,7 +49,7 @@ def in_an_epoch(trainer: Trainer) -> NDArray[np.int64]:
 
 
 def grown_twice(folders: list[Path]) -> None:
-    """Add shards before, between and behind those of each folder."""
+    """Add shards before, between and after the shards of each folder."""
     for number, folder in enumerate(folders):
         write(folder / "a.safetensors", 150, 10 + number)
         write(folder / "c.safetensors", 90, 20 + number)
@@ -86,12 +86,12 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
     rows = in_an_epoch(second)
     assert as_set(second._source.rows(np.unique(rows))).isdisjoint(before)
     if "weights" not in data:
-        # All new rows are trained on, as is every old one that is not held out.
+        # The run trains on all new rows and on all old rows that are not held out.
         assert len(np.unique(rows)) == second._source.n_tokens - len(before)
     (said,) = [message for kind, _, message in kept.events if kind == "data"]
     assert "has grown by " in said
     second.run()
-    # It goes on as it is from the next checkpoint, although the folder has grown again.
+    # The next checkpoint has the same held-out rows, although the folder has grown again.
     write(everywhere[0] / "0.safetensors", 10, 30)
     if "target_path" in data:
         write(tmp_path / "x-to" / "0.safetensors", 10, 31)
@@ -101,13 +101,13 @@ def test_rows_held_out_before_a_folder_grew_are_never_trained_on_afterwards(
 
 
 def write_texts(file: Path, texts: range, seed: int) -> None:
-    """Write 25 rows of each text, which know their text."""
+    """Write 25 rows of each text, with the number of their text."""
     write(file, 25 * len(texts), seed)
     document = torch.tensor(texts, dtype=torch.int32).repeat_interleave(25)
     save_file(load_file(file) | {"document": document}, file)
 
 
-def test_texts_stay_held_out_also_where_new_shards_do_not_know_their_texts(
+def test_texts_stay_held_out_even_if_new_shards_lack_text_numbers(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     folder = tmp_path / "x"
@@ -140,7 +140,7 @@ def test_a_resume_on_other_rows_is_refused_before_a_step_is_taken(
 
 
 class AtStep:
-    """Does something to the data after a step, in place of what a user would do meanwhile."""
+    """Changes the data after a step, as a user might while the run trains."""
 
     def __init__(self, step: int, act: Callable[[], object]) -> None:
         self._step, self._act = step, act
@@ -163,15 +163,15 @@ def overwrite(file: Path) -> None:
         stream.write(bytes(40_000))
 
 
-def test_a_shard_that_is_overwritten_ends_the_run_with_its_name_once_all_is_saved(
+def test_an_overwritten_shard_ends_the_run_with_an_error_that_names_it_after_everything_is_saved(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:
     job = make_job(train={"n_steps": 40, "eval_every": 5})
     progress = AtStep(12, lambda: overwrite(activations / "a.safetensors")).into(kept)
     trainer = make_trainer(job, progress)
-    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run read it") as told:
+    with pytest.raises(UserError, match=r"data\.path: .*a\.safetensors was written to while the run read it") as error:
         trainer.run()
-    assert "steps after 10 may have learnt from it; put it back as it was" in str(told.value)
+    assert "steps after 10 may have learnt from it; put it back as it was" in str(error.value)
     assert 15 <= trainer.position.step < 20
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position == trainer.position
     assert (tmp_path / "sae" / "cfg.json").exists()
@@ -195,14 +195,14 @@ def test_a_shard_that_is_cut_short_is_named_and_the_last_step_is_saved(
     with pytest.raises(ShardCutError, match=r"data\.path: .*a\.safetensors was cut short to 1,000 of "):
         trainer.run()
     assert read_state(newest_first(tmp_path / "checkpoints")[0]).position.step >= 5
-    # The space that was kept for the last checkpoint is free for it.
+    # The space reserved for the last checkpoint is free before the save.
     assert was_reserved == [False]
-    # Once it is copied again, the run goes on.
+    # Once the file is copied again, the run continues.
     file.write_bytes(whole)
     assert make_trainer(job, resume_from=tmp_path / "checkpoints").run()
 
 
-def test_a_shard_that_was_touched_says_nothing_and_one_that_was_replaced_is_reported_once(
+def test_a_touched_shard_is_not_reported_and_a_replaced_one_is_reported_once(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     job = make_job(train={"n_steps": 12, "eval_every": 2})

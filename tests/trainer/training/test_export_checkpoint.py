@@ -110,7 +110,7 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_of_a_sweep_what_a_format_holds_is_written_and_the_others_are_listed(
+def test_an_export_of_a_sweep_writes_the_saes_that_fit_the_format_and_lists_the_others(
     make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(sae={"architecture": ["topk", "jumprelu", "gated"]})
@@ -118,13 +118,13 @@ def test_of_a_sweep_what_a_format_holds_is_written_and_the_others_are_listed(
     out = tmp_path / "out"
     capsys.readouterr()
     assert export(run_dir, out, "--format", "sparsify", "--json") == EXIT_FINISHED
-    told = json.loads(capsys.readouterr().out)
-    assert told["saes"] == {labels[0]: str(out / labels[0])}
-    assert [*told["left_out"]] == labels[1:]
-    assert "exported as jumprelu" in told["left_out"][labels[1]]
-    assert [note.partition(" is not written: ")[0] for note in told["notes"]] == labels[1:]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["saes"] == {labels[0]: str(out / labels[0])}
+    assert [*answer["left_out"]] == labels[1:]
+    assert "exported as jumprelu" in answer["left_out"][labels[1]]
+    assert [note.partition(" is not written: ")[0] for note in answer["notes"]] == labels[1:]
     assert [folder.name for folder in out.iterdir()] == labels[:1]
-    # Of what does not fit nothing is written, and each reason names its SAE.
+    # If no SAE fits, nothing is written, and each reason names its SAE.
     none = tmp_path / "none"
     arguments = ["--format", "sparsify", "--only", labels[2], "--only", labels[1]]
     assert export(run_dir, none, *arguments) == EXIT_FAILED
@@ -137,14 +137,14 @@ def test_of_a_sweep_what_a_format_holds_is_written_and_the_others_are_listed(
     assert [folder.name for folder in none.iterdir()] == [labels[1]]
     assert export(run_dir, tmp_path / "third", "--only", "k=3") == EXIT_USAGE
     assert capsys.readouterr().err == f"--only: no SAE is called k=3; there are {', '.join(labels)}\n"
-    # The card of the hub has only what was exported.
+    # The model card for the hub has only the exported SAEs.
     card = hub_card([newest_whole(run_dir / "checkpoints")], "sparsify", "me/sae", labels[:1])
     assert labels[0] in card
     assert labels[1] not in card
     assert "learning rate" in card
 
 
-def test_the_recipe_of_a_run_is_what_its_steps_were_taken_by(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+def test_the_recipe_of_a_run_states_the_settings_of_its_steps(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
     trainer = make_run(sae={"k": [2, 4]}, train={"global_batch_size": 192, "n_tokens": 3840, "warmup_fraction": 0.1})
     assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
     for label, learner in trainer.learners.items():
@@ -154,7 +154,7 @@ def test_the_recipe_of_a_run_is_what_its_steps_were_taken_by(make_run: MakeRun, 
         assert (recipe.batch_tokens, recipe.steps, recipe.planned_steps, recipe.tokens) == (192, 20, 20, 3840)
         assert recipe.passes == pytest.approx(3840 / trainer.data.n_train)
         assert (recipe.warmup_fraction, recipe.target_l0) == (0.1, learner.sae.k)
-        # At its highest, between rise and fall, the rate was the recipe's.
+        # The highest learning rate, between warm-up and decay, equals the rate of the recipe.
         decoder, encoder = (learner.optimizer.param_groups[place] for place in (0, 1))
         learner.begin_step(5)
         assert decoder["lr"] == pytest.approx(recipe.lr)

@@ -1,4 +1,4 @@
-"""The end of a run on a full disk: it waits for space, puts the SAE elsewhere meanwhile, and loses nothing."""
+"""A run that ends on a full disk waits for space, keeps the SAE on another disk meanwhile, and loses nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.sharing.saelens import exported_tokens
 from trainer.training import final_writes
 from trainer.training.loop import Trainer
 
-# Bytes of a file: enough for settings, and less than any weights have.
+# The limit of a file in bytes: enough for settings, too little for any weights.
 SMALL = 4000
 MakeJob, MakeTrainer = Callable[..., JobConfig], Callable[..., Trainer]
 
 
 @pytest.fixture
 def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the folder for what waits; it counts as one of another disk."""
+    """Make the folder for SAEs that wait for space; it counts as another disk."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.setattr(final_writes, "_other_places", lambda _: [folder])
@@ -37,7 +37,7 @@ def other_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Return a function that limits the size of files, by which the system refuses a write as it does on a full disk.
+    """Return a function that limits the size of files, so that a write fails as on a full disk.
 
     SIGXFSZ is ignored by Python. Any user may lower the limit, and raise it again.
     """
@@ -52,7 +52,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
 
 
 class Wait:
-    """Calls something once the run waits, in place of a user."""
+    """Calls a function once the run waits, as a user might act."""
 
     def __init__(self, progress, act: Callable[[], object]) -> None:
         self.progress, self.seen, was = progress, 0, progress.beat
@@ -67,11 +67,11 @@ class Wait:
         progress.beat = beat
 
 
-def told(kept) -> list[str]:
+def space_messages(kept) -> list[str]:
     return [message for kind, _, message in kept.events if kind == "space"]
 
 
-def test_the_last_save_waits_for_space_and_the_sae_is_elsewhere_meanwhile(
+def test_the_last_save_waits_for_space_and_the_sae_is_on_another_disk_meanwhile(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, full: Callable[[int], None], other_disk: Path, tmp_path: Path
 ) -> None:
     found: list[list[Path]] = []
@@ -97,7 +97,7 @@ def test_the_last_save_waits_for_space_and_the_sae_is_elsewhere_meanwhile(
     assert trainer.run()
     assert [len(saes) for saes in found] == [1]
     assert wait.seen == 3
-    (first, meanwhile, again) = told(kept)
+    (first, meanwhile, again) = space_messages(kept)
     assert first.startswith(f"waiting for space: {tmp_path / 'checkpoints' / 'step-00000003'} could not be written: ")
     assert f"{tmp_path / 'sae'} waits for space; until then its SAE is in {other_disk}" in meanwhile
     assert "there is space again" in again
@@ -152,20 +152,20 @@ def test_a_run_that_was_stopped_waits_for_space_and_ends_as_stopped(
     assert stop.is_set()
 
 
-def test_what_can_never_be_written_is_not_waited_for_and_the_sae_is_still_there(
+def test_a_write_that_can_never_succeed_is_not_retried_and_the_sae_is_still_written(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(UserError, match="checkpoints"):
         make_trainer(make_job(train={"n_steps": 3}), kept).run()
     assert exported_tokens(tmp_path / "sae") is not None
-    assert told(kept) == []
+    assert space_messages(kept) == []
 
 
 # the reserve
 
 
-def test_space_for_the_last_checkpoint_is_taken_while_a_run_trains_and_given_back_on_every_way_out(
+def test_space_for_the_last_checkpoint_is_reserved_during_training_and_freed_however_the_run_ends(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
 ) -> None:
     file, sizes = tmp_path / "checkpoints" / RESERVE, []
@@ -192,7 +192,9 @@ def test_space_for_the_last_checkpoint_is_taken_while_a_run_trains_and_given_bac
     assert not file.exists()
 
 
-def test_a_reserve_that_does_not_fit_leaves_nothing_and_that_of_a_killed_process_is_freed(tmp_path: Path) -> None:
+def test_a_reserve_that_does_not_fit_leaves_no_file_and_one_of_a_killed_process_is_freed(
+    tmp_path: Path,
+) -> None:
     paths = RunPaths(tmp_path)
     paths.create()
     Reserve(paths.checkpoints / RESERVE, 2**60).hold()

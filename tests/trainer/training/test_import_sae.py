@@ -281,7 +281,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
     "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
-    "another k": (configured(k=7), "k is 8, and 7 in its settings"),
+    "another k": (configured(k=7), "k is 8, but 7 in its settings"),
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
     "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
@@ -353,7 +353,7 @@ def test_wrong_flags_are_told_and_nothing_is_written_over(
 
 @pytest.fixture
 def low_rank(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Write 1,000 rows far from the origin that four directions explain, and return the weights that rebuild them."""
+    """Write 1,000 rows far from the origin in four directions; return the folder and an exact SAE."""
     basis = torch.linalg.qr(torch.randn(32, 4)).Q
     mean = torch.full((32,), 20.0)
     rows = torch.randn(1000, 4) * 3 @ basis.T + mean
@@ -370,7 +370,7 @@ def foreign(folder: Path, weights: dict[str, Tensor], **config: Any) -> Path:
     return folder
 
 
-def test_an_import_is_checked_by_what_it_makes_of_rows(
+def test_an_import_is_checked_by_its_reconstructions_of_rows(
     low_rank: tuple[Path, dict[str, Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, weights = low_rank
@@ -383,15 +383,15 @@ def test_an_import_is_checked_by_what_it_makes_of_rows(
     again = ["export", str(tmp_path / "1"), "--out", str(tmp_path / "again"), "--format", "dictionary_learning"]
     assert main(again) == EXIT_FINISHED
     config = json.loads((tmp_path / "again" / "config.json").read_text())
-    told = {name: config["trainer"][name] for name in ("lm_name", "submodule_name", "layer")}
-    assert told == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
+    named = {name: config["trainer"][name] for name in ("lm_name", "submodule_name", "layer")}
+    assert named == {"lm_name": "gpt2-small", "submodule_name": "blocks.3.hook_resid_pre", "layer": 3}
     assert config["buffer"]["ctx_len"] == 128
     capsys.readouterr()
-    # That of rows with a mean norm of √32: in its space, the mean of the rows is as much nearer to the origin.
+    # The SAE of rows scaled to a mean norm of √32: its b_dec, the mean of the rows, is scaled likewise.
     rows = load_file(data / "a.safetensors")["activations"]
     scaled = weights | {"b_dec": weights["b_dec"] * 32**0.5 / rows.norm(dim=1).mean()}
     for name, changed, config, words in (
-        # Its encoder is that of x, and its settings say that b_dec is taken away.
+        # Its encoder takes x, but its settings say x − b_dec.
         (
             "bias",
             weights | {"b_enc": -weights["b_dec"] @ weights["W_enc"]},

@@ -284,7 +284,7 @@ def test_rows_that_fp32_cannot_compute_with_are_replaced_one_by_one_counted_and_
     value: float, max_norm: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
     x = load_file(activations / "a.safetensors")["activations"].float()
-    # Ten in a row, so that batches of neighbours would have several.
+    # Ten consecutive rows, so that batches of neighbouring rows would have several.
     x[1234:1244, 3] = value
     save_file({"activations": x}, activations / "a.safetensors")
     data = {"held_out_tokens": 0, "max_norm": max_norm}
@@ -295,10 +295,10 @@ def test_rows_that_fp32_cannot_compute_with_are_replaced_one_by_one_counted_and_
     assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
     left_out = max(kept.curve("not_finite_fraction")[-1], kept.curve("outlier_fraction")[-1])
     assert 0.001 < left_out < 0.01
-    told = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
-    # A norm of 1e19 is finite: only beyond all others.
-    assert len(told) == (value != 1e19)
-    assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in told)
+    messages = [message for kind, level, message in kept.events if kind == "not_finite" and level == "warning"]
+    # A norm of 1e19 is finite: the row is an outlier, not a bad row.
+    assert len(messages) == (value != 1e19)
+    assert all("(10 of 3,000) are not finite" in one and "row 1234 of a.safetensors" in one for one in messages)
 
 
 def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
@@ -570,7 +570,7 @@ def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
 ) -> None:
     make_trainer(make_job()).run()
     lines = capsys.readouterr().out.splitlines()
-    # Before come what is held out, and copies among these made-up rows.
+    # The first events report the held-out rows, and copies among these random rows.
     begin = next(number for number, line in enumerate(lines) if "rank 0 of 1" in line)
     first, *rows, heldout, checkpoint, sae, last = lines[begin:]
     time_stamp = r"\d\d:\d\d:\d\d  "

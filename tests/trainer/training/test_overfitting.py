@@ -1,4 +1,4 @@
-"""A run that learns its rows by heart says so, and keeps the checkpoint at which it was best."""
+"""A run that overfits its rows says so, and keeps its best checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from trainer.training.export_checkpoint import checkpoint_of
 MakeJob = Callable[..., JobConfig]
 
 
-def test_a_run_of_few_rows_reports_that_it_was_better_before_and_keeps_that_checkpoint(
+def test_a_run_on_few_rows_reports_that_it_was_better_before_and_keeps_its_best_checkpoint(
     make_job: MakeJob, make_trainer: Callable[..., Any], kept: Any, tmp_path: Path
 ) -> None:
-    # Noise has nothing to learn but the rows themselves.
+    # From noise, a run can only memorise the rows.
     (tmp_path / "noise").mkdir()
     rows = torch.randn(400, 16, generator=torch.Generator().manual_seed(0))
     save_file({"activations": rows}, tmp_path / "noise" / "a.safetensors")
@@ -33,18 +33,18 @@ def test_a_run_of_few_rows_reports_that_it_was_better_before_and_keeps_that_chec
     )
     trainer = make_trainer(job, kept, checkpoints=tmp_path / "run" / "checkpoints")
     trainer.run()
-    told = trainer.how_far()
-    assert told.best
-    assert told.best.step < 400
-    assert told.best.fvu < 0.9 * told.heldout_fvu
-    assert told.passes == 200.0
+    how_far = trainer.how_far()
+    assert how_far.best
+    assert how_far.best.step < 400
+    assert how_far.best.fvu < 0.9 * how_far.heldout_fvu
+    assert how_far.passes == 200.0
     (message,) = [message for kind, level, message in kept.events if kind == "overfitting" and level == "warning"]
-    assert f"held-out FVU was best at step {told.best.step} (" in message
-    assert f"`--best` exports the checkpoint of step {told.best.step}" in message
+    assert f"held-out FVU was best at step {how_far.best.step} (" in message
+    assert f"`--best` exports the checkpoint of step {how_far.best.step}" in message
     saved = newest_first(tmp_path / "run" / "checkpoints")
-    assert [read_state(folder).position.step for folder in saved] == [400, told.best.step]
+    assert [read_state(folder).position.step for folder in saved] == [400, how_far.best.step]
     (tmp_path / "run" / "job.toml").touch()
     assert checkpoint_of(tmp_path / "run", True)[1] == best_first(saved)[0] == saved[1]
     exported = from_metadata(json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"])
     assert exported
-    assert exported.overfitting == told.overfitting
+    assert exported.overfitting == how_far.overfitting

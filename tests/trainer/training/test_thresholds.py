@@ -1,4 +1,4 @@
-"""Thresholds that are set on held-back rows: against sorting, and from old checkpoints."""
+"""Thresholds set on held-out rows are compared with sorting, and loaded from old checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def active_above(values: Tensor, threshold: float) -> int:
 
 @given(st.lists(st.integers(-64, 512), min_size=1, max_size=200), st.integers(1, 9), st.integers(1, 20))
 def test_no_other_threshold_comes_nearer_to_the_l0_that_is_asked_for(eighths: list[int], k: int, n_rows: int) -> None:
-    # Neighbours differ by more than a bin is wide, and many are the same.
+    # Distinct values differ by more than the width of a bin, and many values are equal.
     values = torch.tensor(eighths) / 8
     counts = torch.zeros_like(count_values(values), dtype=torch.float64)
     for part in values.split(7):
@@ -50,7 +50,7 @@ def test_without_a_row_no_threshold_is_set() -> None:
     assert threshold_for(count_values(torch.zeros(0)).double(), 0, 4) < 0
 
 
-def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each_half_the_others_threshold(
+def test_an_exported_sae_reaches_its_l0_on_held_out_rows_and_each_half_uses_the_threshold_of_the_other(
     make_job: Callable[..., JobConfig], make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     job = make_job(
@@ -68,7 +68,7 @@ def test_an_exported_sae_has_the_l0_that_was_asked_for_on_held_out_rows_and_each
 
         l0 = partial(l0_of, exported)
         assert l0(torch.cat(halves)) == pytest.approx(4, rel=0.01)
-        # The one that was learnt on training rows is kept, and is another.
+        # The threshold learnt on training rows is kept separately, and differs.
         assert not torch.isclose(sae.threshold, sae.set_thresholds[0], rtol=1e-3)
         for half, other in ((0, 1), (1, 0)):
             with exported.measuring_half(half):
@@ -93,7 +93,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("architecture", ["batch_topk", "matryoshka_batch_topk"])
-def test_ranks_that_share_the_latents_set_the_thresholds_that_one_rank_sets(
+def test_ranks_that_share_the_latents_set_the_same_thresholds_as_one_rank(
     architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "k": 4}, train={"precision": "fp32"})
@@ -102,7 +102,7 @@ def test_ranks_that_share_the_latents_set_the_thresholds_that_one_rank_sets(
     def whole_numbers(*shape: int) -> Tensor:
         return torch.randint(-9, 10, shape, generator=generator).float()
 
-    # Sums of products of small whole numbers are exact, in whatever order they are added.
+    # Sums of products of small integers are exact in any order.
     rows, weights = whole_numbers(201, 16), whole_numbers(16, 64)
 
     def thresholds(parallel: Parallel) -> list[float]:
@@ -117,7 +117,7 @@ def test_ranks_that_share_the_latents_set_the_thresholds_that_one_rank_sets(
     assert on_all(2, lambda group: thresholds(Parallel(cpu, latents=group))) == [alone] * 2
 
 
-def test_a_checkpoint_from_before_thresholds_were_set_is_loaded_and_exports_what_was_learnt(
+def test_an_older_checkpoint_without_set_thresholds_exports_its_learnt_threshold(
     make_job: Callable[..., JobConfig], make_trainer: MakeTrainer
 ) -> None:
     trainer = make_trainer(make_job(sae={"architecture": "batch_topk", "k": 4}))

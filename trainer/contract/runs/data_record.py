@@ -44,7 +44,7 @@ class ShardRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FolderRecord(msgspec.Struct, frozen=True):
-    """The shards of a folder in the order in which their rows are numbered; new shards come last.
+    """The shards of a folder in the order of their row numbers; new shards come last.
 
     Held-out rows are drawn from the first `split_rows` rows, which the folder had when the run began.
     """
@@ -160,7 +160,7 @@ def _facts(file: Path, rows: int, sha256: str | None) -> ShardRecord:
 
 
 def _continued(old: FolderRecord, new: FolderRecord) -> FolderRecord:
-    """Return the current shards of a folder, those of `old` first; raise `JobFileError` where one has changed."""
+    """Return the current shards of a folder, the recorded ones first; raise `JobFileError` if one of these changed."""
     by_name = {shard.name: shard for shard in new.shards}
     kept = []
     for shard in old.shards:

@@ -53,7 +53,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float | None:
-        """The share by which the held-out FVU exceeds the FVU of the last batches; None where either is unknown."""
+        """The relative excess of the held-out FVU over the FVU of the last batches; None if either is unknown."""
         return self.heldout_fvu / self.fvu - 1 if self.heldout_fvu is not None and self.fvu else None
 
     @property

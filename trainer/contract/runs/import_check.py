@@ -1,4 +1,4 @@
-"""The figures by which an imported SAE is checked on rows."""
+"""The figures of the check of an imported SAE on rows."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def _word(value: Any) -> str:
 
 
 def l0_miss(l0: float, target: int | None) -> float:
-    """Return by which share an L0 exceeds the one asked for, negative below it; 0 without a target."""
+    """Return the relative excess of an L0 over its target, negative below the target; 0 without a target."""
     return l0 / target - 1 if target else 0.0
 
 

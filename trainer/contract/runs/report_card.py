@@ -240,7 +240,7 @@ PART_TITLES = {
 class Card(msgspec.Struct, frozen=True):
     """An SAE's identity, data and figures; `recovery` is the MMCS with known features.
 
-    `latents` is a random sample of those that fire, empty where their texts are unknown. `recipe` is how the SAE was
+    `latents` is a random sample of the latents that fire, empty if their texts are unknown. `recipe` is how the SAE was
     trained and `training` how far, if known. `threshold_set_on` names the rows on which its single threshold was set to
     reach the L0 asked for; "" for an SAE without one. `weights` is a digest of the weights that all `parts` measured,
     and `features` one of the stored file of the latents.

@@ -1,4 +1,4 @@
-"""Sums over the rows of each text that an SAE was measured on, by which two SAEs are compared on the same rows.
+"""Sums over the rows of each text that an SAE was measured on, for comparing two SAEs on the same rows.
 
 Both have larger errors on hard texts, so their difference is known far better than either FVU.
 """
