@@ -108,28 +108,23 @@ class Cards:
         card = card_of(sae, folder, rows, source, name=self._job.name, label=label, step=self._at.step)
         try:
             timed = timer(self._at.step, self._parallel.device)
-            if contexts := self._contexts(label, sae):
-                data = str(self._folder(label))
-                tensors = contexts.tensors(sae.directions, read_tokens(Path(data)))
-                part = timed(contexts.n_rows, "rows", text=data, settings={"contexts": N_CONTEXTS})
+            data = folder_of([*self._job.hooks.values()][hook])
+            if data and (contexts := self._contexts(label, sae, data)):
+                tensors = contexts.tensors(sae.directions, read_tokens(data))
+                part = timed(contexts.n_rows, "rows", text=str(data), settings={"contexts": N_CONTEXTS})
                 return write_card(folder, msgspec.structs.replace(card, parts=card.parts | {FIRES_ON: part}), tensors)
         except Exception as error:
             rank_log.say(f"what the latents of {folder} fire on was not found: {first_line(error)}")
         return write_card(folder, card)
 
-    def _folder(self, label: str) -> Path | None:
-        """Return the folder of the activations that an SAE was trained on, if there is one."""
-        return folder_of([*self._job.hooks.values()][self._trainer.learners[label].hook])
-
-    def _contexts(self, label: str, sae: ExportedSae) -> Contexts | None:
+    def _contexts(self, label: str, sae: ExportedSae, data: Path) -> Contexts | None:
         """Find what the latents of an SAE fire on, in as many rows as are measured.
 
         Return None if the tokens of the data are unknown, or if the SAE has too many latents for its training time:
         each latent is compared with all others, which takes as long as reading `d_sae` rows.
         """
         learner, most = self._trainer.learners[label], most_rows(self._at.tokens, self._parallel.world_size)
-        data = self._folder(label)
-        if data is None or not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
+        if not tells_tokens(data) or sae.d_sae > max(BATCH, self._at.tokens // SHARE_OF_TOKENS):
             return None
 
         def acts_of(x: Tensor) -> Acts:

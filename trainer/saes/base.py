@@ -35,6 +35,14 @@ class Output(NamedTuple):
     sums: Sums | None = None
 
 
+def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
+    """Return SAELens' name of an architecture whose SAE it calls `of_sae`; that of "standard" is left out."""
+    if not is_transcoder:
+        return of_sae
+    kind = "skip_transcoder" if has_skip else "transcoder"
+    return kind if of_sae == "standard" else f"{of_sae}_{kind}"
+
+
 class Sae(nn.Module, ABC):
     """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
 
@@ -201,11 +209,7 @@ class Sae(nn.Module, ABC):
         return weights
 
     def saelens_name(self, of_sae: str) -> str:
-        """Return SAELens' name of an architecture whose SAE it calls `of_sae`; that of "standard" is left out."""
-        if not self.is_transcoder:
-            return of_sae
-        kind = "transcoder" if self.W_skip is None else "skip_transcoder"
-        return kind if of_sae == "standard" else f"{of_sae}_{kind}"
+        return saelens_name(of_sae, is_transcoder=self.is_transcoder, has_skip=self.W_skip is not None)
 
     @contextlib.contextmanager
     def measuring_half(self, half: int) -> Iterator[None]:

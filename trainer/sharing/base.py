@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -21,6 +21,7 @@ from trainer.contract.runs.card_versions import archive, locked
 from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.settings import catalog
+from trainer.contract.wording import join_words
 from trainer.saes.base import Sae
 
 # The metadata key of the dimension scales, {dimension: factor}.
@@ -153,10 +154,21 @@ def holds(folder: Path, *names: str) -> bool:
     return all(is_plain_file(folder / name) for name in names)
 
 
+def format_named(name: str) -> Format:
+    """Return a format by its name in the registry."""
+    form: Format = catalog.FORMATS[name].load()()
+    return form
+
+
 def format_in(place: Path) -> str | None:
     """Return the name of the format of the SAE at a path; None if there is no SAE that can be read."""
-    readers = ((name, catalog.FORMATS[name].load()()) for name in catalog.READ_FORMATS)
-    return next((name for name, reader in readers if reader.recognises(place)), None)
+    return next((name for name in catalog.READ_FORMATS if format_named(name).recognises(place)), None)
+
+
+def count_saes(names: Sequence[str]) -> str:
+    """Return the number of SAEs with these names, and the first of them, in words."""
+    shown = [printable(name) for name in names[:3]]
+    return f"{len(names)} SAEs, e.g. {join_words(shown)}" if len(names) > 1 else f"an SAE in {shown[0]}"
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from torch import Tensor
 from trainer.checkpoints.atomic_folder import fill_folder, sync, write_tensors
 from trainer.contract.files import write_whole
 from trainer.contract.hub_cache import is_plain_file
+from trainer.saes.base import saelens_name
 from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card, holds
 from trainer.sharing.origins import origin_of
 from trainer.sharing.reading import checked, converted, read_safetensors, read_text, taken, wanted, with_given
 
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
-_LAYER = re.compile(r"layer_[0-9]{1,4}\.safetensors")
+LAYER_FILE = re.compile(r"layer_[0-9]{1,4}\.safetensors")
 _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
@@ -63,21 +64,20 @@ class CircuitTracer(Format):
         names = {"W_enc": "W_enc", "W_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
         names |= {"threshold": _THRESHOLD} if _THRESHOLD in tensors else {}
         names |= {"W_skip": "W_skip"} if "W_skip" in tensors else {}
-        weights = taken(tensors, names, file)
-        weights["W_enc"] = weights["W_enc"].mT if weights["W_enc"].dim() == 2 else weights["W_enc"]
-        kind = ("jumprelu_" if "threshold" in weights else "") + ("skip_" if "W_skip" in weights else "")
+        weights = taken(tensors, names, file, transposed=("W_enc",))
+        form = "jumprelu" if "threshold" in weights else "standard"
+        name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
         # circuit-tracer passes negative activations where a threshold is below 0; `checked` refuses such thresholds.
-        sae = checked(Shared({"architecture": f"{kind}transcoder"}, weights, facts, is_transcoder=True), file)
+        sae = checked(Shared({"architecture": name}, weights, facts, is_transcoder=True), file)
         return converted(sae, file)
 
 
 def layer_file(place: Path) -> Path | None:
     """Return the file of a layer: the path itself, or the only such file in a folder; None if there is no such file."""
-    if not place.is_dir():
-        return place if _LAYER.fullmatch(place.name) and is_plain_file(place) else None
-    files = [one for one in place.glob("layer_*.safetensors") if _LAYER.fullmatch(one.name) and is_plain_file(one)]
-    return files[0] if len(files) == 1 else None
+    files = place.glob("layer_*.safetensors") if place.is_dir() else [place]
+    layers = [one for one in files if LAYER_FILE.fullmatch(one.name) and is_plain_file(one)]
+    return layers[0] if len(layers) == 1 else None
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

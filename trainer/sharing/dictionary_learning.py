@@ -22,6 +22,7 @@ from trainer.sharing.reading import (
     positive_thresholds,
     read_config,
     read_state_dict,
+    table,
     taken,
     with_input_bias,
     with_unit_rows,
@@ -115,8 +116,7 @@ class DictionaryLearning(Format):
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
         config_file, weights_file = _files(place) or (place / CONFIG, place / WEIGHTS)
         config = read_config(config_file, given)
-        trainer = config.get("trainer")
-        trainer = trainer if isinstance(trainer, dict) else {}
+        trainer = table(config, "trainer")
         tensors = read_state_dict(weights_file)
         name = _class_in(trainer, tensors, config_file)
         sae = _shared(_kind(name, tensors), name, trainer, tensors, weights_file)
@@ -170,15 +170,14 @@ def _kind(name: str, tensors: dict[str, Tensor]) -> _Kind:
 
 def _origin(config: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
     """Return the origin of an SAE: our own metadata, else the settings of the trainer and its buffer."""
-    own, buffer = config.get("metadata"), config.get("buffer")
     place = trainer.get("submodule_name")
     facts = {
         "model_name": trainer.get("lm_name"),
         "hook_layer": trainer.get("layer"),
-        "context_size": buffer.get("ctx_len") if isinstance(buffer, dict) else None,
+        "context_size": table(config, "buffer").get("ctx_len"),
         **(of_submodule(place) if isinstance(place, str) else {}),
     }
-    return origin_of({**facts, **(own if isinstance(own, dict) else {})})
+    return origin_of({**facts, **table(config, "metadata")})
 
 
 def _class_of(sae: Shared) -> str:
@@ -236,13 +235,9 @@ def _config(sae: Shared, name: str) -> dict[str, Any]:
 
 def _shared(kind: _Kind, name: str, trainer: dict[str, Any], tensors: dict[str, Tensor], file: Path) -> Shared:
     extra = {one: tensors.pop(one) for one in kind.extra if one in tensors}
-    weights = taken(tensors, kind.names, file)
-    if any(weights[matrix].dim() != 2 for matrix in ("W_enc", "W_dec")):
-        raise UserError(f"{file}: {kind.names['W_enc']} or {kind.names['W_dec']} is no matrix of weights")
-    if kind.transposed:
-        weights |= {matrix: weights[matrix].T for matrix in ("W_enc", "W_dec")}
+    weights = taken(tensors, kind.names, file, transposed=("W_enc", "W_dec") if kind.transposed else ())
     if kind.architecture == "jumprelu" and "threshold" not in weights:
-        weights["threshold"] = torch.full((weights["W_enc"].shape[1],), _threshold(extra, trainer, name, file))
+        weights["threshold"] = torch.full_like(weights["b_enc"], _threshold(extra, trainer, name, file))
     k, stored_k = trainer.get("k"), _k_of(extra)
     if type(k) is int and stored_k not in (None, k) and kind.architecture == "topk":
         raise UserError(f"{file}: k is {stored_k}, but {k} in its settings; give the right one as --config trainer.k=K")

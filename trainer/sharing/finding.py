@@ -15,13 +15,13 @@ from trainer.contract.printable import printable
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.sharing import from_hub
-from trainer.sharing.base import Format, format_in
+from trainer.sharing.base import Format, count_saes, format_in, format_named
 from trainer.sharing.circuit_tracer import layer_file
 
 # The most folders that are searched below the given one, and the deepest level.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
-# The most names in a sentence.
-_MOST_NAMES = 3
+# The most file names in a sentence.
+_MOST_NAMES = 6
 _CHECKPOINT = re.compile(r"ae_[0-9]+\.pt")
 
 
@@ -33,8 +33,7 @@ class Found(NamedTuple):
 
     @property
     def reader(self) -> Format:
-        reader: Format = catalog.FORMATS[self.form].load()()
-        return reader
+        return format_named(self.form)
 
 
 def find(name: Path, form: str | None = None) -> Found:
@@ -47,25 +46,21 @@ def find(name: Path, form: str | None = None) -> Found:
 
 def in_folder(place: Path, form: str | None = None) -> Found:
     """Return the SAE in a local folder or file, as `find` does."""
-    found = format_in(place)
-    if form is None and found is not None:
-        return Found(found, place)
     if form is not None:
         catalog.entry(catalog.FORMATS, form, "--format")
-        if Found(form, place).reader.recognises(place):
+        if format_named(form).recognises(place):
             return Found(form, place)
-    raise UsageError(
-        f"--format: {_other(place, form, found)}" if form and found else f"FOLDER: {_nothing(place, form)}"
-    )
+    found = format_in(place)
+    if found is None:
+        raise UsageError(f"FOLDER: {_nothing(place, form)}")
+    if form is not None:
+        raise UsageError(f"--format: {place} holds an SAE in the format {found}, not {form}; leave out --format")
+    return Found(found, place)
 
 
 def saes_below(folder: Path) -> list[Path]:
     """Return the folders and files of the SAEs below a folder in natural order: layers.2 before layers.10."""
     return sorted(_below(folder), key=lambda place: [_natural(part) for part in place.parts])
-
-
-def _other(place: Path, form: str | None, found: str) -> str:
-    return f"{place} holds an SAE in the format {found}, not {form}; leave out --format"
 
 
 def _nothing(place: Path, form: str | None) -> str:
@@ -77,23 +72,15 @@ def _nothing(place: Path, form: str | None) -> str:
     if refused := _refused(place):
         return f"{place} holds no SAE: {refused}"
     if below := saes_below(place):
-        names = [printable(str(one.relative_to(place))) for one in below[:_MOST_NAMES]]
-        many = f"{len(below)} SAEs, e.g. {join_words(names)}" if len(below) > 1 else f"an SAE in {names[0]}"
-        return f"{place} holds {many}; give the path of one"
-    wanted = [
-        f"{' + '.join(names)} ({one})" for one in ([form] if form else catalog.READ_FORMATS) for names in _sets(one)
-    ]
+        return f"{place} holds {count_saes([str(one.relative_to(place)) for one in below])}; give the path of one"
+    forms = [form] if form else catalog.READ_FORMATS
+    wanted = [f"{' + '.join(names)} ({one})" for one in forms for names in format_named(one).reads]
     return f"{place} holds no SAE; looked for {join_words(wanted)}; found {_listed(place)}"
-
-
-def _sets(form: str) -> tuple[tuple[str, ...], ...]:
-    reader: type[Format] = catalog.FORMATS[form].load()
-    return reader.reads
 
 
 def _refused(folder: Path) -> str:
     """Return why the files of an SAE cannot be read, mostly since one is a link; "" if no SAE has all its files."""
-    for names in (names for form in catalog.READ_FORMATS for names in _sets(form)):
+    for names in (names for form in catalog.READ_FORMATS for names in format_named(form).reads):
         if not all(os.path.lexists(folder / name) for name in names):
             continue
         for name in names:
@@ -112,7 +99,7 @@ def _listed(folder: Path) -> str:
         names = sorted(os.listdir(folder), key=_natural)
     except OSError as error:
         return f"nothing, since the folder cannot be read: {error.strerror}"
-    shown = [printable(name)[:60] for name in names[: 2 * _MOST_NAMES]]
+    shown = [printable(name)[:60] for name in names[:_MOST_NAMES]]
     rest = [f"{len(names) - len(shown)} more"] if len(names) > len(shown) else []
     return join_words([*shown, *rest]) if names else "no file"
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import UsageError, UserError, first_line
-from trainer.contract.extras import install
 from trainer.contract.output import complain
 from trainer.contract.settings import catalog
-from trainer.contract.wording import join_words
+from trainer.sharing.base import count_saes, format_named
+from trainer.sharing.circuit_tracer import LAYER_FILE
+from trainer.sharing.hub import hub_client
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 _NAME = re.compile(rf"(hf:/*)?({_PART}/{_PART})(?:@({_PART}))?((?:/{_PART})*)/?", re.ASCII)
 # Seconds after which the hub counts as unreachable.
 _TIMEOUT_S = 15
-_LAYER = re.compile(r"layer_[0-9]+\.safetensors")
 
 
 class Name(NamedTuple):
@@ -43,7 +42,7 @@ def fetch(text: str) -> Path | None:
     name = parse(text)
     if name is None or _is_mistyped_path(text):
         return None
-    hub = _client(text)
+    hub = hub_client(f"FOLDER: there is nothing at {text}, and a download from the hub needs its client")
     cached = _cached(hub, name)
     # A parent folder of SAEs is in the cache as soon as one of them is.
     if cached is not None and (cached.is_file() or any(map(_is_weights, _files(cached)))):
@@ -62,18 +61,6 @@ def fetch(text: str) -> Path | None:
 def _is_mistyped_path(text: str) -> bool:
     """Return whether a name without "hf:" begins with a local folder: `saes/9` is a mistyped path if `saes` exists."""
     return not text.startswith("hf:") and Path(text.partition("/")[0]).is_dir()
-
-
-def _client(text: str) -> Any:
-    try:
-        hub: Any = importlib.import_module("huggingface_hub")
-        importlib.import_module("huggingface_hub.utils")
-    except ImportError:
-        reason = f"there is nothing at {text}, and a download from the hub needs its client"
-        raise UsageError(f"FOLDER: {reason}; {install('hf')}") from None
-    # The client warns about each failed attempt.
-    hub.utils.logging.set_verbosity_error()
-    return hub
 
 
 def _cached(hub: Any, name: Name) -> Path | None:
@@ -101,7 +88,7 @@ def _download(hub: Any, name: Name) -> Path:
         wanted = [one for one in there if one.parent == path and _is_of_sae(one.name)]
     if not any(_is_weights(one) for one in wanted):
         raise UsageError(f"FOLDER: {_elsewhere(name, there)}")
-    if sum(bool(_LAYER.fullmatch(one.name)) for one in wanted) > 1:
+    if sum(bool(LAYER_FILE.fullmatch(one.name)) for one in wanted) > 1:
         raise UsageError(f"FOLDER: {name.repository} has a file for each layer; give one, such as {wanted[0]}")
     if any(one.name == "cfg.json" for one in wanted):
         # sparsify stores the settings of the run in a folder above.
@@ -113,8 +100,8 @@ def _download(hub: Any, name: Name) -> Path:
 
 
 def _is_of_sae(name: str) -> bool:
-    sets = (names for form in catalog.READ_FORMATS for names in catalog.FORMATS[form].load().reads)
-    return _LAYER.fullmatch(name) is not None or any(name in names for names in sets)
+    sets = (names for form in catalog.READ_FORMATS for names in format_named(form).reads)
+    return LAYER_FILE.fullmatch(name) is not None or any(name in names for names in sets)
 
 
 def _is_weights(file: PurePath) -> bool:
@@ -127,8 +114,7 @@ def _elsewhere(name: Name, there: Iterable[PurePosixPath]) -> str:
     what = f"{name.repository}/{name.path}".rstrip("/")
     if not folders:
         return f"{what} on the hub holds no SAE that can be read here"
-    many = f"{len(folders)} SAEs, e.g. {join_words(folders[:3])}" if len(folders) > 1 else f"an SAE in {folders[0]}"
-    return f"{what} holds {many}; give {name.repository}/FOLDER"
+    return f"{what} holds {count_saes(folders)}; give {name.repository}/FOLDER"
 
 
 def _reason(name: Name, error: Exception) -> str:

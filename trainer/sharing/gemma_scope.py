@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.contract.errors import UsageError
+from trainer.saes.base import saelens_name
 from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, holds
 from trainer.sharing.origins import of_hook, of_module, origin_of
 from trainer.sharing.reading import (
@@ -52,8 +53,7 @@ class GemmaScope(Format):
             tensors = read_npz(file)
         wanted(config, folder / CONFIG, architecture=("jump_relu",), type=(None, "sae", "transcoder"))
         sae = _shared(_in_one_case(tensors), config, given, file)
-        checked(positive_thresholds(sae), file)
-        sae = positive_thresholds(sae)
+        sae = checked(positive_thresholds(sae), file)
         return converted(sae if sae.is_transcoder else sae._replace(weights=with_input_bias(sae.weights)), file)
 
 
@@ -72,13 +72,10 @@ def _shared(tensors: dict[str, Tensor], config: dict[str, Any], given: Given, fi
         is_transcoder = True
     names = {name: name for name in ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")}
     names |= {"W_skip": _SKIP} if is_affine else {}
-    weights = taken(tensors, names, file)
-    if "W_skip" in weights:
-        # Gemma Scope stores it as [d_in, d_out].
-        weights["W_skip"] = weights["W_skip"].mT if weights["W_skip"].dim() == 2 else weights["W_skip"]
-    kind = ("_skip" if is_affine else "") + "_transcoder" if is_transcoder else ""
+    # Gemma Scope stores W_skip as [d_in, d_out].
+    weights = taken(tensors, names, file, transposed=("W_skip",) if is_affine else ())
     return Shared(
-        {"architecture": f"jumprelu{kind}"},
+        {"architecture": saelens_name("jumprelu", is_transcoder=is_transcoder, has_skip=is_affine)},
         weights,
         {"training_architecture": "jumprelu", **_origin(config, is_transcoder=is_transcoder)},
         is_transcoder=is_transcoder,
@@ -97,7 +94,7 @@ def _origin(config: dict[str, Any], *, is_transcoder: bool) -> dict[str, Any]:
     ):
         if isinstance(point := config.get(name), str) and (is_transcoder or module == "module"):
             facts |= _place(point, module, hook)
-    return origin_of({name: value for name, value in facts.items() if value is not None})
+    return origin_of(facts)
 
 
 def _place(point: str, module: str, hook: str) -> dict[str, Any]:

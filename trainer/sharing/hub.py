@@ -85,21 +85,27 @@ def _require_name(name: str) -> None:
         )
 
 
-def _client() -> tuple[Any, str]:
-    """Return the hub's client and the user's token; raise `UsageError` where either is missing."""
+def hub_client(missing: str) -> Any:
+    """Return the hub's client as a module; raise `UsageError` with `missing` and the remedy if it is not installed."""
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         for part in ("constants", "errors", "utils"):
             importlib.import_module(f"huggingface_hub.{part}")
     except ImportError:
-        raise UsageError(f"--push: needs the hub's client; {install('hf')}") from None
+        raise UsageError(f"{missing}; {install('hf')}") from None
+    # Its warnings about failed attempts contain signed URLs, which anyone could use.
+    hub.utils.logging.set_verbosity_error()
+    return hub
+
+
+def _client() -> tuple[Any, str]:
+    """Return the hub's client and the user's token; raise `UsageError` where either is missing."""
+    hub = hub_client("--push: needs the hub's client")
     if hub.constants.HF_HUB_OFFLINE:
         raise UsageError("--push: HF_HUB_OFFLINE is set, so nothing is sent; unset it")
     token = hub.get_token()
     if not token:
         raise UsageError("--push: you are not logged in to the Hugging Face hub; do so by `hf auth login`")
-    # Its warnings of attempts that failed name URLs that anybody could use.
-    hub.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         hub.utils.disable_progress_bars()
     return hub, token

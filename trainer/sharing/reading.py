@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ def read_config(file: Path, given: Given = NOTHING_GIVEN) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {sentence(error)}") from None
     return with_given(config, given)
+
+
+def table(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of settings; {} if it is missing or not a table."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def read_text(file: Path) -> str:
@@ -181,8 +187,13 @@ def _refuse_huge(file: Path) -> None:
         raise ValueError(f"it has {size / 2**30:,.0f} GiB, but only {free / 2**30:,.0f} GiB of memory are free")
 
 
-def taken(tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path) -> dict[str, Tensor]:
-    """Return tensors by our names, `names` being theirs, in fp32; raise `UserError` where others are there, or none."""
+def taken(
+    tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path, transposed: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Return tensors in fp32 by our names, `names` being theirs, and `transposed` the matrices to transpose.
+
+    Raise `UserError` if a tensor is missing or has no use here, or if one to transpose is not a matrix.
+    """
     theirs = set(names.values())
     if missing := sorted(theirs - tensors.keys()):
         raise UserError(f"{file} has no tensor {missing[0]}; it holds another kind of SAE than its settings say")
@@ -191,7 +202,11 @@ def taken(tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path) -
     for name in theirs:
         if tensors[name].dtype not in _FLOATS:
             raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not of floats")
-    return {ours: tensors[name].float() for ours, name in names.items()}
+    for name in (names[ours] for ours in transposed):
+        if tensors[name].dim() != 2:
+            raise UserError(f"{file}: {name} is no matrix of weights")
+    own = {ours: tensors[name].float() for ours, name in names.items()}
+    return own | {ours: own[ours].T for ours in transposed}
 
 
 def checked(sae: Shared, place: Path) -> Shared:
@@ -229,7 +244,7 @@ def converted(sae: Shared, place: Path) -> Shared:
 @torch.no_grad()
 def with_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of an encoder of x as those of one of x − b_dec, which compute the same."""
-    shift = (weights["b_dec"].double() @ weights["W_enc"].double()).float()
+    shift = _encoded_bias(weights)
     moved: dict[str, Tensor] = {name: weights[name] + shift for name in ("b_enc", "b_gate") if name in weights}
     if "b_mag" in weights:
         # The magnitudes have an encoder of their own scale.
@@ -270,8 +285,12 @@ def positive_thresholds(sae: Shared) -> Shared:
 @torch.no_grad()
 def without_input_bias(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights of an encoder of x − b_dec as those of one of x; not of a gated one."""
-    shift = (weights["b_dec"].double() @ weights["W_enc"].double()).float()
-    return weights | {"b_enc": weights["b_enc"] - shift}
+    return weights | {"b_enc": weights["b_enc"] - _encoded_bias(weights)}
+
+
+def _encoded_bias(weights: Mapping[str, Tensor]) -> Tensor:
+    """Return b_dec @ W_enc [d_sae], computed in float64."""
+    return (weights["b_dec"].double() @ weights["W_enc"].double()).float()
 
 
 def wanted(config: Mapping[str, Any], place: Path, **values: Any) -> None:

@@ -21,6 +21,7 @@ from trainer.sharing.reading import (
     positive_thresholds,
     read_config,
     read_safetensors,
+    table,
     taken,
     wanted,
     with_input_bias,
@@ -89,8 +90,8 @@ def read(folder: Path, files: tuple[str, str], given: Given) -> Shared:
     weights = taken(tensors, names, weights_file)
     k = k if own == "topk" or (type(k) is int and 0 < k <= sae._replace(weights=weights).d_sae) else None
     sae = sae._replace(weights=weights, k=k, l0=positive(sae.metadata.get("l0")))
-    checked(positive_thresholds(sae), weights_file)
-    return converted(_computed_as_here(positive_thresholds(sae), config, folds, config_file), weights_file)
+    sae = checked(positive_thresholds(sae), weights_file)
+    return converted(_computed_as_here(sae, config, folds, config_file), weights_file)
 
 
 def as_extracted(metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,8 +218,7 @@ def _row_scale(sae: Shared, config: dict[str, Any], file: Path) -> float | None:
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of the SAE: version 6 has a table for it, older versions mix it with the settings."""
-    own = config.get("metadata")
-    facts = as_extracted(own) if isinstance(own, dict) else {}
+    facts = as_extracted(table(config, "metadata"))
     flat = {name: config[name] for name in ORIGIN if name in config}
     if isinstance(hook := flat.get("hook_name"), str):
         # Version 1 stores the layer separately: "blocks.{layer}.hook_resid_pre".

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError, UserError
+from trainer.saes.base import saelens_name
 from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, folder_of, forget_card
 from trainer.sharing.origins import cleaned, of_module, origin_of
 from trainer.sharing.reading import (
@@ -15,6 +16,7 @@ from trainer.sharing.reading import (
     converted,
     read_config,
     read_safetensors,
+    table,
     taken,
     wanted,
     without_input_bias,
@@ -58,14 +60,11 @@ class Sparsify(Format):
         is_transcoder = config.get("transcode") is True or given.transcoder
         names = {"W_enc": "encoder.weight", "b_enc": "encoder.bias", "W_dec": "W_dec", "b_dec": "b_dec"}
         names |= {"W_skip": "W_skip"} if config.get("skip_connection") else {}
-        weights = taken(read_safetensors(file), names, file)
-        if weights["W_enc"].dim() != 2:
-            raise UserError(f"{file}: encoder.weight is no matrix of weights")
-        weights["W_enc"] = weights["W_enc"].T
-        k, metadata = config.get("k"), config.get("metadata")
-        kind = ("_skip" if "W_skip" in weights else "") + "_transcoder" if is_transcoder else ""
-        own, facts = {"architecture": f"topk{kind}", "k": k}, metadata if isinstance(metadata, dict) else {}
-        facts = {"training_architecture": "topk", **_origin(folder, is_transcoder=is_transcoder), **cleaned(facts)}
+        weights = taken(read_safetensors(file), names, file, transposed=("W_enc",))
+        k, name = config.get("k"), saelens_name("topk", is_transcoder=is_transcoder, has_skip="W_skip" in weights)
+        origin = _origin(folder, is_transcoder=is_transcoder)
+        facts = {"training_architecture": "topk", **origin, **cleaned(table(config, "metadata"))}
+        own = {"architecture": name, "k": k}
         sae = checked(Shared(own, weights, facts, k=k, is_transcoder=is_transcoder), file)
         if is_transcoder and config.get("transcode") is not True:
             # Before sparsify had this setting, the encoders of its transcoders got x − b_dec as well.
