@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ from trainer.contract.settings.job_file import members, parse_job
 from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
-from trainer.evaluation.figures import measure, recovery
+from trainer.evaluation.figures import recovery
 from trainer.evaluation.rows import Rows
 from trainer.sharing.base import format_in
 from trainer.training.thresholds import SET_ON
@@ -100,12 +99,7 @@ def card_of(
     """Measure the SAE of a folder on rows of a source; raise `UserError` where it is not one of such rows."""
     _refuse_other_widths(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
-    try:
-        batches = partial(rows.batches, sae.measuring_half)
-        figures = measure(sae.reconstruct, batches, sae.W_dec, rows.grouped, sae.dimension_scales)
-    except ValueError as error:
-        raise UserError(f"data: {error}") from None
-    data = rows.describe(source.place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
+    figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, is_trained_on=is_trained_on)
     return Card(
         name=name,
         label=label,

@@ -30,7 +30,6 @@ from trainer.contract.runs.report_card import (
     PROMOTED,
     ROWS,
     Card,
-    Figures,
     Part,
     Probing,
     Spliced,
@@ -46,7 +45,7 @@ from trainer.contract.settings.tokens_of_data import folder_of
 from trainer.evaluation.card import rows_part, timer
 from trainer.evaluation.contexts import MOST_ROWS, Text, acts_of, contexts_of, moved_alone, texts_of
 from trainer.evaluation.evaluated_job import evaluated_job
-from trainer.evaluation.figures import measure, recovery
+from trainer.evaluation.figures import recovery
 from trainer.evaluation.probe_sets import TextSet, read_sets
 from trainer.evaluation.probing import DenseProbes, LabelledRows, probe, probe_rows
 from trainer.evaluation.rows import Rows
@@ -184,9 +183,8 @@ class _Measured:
             yield (card := Card(**facts, data=kept.data, figures=kept.figures))
         else:
             timed = self._begin()
-            figures = _measure(learner, self._rows)
-            place = hooks.source(learner.hook).place
-            data = self._rows.describe(place, figures.n_tokens, learner.sae.dimension_scales)
+            sae, place = learner.sae, hooks.source(learner.hook).place
+            figures, data = self._rows.measure(sae, partial(_reconstruct, learner), sae.raw_decoder(), place)
             card = Card(**facts, data=data, figures=figures, sums=self._rows.sums)
             yield (card := _with(card, ROWS, rows_part(timed, figures, data)))
         model = hooks.model(learner.hook)
@@ -261,13 +259,3 @@ def _reconstruct(learner: Learner, x: Tensor, y: Tensor) -> tuple[Acts, Tensor]:
 def _probe(dense: DenseProbes, learner: Learner) -> Probing:
     with torch.inference_mode():
         return probe(dense, lambda rows: acts_of(learner, rows).dense())
-
-
-def _measure(learner: Learner, rows: Rows) -> Figures:
-    sae = learner.sae
-    try:
-        batches = partial(rows.batches, sae.measuring_half)
-        reconstruct = partial(_reconstruct, learner)
-        return measure(reconstruct, batches, sae.raw_decoder(), rows.grouped, sae.dimension_scales)
-    except ValueError as error:
-        raise UserError(f"data: {error}") from None

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,11 +20,13 @@ from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import HALVES, HookRows, open_data
 from trainer.contract.errors import UserError
 from trainer.contract.progress import track
-from trainer.contract.runs.report_card import ROWS, Data
+from trainer.contract.runs.report_card import ROWS, Data, Figures
 from trainer.contract.runs.row_sums import MOST_CLUSTERS, RowSums
 from trainer.contract.settings.job import JobConfig
-from trainer.evaluation.figures import Grouped, by_label
+from trainer.evaluation.exported import ExportedSae
+from trainer.evaluation.figures import Grouped, Reconstruct, by_label, measure
 from trainer.parallel.base import Parallel
+from trainer.saes.base import Sae
 from trainer.training.row_sample import Sampler
 
 # Rows that pass through an SAE at once.
@@ -106,6 +109,17 @@ class Rows:
             labels = labels[self.outliers.ordinary(*whole).cpu().numpy()]
         self._labels.append(labels)
         self._digest.update(ordinary[1][:, :_HASHED].cpu().numpy().tobytes())
+
+    def measure(
+        self, sae: Sae | ExportedSae, reconstruct: Reconstruct, w_dec: Tensor, place: str, *, is_trained_on: bool = True
+    ) -> tuple[Figures, Data]:
+        """Measure an SAE on the rows, and describe them; raise `UserError` if there is no row."""
+        try:
+            batches = partial(self.batches, sae.measuring_half)
+            figures = measure(reconstruct, batches, w_dec, self.grouped, sae.dimension_scales)
+        except ValueError as error:
+            raise UserError(f"data: {error}") from None
+        return figures, self.describe(place, figures.n_tokens, sae.dimension_scales, is_trained_on=is_trained_on)
 
     def grouped(self, error: Tensor, spread: Tensor) -> Grouped:
         """Sum errors and spreads [n] of the last pass over each text, or over each block of neighbouring rows.
