@@ -131,7 +131,9 @@ def _add_import(command: argparse.ArgumentParser) -> None:
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="PATH", help="a run, a checkpoint, or a folder with an SAE")
-    command.add_argument("--data", metavar="DIR", help="activations to measure an SAE on that belongs to no run")
+    command.add_argument(
+        "--data", metavar="DIR", help="activations to measure on, for an SAE that does not belong to a run"
+    )
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument(
         "--model",
