@@ -31,6 +31,7 @@ from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Plain
 from trainer.contract.errors import Problem
+from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class SaeApp(KeysInOrder, Notices):
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
+        # Where the driver sends what libraries write to standard error; None for nowhere.
+        self.log_file = None if readonly else data.app_log
         self._filters += [Printable(), *([plain] if plain else [])]
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         front = AppFront(self, watcher.poke)
@@ -105,6 +108,11 @@ class SaeApp(KeysInOrder, Notices):
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
+
+    def panic(self, *renderables: RenderableType) -> None:
+        """End with what went wrong on the terminal and exit code 1, which Textual 8.2 leaves out for some errors."""
+        self._return_code = Exit.FAILED
+        super().panic(*renderables)
 
     def on_mount(self) -> None:
         self.session.monitor.start()

@@ -1,4 +1,7 @@
-"""The terminal driver of Textual, which restores the terminal only once all output of the app is written."""
+"""The terminal driver of Textual, which restores the terminal only once all output of the app is written.
+
+While it has the terminal, nothing else writes there: standard error leads to a log.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,58 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import termios
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from textual.app import App
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
-from sae_tui.terminal.key_parser import PacketParser
+from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
+from trainer.contract.paths import open_private
 
-# The input thread of the driver makes its own parser, by the name that its module has for it.
-vars(linux_driver)["XTermParser"] = PacketParser
+# The input thread of the driver makes its own parser and decoder, by the names that its module has for them.
+vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
+
+_STDERR = 2
+# The log starts again when it has this size, which is looked at each time that so much was drawn.
+_MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
+
+
+class StderrAside:
+    """Standard error as it was, to draw on, while descriptor 2 leads to a log.
+
+    Libraries such as NVML and the C library write there without asking Python, over what is drawn.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        """Lead descriptor 2 to this file, or nowhere where that is None or cannot be written."""
+        before = sys.__stderr__
+        assert before is not None
+        self.screen: TextIO = open(  # noqa: SIM115
+            os.dup(_STDERR), "w", encoding=before.encoding, errors=before.errors, newline=""
+        )
+        try:
+            sink = open_private(log, os.O_APPEND) if log else os.open(os.devnull, os.O_WRONLY)
+        except OSError:
+            sink = os.open(os.devnull, os.O_WRONLY)
+        before.flush()
+        os.dup2(sink, _STDERR)
+        os.close(sink)
+
+    def keep_short(self) -> None:
+        """Empty the log where it has grown too large, as by a driver that complains all day."""
+        with contextlib.suppress(OSError):
+            if os.fstat(_STDERR).st_size > _MOST_LOGGED:
+                os.ftruncate(_STDERR, 0)
+
+    def end(self) -> None:
+        """Lead descriptor 2 back."""
+        os.dup2(self.screen.fileno(), _STDERR)
+        self.screen.close()
 
 
 class TerminalDriver(LinuxDriver):
@@ -28,11 +71,15 @@ class TerminalDriver(LinuxDriver):
     """
 
     _settings_before: list[Any] | None = None
+    _aside: StderrAside | None = None
     n_written = 0  # bytes
 
     def write(self, data: str) -> None:
         """Write to the terminal, and count it."""
+        before = self.n_written
         self.n_written += len(data if data.isascii() else data.encode("utf-8", "replace"))
+        if self._aside and self.n_written // _DRAWN_PER_LOOK > before // _DRAWN_PER_LOOK:
+            self._aside.keep_short()
         super().write(data)
 
     def start_application_mode(self) -> None:
@@ -41,6 +88,11 @@ class TerminalDriver(LinuxDriver):
         A handler of Python breaks in anywhere. One that breaks into a write, and writes, waits for itself for ever:
         the queue of the output has one lock. Of stops while the app drew, one in some hundred hung it.
         """
+        if os.isatty(_STDERR):
+            self._aside = StderrAside(getattr(self._app, "log_file", None))
+            self._file = self._aside.screen
+        elif os.isatty(1):  # standard error was sent elsewhere by the user
+            self._file = sys.__stdout__
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
@@ -52,6 +104,9 @@ class TerminalDriver(LinuxDriver):
 
     def close(self) -> None:
         super().close()
+        if self._aside is not None:
+            self._aside, aside = None, self._aside
+            aside.end()
         if self._settings_before is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)

@@ -212,6 +212,8 @@ def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
     except msgspec.DecodeError:
         return None
     match said:
+        case ["stdin", ""]:
+            return ()  # the app would take it for the end of its input
         case ["stdin", str(text)]:
             return b"D", text.encode(errors="replace")
         case ["resize", {"width": int(columns), "height": int(rows)}]:

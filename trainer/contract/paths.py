@@ -112,6 +112,11 @@ class DataDir:
         """Return the file of a host's alerts, which only an app of that host writes."""
         return self.root / f"alerts-{host}.json"
 
+    @property
+    def app_log(self) -> Path:
+        """The file of what libraries write to standard error while this user's app has the terminal."""
+        return self.root / f"app-{os.getuid()}.log"
+
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
 
