@@ -61,7 +61,8 @@ TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
 # What terminals send besides keys, to which random bytes are added: nothing, reports of the mouse, answers, letters.
 BYTES = [
-    b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;", b"\xe2",
+    b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
+    b"\xe2",
 ]  # fmt: skip
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")

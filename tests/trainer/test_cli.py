@@ -114,8 +114,11 @@ def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_fil
     assert result["best_sae"] == "k=4"
 
 
-# What Ctrl-C sends, what a batch system sends, and what a closed terminal sends to the whole group.
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
+# What Ctrl-C sends, what batch systems send, and what a closed terminal sends to the whole group.
+BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
 def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
     numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:

@@ -65,6 +65,11 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
+# What asks a process to save and stop: SIGTERM, and what schedulers send some time before the end of a job: SIGUSR1 and
+# SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), SIGXCPU where the time of the CPU is used up, once a second.
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
+
+
 def take_back_signals() -> None:
     """Reset the signal settings inherited from the parent process, which some daemons and containers change.
 
@@ -72,7 +77,7 @@ def take_back_signals() -> None:
     rank could be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS})
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.prctl import become_subreaper
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import STOP_SIGNALS, ProcessRef
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.database import StoreError
@@ -71,6 +71,8 @@ class Supervisor:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._orders.end())
+        for number in STOP_SIGNALS - {signal.SIGTERM}:
+            signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
