@@ -82,7 +82,7 @@ class SaeApp(KeysInOrder, Notices):
         # Where the driver sends what libraries write to standard error; None for nowhere.
         self.log_file = None if readonly else data.app_log
         self._filters += [Printable(), *([plain] if plain else [])]
-        watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        watcher = Watcher(data, lambda: self.post_message(JobsChanged()), mends=not readonly)
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
         self.session.alerts = AlertWatcher(

@@ -326,7 +326,7 @@ def _reached(job: JobView) -> Reached:
 
 def _reader(context: Context, job_id: int) -> JobReader:
     """Return a reader that has read the job once; raise `UserError` where there is no such job."""
-    reader = JobReader(context.data, job_id)
+    reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:
         raise UserError(reader.problem or f"there is no job {job_id}; `sae-tui jobs` lists them")

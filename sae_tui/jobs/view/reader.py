@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,13 @@ from sae_tui.jobs.view.shape import d_sae_words, k_words
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.series import held_out, held_out_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader
+from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader, SeriesWriter
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
@@ -208,8 +210,10 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
 class JobReader:
     """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
-    def __init__(self, data: DataDir, job_id: int) -> None:
+    def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
+        """Read a job of this data folder; with `mends`, make roll-ups of its values once where they are missing."""
         self.job_id = job_id
+        self._data, self._mends = data, mends
         self.view: JobView | None = None
         self.ranks: tuple[Rank, ...] = ()
         self.series: dict[tuple[str, int], list[Point]] = {}
@@ -242,6 +246,9 @@ class JobReader:
         run_events: list[Event] = []
         if self._live.reader:
             try:
+                if self._mends:
+                    self._mends = False
+                    _roll_up_missing(self._data, self.job_id, self._live.reader)
                 self._extend_series(self._live.reader)
                 run_events = self._live.reader.events()
             except StoreError:
@@ -283,6 +290,17 @@ class JobReader:
                 points += reader.points(name, rank, after=points[-1].step)
             if not points or len(points) > MOST_POINTS:
                 points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
+
+
+def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
+    """Make the roll-ups that a run's store lacks, unless the run lives or the store cannot be written."""
+    paths = data.run(job_id)
+    if reader.is_rolled_up() or is_held(paths.lock_file):
+        return
+    with contextlib.suppress(UserError):
+        data.refuse_links(job_id)
+        with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+            writer.roll_up_missing()
 
 
 def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:

@@ -42,13 +42,13 @@ class JobDetail(msgspec.Struct, frozen=True):
 class Watcher:
     """Polls twice a second; what it has read, like `jobs` and `news`, is replaced whole: any thread may read it."""
 
-    def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
+    def __init__(self, data: DataDir, on_change: Callable[[], object], *, mends: bool = False) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
         self.holders = Holders()
         self.news: tuple[News, ...] = ()
         self.problem = ""
-        self._data = data
+        self._data, self._mends = data, mends
         self._on_change = on_change
         self._followed: tuple[int, int] | None = None
         self._wake = threading.Event()
@@ -109,7 +109,7 @@ class Watcher:
             reader.close()
             reader = self.detail = None
         if reader is None and followed is not None:
-            reader = JobReader(self._data, followed[0])
+            reader = JobReader(self._data, followed[0], mends=self._mends)
         return reader
 
     def _read_detail(self, reader: JobReader | None) -> bool:
