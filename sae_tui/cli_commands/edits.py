@@ -19,7 +19,7 @@ from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.output import show_text
+from trainer.contract.output import has_done, show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes, join_words
@@ -32,8 +32,10 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
+        has_done(message)
         return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
     plan = resumed(context.data, flags.id, place, overrides, finish=flags.finish)
+    has_done(f"job {flags.id} {plan.sentence}")
     for note in plan.notes:
         warn(f"warning: {note}")
     if flags.wait:
@@ -113,6 +115,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
         _ask_whether(context, job_ids)
     trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
+    has_done(f"{_jobs(job_ids)} deleted")
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
     else:

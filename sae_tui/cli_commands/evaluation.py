@@ -12,6 +12,7 @@ from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
+from trainer.contract.output import has_done
 from trainer.contract.paths import working_folder
 from trainer.contract.store.rows import Job
 
@@ -35,6 +36,7 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
         raise UserError("--keep-rows: leaves nothing to measure; give --model or --probe too")
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
+    has_done(message)
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):
             went_well, message = request.wait_for_end(context.data, flags.id, since)

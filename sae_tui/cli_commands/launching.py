@@ -23,6 +23,7 @@ from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
+from trainer.contract.output import has_done
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
 from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
@@ -103,6 +104,7 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
     pairs = zip(jobs, places, strict=True)
     ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
     launched = dict(zip(ids, places, strict=True))
+    has_done(f"{join_words([f'job {job_id}' for job_id in ids])} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
         held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
         return wait_for(context, *launched, **held)

@@ -50,7 +50,7 @@ examples:
   eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
 
 A job keeps running when the app, this command or the terminal is closed.
-{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)} Of a job that was waited for (--wait):
+{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} Of a job that was waited for (--wait):
 0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost, of several the highest.
 With --json, what went wrong is JSON as well: {{"error": {{"field", "message", "fix"}}}}.
 """

@@ -172,13 +172,34 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
-    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder."""
-    path = chosen or os.environ.get(ENV_DATA_DIR)
-    if not path:
-        import platformdirs
+    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder.
 
+    Raise `UserError` where that lies in a home folder that does not exist, as in a container for a user without a name.
+    """
+    path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
+    if str(path).startswith("~"):
+        raise UserError(f"the data folder cannot be {path}: that user has no home folder; give the whole path")
+    return DataDir(working_folder() / path)
+
+
+def _usual_data_folder() -> str:
+    import platformdirs
+
+    path = ""
+    with contextlib.suppress(RuntimeError):
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
-    return DataDir(working_folder() / os.path.expanduser(path))
+    if not path or path.startswith("~"):
+        who = f"the user of id {os.getuid()} has no home folder, and HOME is not set"
+        raise UserError(f"{who}; set HOME, or say where to keep everything by --data-dir or {ENV_DATA_DIR}")
+    return path
+
+
+def box_file() -> Path | None:
+    """Return the file of this machine's measured speeds; None where the user has no data folder."""
+    try:
+        return data_dir().box_file
+    except UserError:
+        return None
 
 
 def is_shared(folder: Path) -> bool:

@@ -74,8 +74,8 @@ def own_box_file() -> Path | None:
 
     None if the folder cannot be made.
     """
-    data = data_dir()
     try:
+        data = data_dir()
         private_folder(data.root)
     except UserError:
         return None
