@@ -50,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     slurm.check_slurm,
     session.check_logout,
     environments.check_environments,
+    environments.check_trainer_package,
     torch_build.check_torch,
 )
 # Checks that run only on request, since they put work on the GPUs.

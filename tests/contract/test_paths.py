@@ -57,7 +57,7 @@ def test_a_user_without_a_home_folder_gets_a_sentence_and_trains_without_a_data_
     assert own_box_file() is None
     with pytest.raises(UserError, match="has no home folder, and HOME is not set; set HOME, or say where"):
         data_dir()
-    with pytest.raises(UserError, match="the data folder cannot be ~/jobs: that user has no home folder"):
+    with pytest.raises(UserError, match="the data folder cannot be ~/jobs: this user has no home folder"):
         data_dir("~/jobs")
     assert data_dir("/somewhere").root == Path("/somewhere")
 

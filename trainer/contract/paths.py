@@ -177,8 +177,8 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     Raise `UserError` where that lies in a home folder that does not exist, as in a container for a user without a name.
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
-    if str(path).startswith("~"):
-        raise UserError(f"the data folder cannot be {path}: that user has no home folder; give the whole path")
+    if str(path) == "~" or str(path).startswith("~/"):
+        raise UserError(f"the data folder cannot be {path}: this user has no home folder; give the whole path")
     return DataDir(working_folder() / path)
 
 
