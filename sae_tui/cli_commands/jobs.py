@@ -32,6 +32,7 @@ from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
 from sae_tui.jobs.view.shape import dead_after_words
+from trainer.contract import wording
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, Reached
@@ -422,7 +423,7 @@ def _show_table(jobs: Sequence[JobView]) -> None:
 def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
-    done = None if job.state is JobState.IMPORTED else f"{100 * job.progress:.0f}%"
+    done = None if job.state is JobState.IMPORTED else wording.done(job.progress)
     step = None if job.state is JobState.IMPORTED else job.step
     values = (_judged_text(job, name) for name in _listed())
     state = job.phase if is_loading(job) else describe_state(job).word

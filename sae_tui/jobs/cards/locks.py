@@ -50,7 +50,9 @@ class GpuLocks:
         for uuid, path in self._paths.items():
             try:
                 taken.append(open_lock(path))
-                is_free, why = try_lock(taken[-1], shared=self._shared), ""
+                # A file that was removed meanwhile could be held by one, and its successor by another.
+                is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
+                why = ""
             except OSError as error:
                 is_free, why = False, _why(path, error)
             if not is_free:
@@ -64,6 +66,12 @@ class GpuLocks:
         """Release this process's share; a rank that lives on still holds its own."""
         _close(self.descriptors)
         self.descriptors = ()
+
+
+def _is_there_still(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
 
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:

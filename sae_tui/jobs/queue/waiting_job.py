@@ -25,6 +25,8 @@ from trainer.contract.store.states import JobState
 JUST_NOW_S = 1.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
+# For so long a reason to wait is not recorded as an event again.
+TOLD_FOR_S = 600.0
 
 
 class Line:
@@ -37,6 +39,7 @@ class Line:
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
         self._again_at = 0.0
+        self._told_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
@@ -54,9 +57,20 @@ class Line:
         reason = self._try_take_gpus()
         if reason and reason != self.job.waits_for:
             self._control.update(self.job.id, waits_for=reason)
-            if _without_numbers(reason) != _without_numbers(self.job.waits_for or ""):
+            if self._is_news(_kind(reason), _kind(self.job.waits_for or "")):
                 self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
         return not reason
+
+    def _is_news(self, kind: str, before: str) -> bool:
+        """Tell whether the job waits for something else, and has not said so within `TOLD_FOR_S`.
+
+        A job may be in line for a month, and what its neighbours run may change every minute.
+        """
+        now = time.monotonic()
+        if kind == before or now - self._told_at.get(kind, -TOLD_FOR_S) < TOLD_FOR_S:
+            return False
+        self._told_at = {other: at for other, at in self._told_at.items() if now - at < TOLD_FOR_S} | {kind: now}
+        return True
 
     def _try_take_gpus(self) -> str:
         """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
@@ -143,6 +157,6 @@ class Line:
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
 
 
-def _without_numbers(obstacle: str) -> str:
-    """Remove the numbers: free memory changes every second, which is no news for the job's history."""
-    return re.sub(r"[\d.,]+", "", obstacle)
+def _kind(obstacle: str) -> str:
+    """Remove numbers and what stands in brackets: free memory and what others run change all the time."""
+    return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

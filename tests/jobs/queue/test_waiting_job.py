@@ -79,6 +79,21 @@ def test_a_reason_to_wait_is_told_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
+def test_what_neighbours_run_is_no_event_each_time_it_changes(box, monkeypatch):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    for number in range(20):
+        user = "alice" if number % 3 else "bob"
+        reason = f"GPU 0 is used by {user} (pid {number}, python sweep_{'abcdefghij'[number % 10]}.py --lr (1))"
+        monkeypatch.setattr(entry, "_try_take_gpus", lambda reason=reason: reason)
+        assert not entry.try_start()
+        assert box.job(job_id).waits_for == reason
+    told = [event.message for event in box.control.events(job_id) if event.kind == "waiting"]
+    assert [message.split(" (")[0] for message in told] == [
+        "waits: GPU 0 is used by bob", "waits: GPU 0 is used by alice",
+    ]  # fmt: skip
+
+
 def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
     job_id = queued(box)
     entry = line(box, job_id)
