@@ -13,7 +13,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from textual.app import App
 from textual.drivers import linux_driver
@@ -40,7 +40,7 @@ class StderrAside:
         """Lead descriptor 2 to this file, or nowhere where that is None or cannot be written."""
         before = sys.__stderr__
         assert before is not None
-        self.screen: TextIO = open(  # noqa: SIM115
+        self.screen = open(  # noqa: SIM115
             os.dup(_STDERR), "w", encoding=before.encoding, errors=before.errors, newline=""
         )
         try:
@@ -60,7 +60,8 @@ class StderrAside:
     def end(self) -> None:
         """Lead descriptor 2 back."""
         os.dup2(self.screen.fileno(), _STDERR)
-        self.screen.close()
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self.screen.close()
 
 
 class TerminalDriver(LinuxDriver):
@@ -92,7 +93,7 @@ class TerminalDriver(LinuxDriver):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
             self._file = self._aside.screen
         elif os.isatty(1):  # standard error was sent elsewhere by the user
-            self._file = sys.__stdout__
+            self._file = sys.__stdout__  # type: ignore[assignment]
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
@@ -105,8 +106,8 @@ class TerminalDriver(LinuxDriver):
     def close(self) -> None:
         super().close()
         if self._aside is not None:
-            self._aside, aside = None, self._aside
-            aside.end()
+            self._aside.end()
+            self._aside = None
         if self._settings_before is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)
