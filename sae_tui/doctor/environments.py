@@ -11,7 +11,7 @@ from typing import Any
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.environment import PACKAGE, look
-from trainer import contract
+from trainer.contract import exits
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import printable
 from trainer.contract.wording import join_words
@@ -32,7 +32,7 @@ def check_environments(box: Box) -> Iterator[Finding]:
 
 def check_trainer_package(_box: Box) -> Iterator[Finding]:
     """Report which package `import trainer` finds, whose files it has, and what `python -m trainer` runs here."""
-    folder = Path(contract.__file__).parents[1]
+    folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
     if others:
         whose = f"{folder} has files of {join_words(others)} too, which may have replaced some of {PACKAGE}"

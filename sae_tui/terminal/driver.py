@@ -93,7 +93,7 @@ class TerminalDriver(LinuxDriver):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
             self._file = self._aside.screen
         elif os.isatty(1):  # standard error was sent elsewhere by the user
-            self._file = sys.__stdout__  # type: ignore[assignment]
+            self._file = sys.__stdout__
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)

@@ -280,6 +280,7 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._hanging_up: asyncio.TimerHandle | None = None
+        assert self._manager is not None  # until it is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
             # Refused before aiohttp starts a task for it, which would fail as soon as the connection is gone.
             transport.abort()  # type: ignore[attr-defined]

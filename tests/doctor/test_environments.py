@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +15,7 @@ from sae_tui.doctor.base import Box
 from sae_tui.doctor.environments import both, check_environments, check_trainer_package
 from sae_tui.doctor.torch_build import check_torch
 from sae_tui.gpu.none import NoGpus
-from trainer import contract
+from trainer.contract import exits
 from trainer.contract.paths import DataDir
 
 OWN = version("sae-tui")
@@ -46,7 +44,7 @@ def test_which_trainer_is_imported_and_what_has_its_name_here_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ours = Path(contract.__file__).parents[1]
+    ours = Path(exits.__file__).parents[1]
     (imported,) = check_trainer_package(box_of(tmp_path))
     assert (imported.level, imported.sentence) == ("ok", f"`import trainer` finds {ours}, of sae-tui")
     (tmp_path / "trainer.py").touch()
@@ -58,28 +56,6 @@ def test_which_trainer_is_imported_and_what_has_its_name_here_is_told(
     assert (other.level, here.level) == ("warning", "note")
     assert other.sentence.startswith(f"{ours} has files of trainer too")
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
-
-
-def test_another_package_called_trainer_is_named_and_not_run(tmp_path: Path) -> None:
-    others = {"file": tmp_path / "file/trainer.py", "pypi": tmp_path / "pypi/trainer/__init__.py"}
-    others["over ours"] = tmp_path / "over/trainer/__init__.py"
-    for other in others.values():
-        other.parent.mkdir(parents=True)
-        other.write_text("raise SystemExit('it ran')")
-    (tmp_path / "over/trainer/contract").mkdir()
-    (tmp_path / "over/trainer/contract/exits.py").touch()
-    for kind, other in others.items():
-        root = other.parent if kind == "file" else other.parents[1]
-        path = os.pathsep.join([str(root), str(Path(contract.__file__).parents[2])])
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "sae_tui", "--version"],
-            env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout) == (1, "")
-        (line,) = done.stderr.splitlines()
-        assert line.startswith("sae-tui: error: ")
-        assert str(other) in line
-        assert ("pip uninstall trainer" in line) == (kind == "over ours")
 
 
 def test_an_environment_that_cannot_train_is_one_error_with_its_cure(tmp_path: Path) -> None:

@@ -17,11 +17,11 @@ COMPLAINT = b"libfake: a complaint over the screen\n"
 _knows = PacketParser._knows
 
 
-def fail(parser: PacketParser, sequence: str) -> bool:
+def fail(self: PacketParser, sequence: str) -> bool:
     """Fail as an unforeseen sequence would."""
     if sequence == FAILING_KEY:
         raise RuntimeError("unforeseen")
-    return _knows(parser, sequence)
+    return _knows(self, sequence)
 
 
 if __name__ == "__main__":

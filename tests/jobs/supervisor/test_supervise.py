@@ -181,8 +181,8 @@ def test_a_supervisor_that_is_told_to_end_lets_its_ranks_save(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     supervisor = box.job(job_id).supervisor
-    supervisor.send(signal.SIGHUP)
-    supervisor.send(signal.SIGTERM)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU):
+        supervisor.send(number)
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3]
 
