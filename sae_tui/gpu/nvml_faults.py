@@ -15,11 +15,15 @@ NO_LIBRARY = 12
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
-# Slices are looked for once.
-UNCUT = "MIG is on, but it had no slices; `nvidia-smi mig -cgi` makes some, which are seen once sae-tui starts again"
+UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
+# Codes after which NVML must be opened again: the driver was loaded again, or a handle or an index is not known.
+STALE = frozenset({1, 2, 6, 18, 28})
+# Codes for a GPU that only others may use.
+WITHHELD = frozenset({4, 17})
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
-    1: "the driver was unloaded meanwhile; start sae-tui again",
+    1: "the driver was unloaded",
+    2: "the driver no longer knows this GPU",
     4: "no permission to read this GPU; see /dev/nvidia*",
     6: "the driver no longer knows this GPU",
     8: "the power cables of the GPU are not attached",
@@ -28,7 +32,7 @@ CARD = {
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
     17: "the operating system blocks this GPU (container or cgroup)",
-    18: "the driver was updated meanwhile; start sae-tui again",
+    18: "the driver was updated; start sae-tui again if this stays so",
     28: "the driver no longer knows this GPU",
     999: "the driver reports an unknown error for this GPU",
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -15,9 +16,16 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
 
-def samples_of(output: bytes) -> tuple[GpuSample, ...]:
-    """Decode the output of the process; raise `ValueError` if it is something else."""
-    return decode_as(output, tuple[GpuSample, ...])
+def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
+    """Decode what the process printed, one GPU at a time.
+
+    A GPU that cannot be decoded is left out, since it says nothing of the others.
+    """
+    samples = []
+    for one in output:
+        with contextlib.suppress(ValueError):
+            samples.append(decode_as(bytes(one), GpuSample))
+    return tuple(samples)
 
 
 def main(arguments: Sequence[str]) -> int:
