@@ -89,21 +89,22 @@ class Condition:
         drop_impossible(self)
 
     @property
-    def trouble(self) -> str:
-        """Why no job should run on the card, the worst first; empty where nothing is known to be wrong."""
+    def trouble(self) -> tuple[str, str]:
+        """Why no job should run on the card, the worst first, and the same in a few words; "" where nothing is."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
-            return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)"
+            return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
         if self.rows_failed:
-            return "the GPU is failing: a row of its memory could not be replaced"
+            return "the GPU is failing: a row of its memory could not be replaced", "failing: memory rows"
         if self.xid and self.xid.is_fatal:
-            return f"the GPU is failing, {self.xid.words}; it needs a reset"
+            remedy = "" if "reset" in self.xid.words else "; it needs a reset"
+            return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
         if self.rows_pending:
-            return "the GPU needs a reset: rows of its memory wait to be replaced"
+            return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
         if n_errors:
             errors = f"{n_errors} uncorrected memory error{'s' * (n_errors != 1)} (ECC)"
-            return f"the GPU is failing: {errors}; it needs a reset"
-        return ""
+            return f"the GPU is failing: {errors}; it needs a reset", f"failing: {n_errors} ECC errors"
+        return "", ""
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
@@ -144,6 +145,8 @@ class GpuSample:
     vendor: str = ""
     # Whether it cannot be read because only others may use it.
     withheld: bool = False
+    # Since when a card that could be read before cannot be.
+    unread_since: Time | None = None
     # Whether its memory is the machine's, in which other programs and files that were read have their part.
     is_memory_shared: bool = False
 
@@ -164,7 +167,7 @@ class GpuSample:
     @property
     def obstacle(self) -> str:
         """Why no job can run on a card that can be read; empty where one can."""
-        return self.unusable or (self.condition.trouble if self.condition else "")
+        return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property
     def unexplained_bytes(self) -> int | None:

@@ -224,6 +224,9 @@ class Sampler:
         sample = self._read(card.sample, processes=due)
         if not self._is_current(card):
             return
+        if not sample.healthy:
+            last = card.sample
+            sample = replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
         card.sample, card.answered = sample, time.monotonic()
         card.took_s = card.answered - begun
         if card.buffered is None and sample.healthy:

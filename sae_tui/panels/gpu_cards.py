@@ -70,8 +70,9 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
     """Return the heading, and the reason in as many of the other lines as it takes."""
     sample = row.sample
-    texts = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
-    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(texts)]
+    words, style = row.fault
+    texts = textwrap.wrap(words[2:], max(10, width - 3), max_lines=height - 1, placeholder=" …")
+    reason = [((fit(f" {' ' if place else words[0]} {text}", width), style),) for place, text in enumerate(texts)]
     return [((fit(_name(sample), width), f"title{row.mark}"),), *reason, *[blank(width)] * (height - 1 - len(reason))]
 
 

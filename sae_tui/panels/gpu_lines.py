@@ -53,7 +53,8 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
         (" " + fit(short_name(sample.name), 13), f"label{row.mark}"),
     )
     if not sample.healthy:
-        line = (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
+        words, style = row.fault
+        line = (*head, (fit(words, max(0, width - 16)), style))
         return [line, *[blank(width)] * (each - 1)]
     bar_width, power_width, sparks, holder_width = _columns(width, longest)
     gap: Span = (" " if any(sparks) or not holder_width else "", "text")

@@ -24,7 +24,8 @@ class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
     `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
-    uses it: less than the total, of which the driver keeps some. `vendor` is that of the sample.
+    uses it: less than the total, of which the driver keeps some. `vendor` is that of the sample; a card for
+    others only is `withheld`.
     """
 
     index: int
@@ -38,6 +39,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     memory_usable_bytes: int | None = None
     brief: str = ""
     vendor: str = ""
+    withheld: bool = False
 
     @property
     def may_be_offered(self) -> bool:
@@ -129,6 +131,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "unhealthy", sample.reason or "it cannot be read"
     elif sample.obstacle:
         state, reason = "unhealthy", sample.obstacle
+        short = sample.condition.trouble[1] if sample.condition and not sample.unusable else ""
+        brief = f"{short}, job {job.id}" if job and short else short
     elif "uuid" in sample.failed:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
@@ -159,6 +163,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         memory_usable_bytes=_usable(sample),
         brief=brief or reason,
         vendor=sample.vendor,
+        withheld=sample.withheld,
     )
 
 
