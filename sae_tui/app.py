@@ -10,6 +10,7 @@ from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.driver import Driver
+from textual.filter import Monochrome
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
@@ -29,7 +30,7 @@ from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
-from sae_tui.terminal.plain import Plain
+from sae_tui.terminal.plain import Colourless, Plain
 from trainer.contract.errors import Problem
 from trainer.contract.paths import DataDir
 
@@ -71,6 +72,7 @@ class SaeApp(KeysInOrder, Notices):
         *,
         readonly: bool = False,
         plain: Plain | None = None,
+        colourless: bool = False,
         hosts: Hosts | None = None,
         make_hosts: MakeHosts | None = None,
         given: Mapping[str, str] | None = None,
@@ -78,7 +80,10 @@ class SaeApp(KeysInOrder, Notices):
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
-        self._filters += [Printable(), *([plain] if plain else [])]
+        # Textual has greys of all colours where there are to be none.
+        filters = [one for one in self._filters if not isinstance(one, Monochrome)]
+        self._filters = [*filters, Printable(), *([plain] if plain else [])]
+        self._filters += [Colourless()] if colourless or self.no_color else []
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)

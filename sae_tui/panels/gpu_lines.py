@@ -111,9 +111,10 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
     power = 7 if width >= 60 else 0
     if width < 70:
         return 0, power, (max(0, width - 43 - power), 0), 0
-    least = 24 if width >= 100 else 13
-    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6
-    left = width - 43 - power - 2 * (bars + 1)
+    # A narrow terminal has room for histories, which tell more, instead of bars and most of who has the card.
+    least = 24 if width >= 100 else 13 if width >= 90 else 10
+    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6 if width >= 90 else 0
+    left = width - 43 - power - 2 * (bars + bool(bars))
     if left - least < LEAST_HISTORY:
         return bars, power, (0, 0), left + 2
     holder = min(max(least, longest), left - LEAST_HISTORY)
