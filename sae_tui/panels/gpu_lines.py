@@ -48,13 +48,15 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
     has the card, or if that is said, the processes on it.
     """
     sample = row.sample
+    # The figures need 30 cells, before which the name gives way.
+    name_width = max(3, min(13, width - 30))
     head: Line = (
         (fit(f"{sample.index}", 2, right=True), f"title{row.mark}"),
-        (" " + fit(short_name(sample.name), 13), f"label{row.mark}"),
+        (" " + fit(short_name(sample.name), name_width), f"label{row.mark}"),
     )
     if not sample.healthy:
         words, style = row.fault
-        line = (*head, (fit(words, max(0, width - 16)), style))
+        line = (*head, (fit(words, max(0, width - 3 - name_width)), style))
         return [line, *[blank(width)] * (each - 1)]
     bar_width, power_width, sparks, holder_width = _columns(width, longest)
     gap: Span = (" " if any(sparks) or not holder_width else "", "text")
