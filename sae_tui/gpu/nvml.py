@@ -173,7 +173,6 @@ class _Card:
         self._details = NvmlDetails(nvml)
         self._condition: Condition | None = None
         self._condition_due = 0.0
-        self._is_quick = True
         self._memory: MemoryKind | None = None
 
     def sample(self, *, processes: bool) -> GpuSample:
@@ -224,7 +223,7 @@ class _Card:
         power = self._get("power_w", POWER)
         if self._fault is not None and not self._answered:
             raise _CardFault(self._fault)
-        is_quick = self._is_quick = time.monotonic() - began < SLOW_S
+        is_quick = time.monotonic() - began < SLOW_S
         energy = self._energy() if processes and is_quick else None
         if processes:
             self._look_for_slices(is_split)
@@ -246,18 +245,21 @@ class _Card:
 
         Another card may have taken its place, of which nothing is known yet.
         """
-        if self._handle is None:
+        is_new = self._handle is None
+        if is_new:
             self._static, self._condition_due = {}, 0.0
             self._handle = self._look_up()
         elif again:
             # `nvidia-smi -pl` and `-mig` change the others while the app runs.
-            for field in ("power_limit_w", "mig", *(("uuid",) if self._is_quick else ())):
+            for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
-        if "uuid" in self._static and before is not None and self._static["uuid"] != before:
+        # With the same handle, an answer that fails once says nothing.
+        if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
-            self._details, self._memory = NvmlDetails(self._nvml), None
+            self._identity, self._condition, self._memory = {}, None, None
+            self._details = NvmlDetails(self._nvml)
         self._once("name", NAME)
         self._identity = self._identity | {key: self._static[key] for key in ("uuid", "name") if key in self._static}
 

@@ -37,6 +37,8 @@ SLOWED_BY = {
     0x100: "clocks follow the display",
 }
 _IDLE = 0x001
+# Errors of the memory and the compute mode seldom change.
+HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
 _RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere have instead
@@ -50,6 +52,7 @@ class NvmlDetails:
         self._activity: ActivityReader | None = None
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
+        self._health, self._health_due = Condition(), 0.0
         # Functions that this card does not have, which are not asked for again.
         self._missing: set[str] = set()
 
@@ -58,16 +61,9 @@ class NvmlDetails:
 
         Once ask at which temperature it slows itself down.
         """
-        ecc = self._ask_if_any("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET)
-        rows = self._ask_if_any(_REMAPPING, handle)
-        pages = self._ask_if_any(_RETIRING, handle) if _REMAPPING in self._missing else None
-        usable = Condition(
-            xid=self._errors.poll(handle),
-            compute_mode=COMPUTE_MODES.get(self._ask_if_any("nvmlDeviceGetComputeMode", handle)),
-            ecc_uncorrected=ecc,
-            rows_pending=bool(rows[2]) if rows is not None else None if pages is None else bool(pages),
-            rows_failed=None if rows is None else bool(rows[3]),
-        )
+        if time.monotonic() >= self._health_due:
+            self._health, self._health_due = self._read_health(handle), time.monotonic() + HEALTH_EVERY_S
+        usable = replace(self._health, xid=self._errors.poll(handle))
         if not whole:
             return usable
         if self._slowdown_c is None:
@@ -79,6 +75,17 @@ class NvmlDetails:
             fan_percent=self._ask("nvmlDeviceGetFanSpeed", handle),
             slowed_by=self._slowed_by(handle),
             slowdown_c=self._slowdown_c,
+        )
+
+    def _read_health(self, handle: Any) -> Condition:
+        ecc = self._ask_if_any("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET)
+        rows = self._ask_if_any(_REMAPPING, handle)
+        pages = self._ask_if_any(_RETIRING, handle) if _REMAPPING in self._missing else None
+        return Condition(
+            compute_mode=COMPUTE_MODES.get(self._ask_if_any("nvmlDeviceGetComputeMode", handle)),
+            ecc_uncorrected=ecc,
+            rows_pending=bool(rows[2]) if rows is not None else None if pages is None else bool(pages),
+            rows_failed=None if rows is None else bool(rows[3]),
         )
 
     def read(self, handle: Any) -> GpuDetails:

@@ -15,7 +15,9 @@ from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource, vendor_of
 from sae_tui.gpu.once import on_thread
+from sae_tui.gpu.read import Probe
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
+from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
@@ -72,6 +74,7 @@ class Sampler:
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
         self._opened = 0.0  # monotonic time
+        self._probe = Probe(source.name)
         self._changed = threading.Condition()
         self._stopping = False
         self._looked_at: int | None = None
@@ -182,9 +185,14 @@ class Sampler:
             return False
         if isinstance(self.source, ReopeningSource) and self.source.must_reopen:
             return True
-        return now - self._opened >= REOPEN_EVERY_S and all(
-            not card.sample.healthy and not self._is_silent(card, now) for card in self._cards
-        )
+        unread = [card for card in self._cards if not card.sample.healthy and not self._is_silent(card, now)]
+        if len(unread) == len(self._cards):
+            return now - self._opened >= REOPEN_EVERY_S
+        if self.source.name not in VENDORS:
+            return False
+        # As far as it could be read before; a reset of one GPU makes the others' driver no less good.
+        lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
+        return self._probe.finds(lost, now)
 
     def _close(self) -> None:
         """End the threads of the GPUs, as far as they answer, and close the driver, so that it can be opened again."""

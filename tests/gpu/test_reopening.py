@@ -10,11 +10,12 @@ import pytest
 # Follows a sampler for some seconds and prints each distinct picture of it: per GPU its UUID's end, and whether it is
 # read, and the sampler's problem.
 FOLLOW = """
-import json, sys, time
-from sae_tui.gpu import sampler as module
+import json, os, time
+from sae_tui.gpu import read, sampler as module
 from sae_tui.gpu.nvml import Nvml
 from sae_tui.gpu.sampler import Sampler
 module.REOPEN_EVERY_S, module._REOPEN_AFTER_S, module.PROCESSES_EVERY_S = 0.3, 0.3, 0.1
+read.PROBE_EVERY_S = 0.1
 sampler = Sampler(Nvml(), 0.05)
 sampler.start()
 pictures, until = [], time.monotonic() + 30
@@ -23,6 +24,7 @@ while time.monotonic() < until and not (pictures and {done}):
     now = [now, str(sampler.problem or "")]
     if now not in pictures[-1:]:
         pictures.append(now)
+    {step}
     time.sleep(0.02)
 rings = [[reading.utilization for reading in sampler.ring(index).since(None, one.uuid)[0]]
          for index, one in enumerate(sampler.latest())]
@@ -31,15 +33,22 @@ print(json.dumps([pictures, rings, sampler.stop(2)]))
 Run = Callable[..., Any]
 
 
-def follow(on_nvml: Run, done: str, **options: Any) -> tuple[list[Any], list[list[float | None]]]:
-    pictures, rings, has_ended = on_nvml(FOLLOW.replace("{done}", done), PIDS="", **options)
+def follow(on_nvml: Run, done: str, step: str = "pass", **options: Any) -> tuple[list[Any], list[list[float | None]]]:
+    pictures, rings, has_ended = on_nvml(FOLLOW.replace("{done}", done).replace("{step}", step), PIDS="", **options)
     assert has_ended
     return pictures, rings
 
 
 def test_a_driver_that_is_unloaded_and_loaded_again_is_followed_without_a_restart(on_nvml: Run) -> None:
     done = "len(pictures) > 2 and not pictures[-1][1] and all(healthy for _, healthy, _ in pictures[-1][0])"
-    pictures, _ = follow(on_nvml, done, GPUS=3, FAULTS="*:unload@1-2")
+    # It cannot be opened until that was seen.
+    step = """
+    if pictures and pictures[-1][0] and pictures[-1][0][0][1] and "FAKE_NVML_INIT_ERROR" not in os.environ:
+        os.environ["FAKE_NVML_INIT_ERROR"] = "9"
+    if any("not loaded" in reason for rows, _ in pictures for _, _, reason in rows):
+        os.environ["FAKE_NVML_INIT_ERROR"] = "0"
+    """
+    pictures, _ = follow(on_nvml, done, step, GPUS=3, FAULTS="*:unload@1-1.001")
     last, problem = pictures[-1]
     assert problem == ""
     assert [uuid[:12] for uuid, *_ in last] == ["GPU-fa4e0000", "GPU-fa4e0001", "GPU-fa4e0002"]
@@ -74,3 +83,12 @@ def test_slices_that_are_cut_or_taken_away_meanwhile_are_followed(on_nvml: Run, 
     rows, problem = pictures[-1]
     assert (len(rows), problem) == (n_after, "")
     assert [uuid[:4] for uuid, *_ in rows] == ["GPU-"] * 2 + ["MIG-"] * (n_after - 2)
+
+
+def test_a_gpu_that_was_reset_comes_back_though_the_driver_here_knows_it_as_lost(on_nvml: Run) -> None:
+    done = "len(pictures) > 2 and all(healthy for _, healthy, _ in pictures[-1][0])"
+    pictures, rings = follow(on_nvml, done, GPUS=2, FAULTS="1:dropped@1-1.5")
+    assert any(not healthy for rows, _ in pictures for _, healthy, _ in rows if rows)
+    assert [healthy for _, healthy, _ in pictures[-1][0]] == [True, True]
+    # The other one was read all the time.
+    assert None not in rings[0]

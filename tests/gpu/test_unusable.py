@@ -15,8 +15,10 @@ from support.driver import environment
 
 from sae_tui.gpu import nvml_memory
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
+from sae_tui.gpu.nvml_faults import no_library
 from sae_tui.jobs.cards.availability import Holders, choices
 from sae_tui.jobs.queue.card_reader import cards
+from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.store.rows import Job, Lease
 
@@ -37,6 +39,7 @@ FAULTS = {
 CHOICES = """
 import json
 from sae_tui.gpu.nvml import Nvml
+from sae_tui.gpu.nvml_faults import no_library
 from sae_tui.jobs.cards.availability import Holders, choices
 nvml = Nvml()
 samples = [nvml.sample(index, processes=True) for index in range(nvml.open())]
@@ -147,3 +150,37 @@ def test_a_gpu_that_takes_one_process_is_taken_by_the_smallest_and_never_shared(
     for mode, may_share in (("one process", False), ("shared", True)):
         (card,) = cards([replace(shared, condition=Condition(compute_mode=mode))], Holders(), [lease], {})
         assert card.takes_now(job) is may_share
+
+
+def test_a_machine_with_gpus_of_another_maker_hears_which_are_supported(tmp_path: Path) -> None:
+    assert "install the NVIDIA driver" in no_library(tmp_path).remedy
+    device = tmp_path / "card0" / "device"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text("0x8086\n")
+    error = no_library(tmp_path)
+    assert error.remedy == "the GPU here is Intel's; only those of NVIDIA and AMD can be used"
+    assert not error.is_broken
+    (tmp_path / "card1" / "device").mkdir(parents=True)
+    (tmp_path / "card1" / "device" / "vendor").write_text("0x10de\n")
+    assert "install the NVIDIA driver" in no_library(tmp_path).remedy
+
+
+def test_gpus_for_others_are_one_line_at_the_end() -> None:
+    blocked = {"healthy": False, "withheld": True, "reason": "the operating system blocks this GPU"}
+    samples = [GpuSample(i, f"GPU-{i}", "H200", 1.0, **(blocked if i in (0, 2, 3) else {})) for i in range(5)]
+    rows = fold_withheld([GpuRow(sample, "", "dim", lambda name, n: []) for sample in samples])
+    assert [row.sample.index for row in rows] == [1, 4, 0]
+    assert rows[-1].fault == ("– GPUs 0, 2-3: the operating system blocks this GPU", "dim")
+
+
+def test_throttle_reasons_without_a_name_are_told_by_their_bits(on_nvml: Callable[..., Any]) -> None:
+    script = """
+import json
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for index in range(nvml.open())]))
+"""
+    unknown, mixed, idle = on_nvml(script, GPUS=3, FAULTS="0:thr=1024,1:thr=1028,2:thr=1", PIDS="")
+    assert unknown == ["for a reason not known (0x400)"]
+    assert mixed == ["power limit reached", "for a reason not known (0x400)"]
+    assert idle == []

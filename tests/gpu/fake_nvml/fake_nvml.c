@@ -30,6 +30,7 @@
  *       uuid=N (another GPU: N is added to its UUID)
  *       unload (as a driver that is unloaded: everything is UNINITIALIZED and nvmlInit fails; afterwards a GPU answers only
  *       after another nvmlInit, once nvmlShutdown has been called as often as nvmlInit)
+ *       dropped (lost, and afterwards until nvmlInit is called again, as after a reset)
  *       gone (lost, and from the next nvmlInit on not counted, nor are those after it)
  *       xid=N (an error with this number is reported once, when it begins)
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
@@ -174,6 +175,9 @@ static int whole(int g) {
   if (!nfault) return OK;
   if (unloaded()) return UNINIT;
   if (fault(g, "gone", 0)) return LOST;
+  double t = t_init ? now() - t_init : 0;
+  for (int k = 0; k < nfault; k++)
+    if (faults[k].g == g && !strcmp(faults[k].name, "dropped") && t >= faults[k].t0 && (t < faults[k].t1 || t_opened < faults[k].t0)) return LOST;
   if (fault(g, "hang", 0)) for (;;) pause();
   if (fault(g, "slow", &v)) zzz((long)(v * 1000));
   if (fault(g, "lost", 0)) return LOST;
