@@ -555,8 +555,8 @@ def test_a_clock_that_is_set_back_while_it_records_loses_no_reading(data_dir: Da
     turned = time.time() - 1800.0
     source.offset_s = -3600.0
     until(lambda: len([row for row in rows(data_dir) if row["timestamp"] < turned]) > 10)
+    assert sampler.stop(5)
     assert recorder.stop(5)
-    sampler.stop()
     stored = [row["timestamp"] for row in rows(data_dir)]
     in_ring = sampler.ring(0).column("timestamp")
     assert sorted(stored) == sorted(in_ring)
