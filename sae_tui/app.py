@@ -10,6 +10,7 @@ from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.driver import Driver
+from textual.filter import Monochrome
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
@@ -29,7 +30,7 @@ from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
-from sae_tui.terminal.plain import Plain
+from sae_tui.terminal.plain import Colourless, Plain
 from trainer.contract.errors import Problem
 from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
@@ -72,6 +73,7 @@ class SaeApp(KeysInOrder, Notices):
         *,
         readonly: bool = False,
         plain: Plain | None = None,
+        colourless: bool = False,
         hosts: Hosts | None = None,
         make_hosts: MakeHosts | None = None,
         given: Mapping[str, str] | None = None,
@@ -81,7 +83,10 @@ class SaeApp(KeysInOrder, Notices):
         self.animation_level = "none"
         # Where the driver sends what libraries write to standard error; None for nowhere.
         self.log_file = None if readonly else data.app_log
-        self._filters += [Printable(), *([plain] if plain else [])]
+        # Textual has greys of all colours where there are to be none.
+        filters = [one for one in self._filters if not isinstance(one, Monochrome)]
+        self._filters = [*filters, Printable(), *([plain] if plain else [])]
+        self._filters += [Colourless()] if colourless or self.no_color else []
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()), mends=not readonly)
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)

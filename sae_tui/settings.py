@@ -98,6 +98,16 @@ class Settings(msgspec.Struct, frozen=True):
         float,
         about("Alert where a GPU cannot be read for so long; 0 for none.", group=_ALERTS, unit="s", ge=0, le=86400),
     ] = 15.0
+    alert_errors_s: Annotated[
+        float,
+        about(
+            "Alert where a GPU reports memory errors, failing rows or a fatal Xid for so long; 0 for none.",
+            group=_ALERTS,
+            unit="s",
+            ge=0,
+            le=86400,
+        ),
+    ] = 1.0
     alert_memory_percent: Annotated[
         float,
         about("Alert where so much of a GPU's memory is in use; 0 for none.", group=_ALERTS, unit="%", ge=0, le=100),

@@ -16,6 +16,7 @@ from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past
 from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
@@ -46,7 +47,7 @@ def _watch(context: Context, flags: argparse.Namespace) -> int:
             show_json(rows, in_a_line=True)
         else:
             say(clock_time(time.time()))
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, snapshot.withheld)
     return Exit.UNREAD
 
 
@@ -56,7 +57,7 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
         if context.as_json:
             show_json(rows)
         elif rows:
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, snapshot.withheld)
         return Exit.DONE
     row = next((row for row in rows if row["index"] == flags.index), None)
     if row is None:
@@ -90,7 +91,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     rows, past = _gpus(context.gpus), past_of(context, flags)
     if not context.as_json:
         if rows:
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, context.gpus.withheld)
         if past:
             for row in rows:
                 say_all(past.card_lines(row["index"], row["uuid"]))
@@ -184,7 +185,11 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
     }
 
 
-def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
+def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
+    """Print a line for each GPU, and one for all that only others may use."""
+    reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
+    if len(withheld) > 1:
+        rows = [row for row in rows if row["index"] not in withheld]
     headings = ("GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE")
     show_table(
         headings,
@@ -201,6 +206,8 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
+    if len(withheld) > 1:
+        say(f"{ranges(withheld)}: {reason}")
 
 
 def _memory(used: int | None, total: int | None) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple, Protocol
 
 from msgspec import Meta
 
+from sae_tui.gpu.limits import IMPOSSIBLE, drop_impossible, is_possible
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
@@ -43,21 +44,34 @@ class GpuProcess:
     name: str | None
     memory_used_bytes: Count | None
 
+    def __post_init__(self) -> None:
+        if not is_possible("memory_used_bytes", self.memory_used_bytes):
+            object.__setattr__(self, "memory_used_bytes", None)
+
+
+# Modes in which a card takes no program that computes, or one at a time.
+NO_COMPUTING = "no computing"
+ONE_PROCESS = "one process"
+
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that a driver has reported of a card: its number, when, and what it means."""
+    """An error that a driver has reported of a card: its number, when, what it means, and whether the card is unusable
+    from then on, until it is reset."""
 
     number: int
     timestamp: float
     words: str
+    is_fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How fast a card runs and what keeps it from running faster, in words; read as often as its processes.
+    """How fast a card runs, what keeps it from running faster, and whether it may be used; read with its processes.
 
-    At `slowdown_c` it slows itself down. `xid` is the last error that was reported since the program began to listen.
+    `ecc_uncorrected` counts errors of its memory since it was reset. `rows_pending` tells that rows of the memory wait
+    to be replaced, `rows_failed` that one could not be. At `slowdown_c` it slows itself down. `xid` is the last error
+    that was reported since the program began to listen. Impossible values become None.
     """
 
     sm_clock_mhz: int | None = None
@@ -66,6 +80,31 @@ class Condition:
     slowed_by: tuple[str, ...] | None = None
     slowdown_c: int | None = None
     xid: Xid | None = None
+    compute_mode: str | None = None
+    ecc_uncorrected: int | None = None
+    rows_pending: bool | None = None
+    rows_failed: bool | None = None
+
+    def __post_init__(self) -> None:
+        drop_impossible(self)
+
+    @property
+    def trouble(self) -> tuple[str, str]:
+        """Why no job should run on the card, the worst first, and the same in a few words; "" where nothing is."""
+        n_errors = self.ecc_uncorrected
+        if self.compute_mode == NO_COMPUTING:
+            return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
+        if self.rows_failed:
+            return "the GPU is failing: a row of its memory could not be replaced", "failing: memory rows"
+        if self.xid and self.xid.is_fatal:
+            remedy = "" if "reset" in self.xid.words else "; it needs a reset"
+            return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
+        if self.rows_pending:
+            return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
+        if n_errors:
+            errors = f"{n_errors} uncorrected memory error{'s' * (n_errors != 1)} (ECC)"
+            return f"the GPU is failing: {errors}; it needs a reset", f"failing: {n_errors} ECC errors"
+        return "", ""
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
@@ -78,8 +117,8 @@ class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
     `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
-    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error, as against those
-    that the card does not have.
+    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error or answered an
+    impossible value, which becomes None, as against those that the card does not have.
     """
 
     index: FewAtOnce
@@ -104,15 +143,37 @@ class GpuSample:
     condition: Condition | None = None
     # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
     vendor: str = ""
+    # Whether it cannot be read because only others may use it.
+    withheld: bool = False
+    # Since when a card that could be read before cannot be.
+    unread_since: Time | None = None
+    # Whether its memory is the machine's, in which other programs and files that were read have their part.
+    is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
-        used, total = self.memory_used_bytes, self.memory_total_bytes
+        failed = drop_impossible(self)
+        total = self.memory_total_bytes
+        for name in ("memory_used_bytes", "memory_free_bytes"):
+            n_bytes = getattr(self, name)
+            if n_bytes is not None and total is not None and n_bytes > total:
+                failed[name] = f"{IMPOSSIBLE} ({n_bytes} of {total} bytes)"
+                object.__setattr__(self, name, None)
+        if failed:
+            object.__setattr__(self, "failed", {**failed, **self.failed})
+        used = self.memory_used_bytes
         if self.memory_free_bytes is None and used is not None and total is not None:
             object.__setattr__(self, "memory_free_bytes", max(0, total - used))
 
     @property
+    def obstacle(self) -> str:
+        """Why no job can run on a card that can be read; empty where one can."""
+        return self.unusable or (self.condition.trouble[0] if self.condition else "")
+
+    @property
     def unexplained_bytes(self) -> int | None:
         """The memory in use beyond that of the listed processes; None where that cannot be told."""
+        if self.is_memory_shared:
+            return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
         sizes = [n_bytes for n_bytes in listed if n_bytes is not None]
         if self.memory_used_bytes is None or len(sizes) < len(listed):

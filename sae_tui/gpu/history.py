@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import sqlite3
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from sae_tui.gpu.base import GpuSample, is_identified
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
-from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
+from sae_tui.gpu.stored import MINUTE_S, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
@@ -28,9 +29,8 @@ ROLL_UP = (
     " FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp >= ? AND gpu_uuid = ?"
     " GROUP BY host, gpu_index, minute"
 )
-NEWEST = (
-    "SELECT max(timestamp) FROM gpu_metrics WHERE host = ? AND gpu_index = ?"
-    f" AND timestamp BETWEEN ? AND {NEVER} AND gpu_uuid = ?"
+STORED = (
+    "SELECT timestamp FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp BETWEEN ? AND ? AND gpu_uuid = ?"
 )
 
 
@@ -60,7 +60,8 @@ class Recorder:
         self._upkeep = Upkeep(self._path, self._host, retention or Retention())
         self._every_s = every_s
         self._file = StoreFile(self._path, self._open)
-        self._stored: dict[str, float] = {}
+        # By index and UUID, up to which position of the ring its readings are stored.
+        self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
 
@@ -99,8 +100,16 @@ class Recorder:
                 self._write(time.time())
             self.problem = None
         except UserError as error:
+            self._give_up(str(error))
+        except Exception as error:
+            # This thread must outlive whatever a GPU or the disk does.
+            self._give_up(f"the history of the GPUs is not stored: {error!r}")
+
+    def _give_up(self, problem: str) -> None:
+        """Leave the rest to the next turn, which opens the store again."""
+        self.problem = problem
+        with contextlib.suppress(Exception):
             self._file.close()
-            self.problem = str(error)
 
     def _write(self, now: float) -> None:
         db = self._file.connection()
@@ -109,29 +118,31 @@ class Recorder:
             with transaction(db):
                 # Readings wait in the ring until the card's UUID is known.
                 for sample in filter(is_identified, self._sampler.latest()):
-                    rows = self._rows(db, sample, now)
+                    rows = self._rows(db, sample)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
             if not self._stop.is_set():
                 self._upkeep.turn(db, now)
 
-    def _rows(self, db: sqlite3.Connection, sample: GpuSample, now: float) -> list[Reading]:
+    def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[Reading]:
         """Return the readings in the ring that are not stored yet, by this process or by an earlier one."""
-        ring = self._sampler.ring(sample.index)
-        held = ring.after(0.0)
-        if sample.uuid not in self._stored:
-            if not held:
-                return []
-            # Readings before the oldest one in the ring can from now on only come from the store.
-            oldest = math.nextafter(held[0].timestamp, 0.0)
-            self._stored[sample.uuid] = max(oldest, self._newest(db, sample.uuid, oldest))
-        # A clock that was set back must not silence the history until it has caught up.
-        self._stored[sample.uuid] = min(self._stored[sample.uuid], now)
-        return [row for row in held if row.timestamp > self._stored[sample.uuid]]
+        key = sample.index, sample.uuid
+        rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
+        if rows and key not in self._stored:
+            rows = self._unstored(db, sample.uuid, rows)
+        self._stored[key] = position
+        return rows
 
-    def _newest(self, db: sqlite3.Connection, uuid: str, oldest: float) -> float:
-        """Return the time up to which a card is stored, after `oldest`, at whichever index it was; 0.0 if it is not."""
-        asked = [(self._host, index, oldest, uuid) for index in indices(db, self._host)]
-        return max((db.execute(NEWEST, each).fetchone()[0] or 0.0 for each in asked), default=0.0)
+    def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[Reading]) -> list[Reading]:
+        """Return the readings after the last one that is stored, or where none is, those newer than what is stored."""
+        times = [row.timestamp for row in rows]
+        # The GPU may have been at another index.
+        asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
+        stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
+        known = [place for place, time_ in enumerate(times) if time_ in stored]
+        if known:
+            return rows[known[-1] + 1 :]
+        newest = max(stored, default=-math.inf)
+        return [row for row in rows if row.timestamp > newest]
 
     def _insert(self, db: sqlite3.Connection, sample: GpuSample, rows: list[Reading], job_id: int | None) -> None:
         measured = [row for row in rows if any(value is not None for value in row[1:])]
@@ -142,9 +153,9 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        begin = measured[0].timestamp // MINUTE_S * MINUTE_S
+        # A clock that was set back leaves them in no order.
+        begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
-        self._stored[sample.uuid] = measured[-1].timestamp
 
     def _open(self) -> sqlite3.Connection:
         """Open the store; what of the rings is stored there is to be looked up again."""

@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all
+from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
+# The first probe after a loss comes so soon; each further one after twice the time, since each costs 0.3 s of a core.
+PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
+PROBE_LIMIT_S = 30.0
 
-def samples_of(output: bytes) -> tuple[GpuSample, ...]:
-    """Decode the output of the process; raise `ValueError` if it is something else."""
-    return decode_as(output, tuple[GpuSample, ...])
+
+def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
+    """Decode what the process printed, one GPU at a time.
+
+    A GPU that cannot be decoded is left out, since it says nothing of the others.
+    """
+    samples = []
+    for one in output:
+        with contextlib.suppress(ValueError):
+            samples.append(decode_as(bytes(one), GpuSample))
+    return tuple(samples)
+
+
+class Probe:
+    """Asks, in a process of its own, whether GPUs that this process has lost can be read again, as after a reset.
+
+    The driver would have to be opened again here too, which is not worth a gap in the past of the others, or a driver
+    that hangs, as long as nothing has changed.
+    """
+
+    def __init__(self, source_name: str) -> None:
+        self._command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", source_name]
+        self._answer: Future[set[int]] | None = None
+        self._due = self._pause_s = 0.0
+
+    def finds(self, lost: Collection[int], now: float) -> bool:
+        """Tell whether one of the GPUs of these indices can be read, as far as it is known now; never block."""
+        if not lost:
+            self._due = 0.0
+            return False
+        if not self._due:
+            self._due, self._pause_s = now + PROBE_EVERY_S, PROBE_EVERY_S
+        if self._answer is None and now >= self._due:
+            self._answer = on_thread(self._read)
+        if self._answer is None or not self._answer.done():
+            return False
+        found, self._answer = self._answer.result() & set(lost), None
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._due = now + self._pause_s
+        return bool(found)
+
+    def _read(self) -> set[int]:
+        """Return the indices of the GPUs that a new process can read."""
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            done = subprocess.run(
+                self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT_S, check=True
+            )
+            return {one.index for one in samples_of(decode_as(done.stdout, list[msgspec.Raw])) if one.healthy}
+        return set()
 
 
 def main(arguments: Sequence[str]) -> int:

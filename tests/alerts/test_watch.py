@@ -14,7 +14,7 @@ from sae_tui.alerts.catalog import GIB, KINDS, Look
 from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
 from sae_tui.alerts.watch import Alerts, AlertWatcher, as_message, sentence_of
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import THROTTLING, Condition, GpuSample
+from sae_tui.gpu.base import THROTTLING, Condition, GpuSample, Xid
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.settings import Settings
 from trainer.contract.locks import FileLock
@@ -22,7 +22,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
 BEGIN = 1_700_000_000.0
-COLD = Condition(slowed_by=(), slowdown_c=90)
+COLD = SOUND = Condition(slowed_by=(), slowdown_c=90, ecc_uncorrected=0, rows_pending=False, rows_failed=False)
 FINE = GpuSample(3, "GPU-a", "H100", BEGIN, 50, 40 << 30, 80 << 30, temperature_c=60, condition=COLD)
 JOB = Job(id=12, name="base", config="", user="me", host="here", device="cuda", gpu_source="nvml")
 HELD = Holders(jobs={"GPU-a": JOB})
@@ -78,6 +78,27 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
             f"GPU 3 cannot be read: {faults.LOST}",
             cards(FINE),
             10,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, ecc_uncorrected=7))),
+            1,
+            "GPU 3 has uncorrected memory errors (ECC): 7 since its last reset",
+            cards(FINE),
+            60,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, rows_pending=True))),
+            1,
+            "GPU 3 needs a reset to replace rows of its memory",
+            cards(FINE),
+            60,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, xid=Xid(48, BEGIN, "Xid 48: lost bits", is_fatal=True)))),
+            1,
+            "GPU 3 reports Xid 48: lost bits",
+            cards(FINE),
+            60,
         ),
         (
             cards(replace(FINE, memory_used_bytes=79 << 30, memory_free_bytes=1 << 30)),

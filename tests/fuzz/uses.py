@@ -19,7 +19,6 @@ from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.owner import command_line
-from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards import locks
 from sae_tui.jobs.cards.availability import Holders
@@ -334,8 +333,6 @@ def driver(home: Home) -> list[str]:
 
 def read_cards(home: Home) -> int:
     """Read the cards as another process printed them, and share them as the queue does; return how many there are."""
-    with contextlib.suppress(ValueError):
-        samples_of(home.path("cards").read_bytes())
     reader = card_reader.CardReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()

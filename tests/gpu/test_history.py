@@ -537,3 +537,26 @@ def test_what_another_process_stores_a_little_later_closes_the_gap(
 def _set_version(path: Path, version: int) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version={version}")
+
+
+def test_a_clock_that_is_set_back_while_it_records_loses_no_reading(data_dir: DataDir, until: Until) -> None:
+    class Turned(Simulated):
+        offset_s = 0.0
+
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            sample = super().sample(index, processes=processes)
+            return replace(sample, timestamp=sample.timestamp + self.offset_s)
+
+    source = Turned(1)
+    sampler = Sampler(source, 0.02)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.05)
+    recorder.start()
+    until(lambda: len(rows(data_dir)) > 5)
+    turned = time.time() - 1800.0
+    source.offset_s = -3600.0
+    until(lambda: len([row for row in rows(data_dir) if row["timestamp"] < turned]) > 10)
+    assert sampler.stop(5)
+    assert recorder.stop(5)
+    stored = [row["timestamp"] for row in rows(data_dir)]
+    in_ring = sampler.ring(0).column("timestamp")
+    assert sorted(stored) == sorted(in_ring)

@@ -8,9 +8,12 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from sae_tui.gpu import AUTO, resolve
 from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample
-from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
+from sae_tui.gpu.read import samples_of
+from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices, takes_one_process
 from sae_tui.jobs.cards.locks import open_lock
 from sae_tui.jobs.queue.order import Card
 from sae_tui.jobs.supervisor_log import note
@@ -42,7 +45,7 @@ class CardReader:
         """Return samples no older than `fresh_s`, unless somebody reads them just now; () where they cannot be read."""
         if not 0 <= self._age_s() <= fresh_s:
             self._read()
-        return read_json(self._file, tuple[GpuSample, ...]) or ()
+        return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _age_s(self) -> float:
         """Return the seconds since the reading; negative if the clock was set back, infinite without one."""
@@ -119,6 +122,7 @@ def _card(
         leases=tuple(leases),
         frees_in_s=_frees_in_s(leases, jobs),
         vendor=sample.vendor,
+        takes_one_process=takes_one_process(sample),
     )
 
 
