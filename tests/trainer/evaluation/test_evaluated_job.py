@@ -8,7 +8,7 @@ import pytest
 
 from trainer.cli import main
 from trainer.contract.errors import UserError
-from trainer.contract.runs.rank_spec import EXIT_FAILED
+from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.evaluation.evaluated_job import evaluated_job
 
 STREAM = """
@@ -57,7 +57,9 @@ def test_no_command_runs_a_model_s_own_code_unasked(file: Path, command: str, ca
         file.write_text(f'kind = "extract"\n[model]\n{model}\n[text]\npath = "x.txt"\n[extract]\noutput = "acts"\n')
         section = "model"
     out = ["--out", str(file.parent / "out")] if command in ("run", "join") else []
-    assert main([command, str(file.parent if command == "resume" else file), *out]) == EXIT_FAILED
+    given = file.parent if command == "resume" else file
+    more = ["--set", "data.d_in=8", "--set", f"data.text={file}"] if command == "bench" else []
+    assert main([command, str(given), *out, *more]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert told.startswith(f'{section}.remote_code: runs the Python code that comes with "theirs/model" as you; add ')
     assert sorted(file.parent.iterdir()) == [file]
