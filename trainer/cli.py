@@ -19,7 +19,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, complain, run_command, show_text
-from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
+from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ranks_of
@@ -81,7 +81,9 @@ def _main(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
         flags = make_parser().parse_args(given)
-        leave_deleted_folder(_paths(flags))
+        leave_deleted_folder(paths := _paths(flags))
+        for path in paths.values():
+            keep_run(path)
         if flags.command not in _WITHOUT_TORCH:
             refuse_without_trainer()
         return _COMMANDS[flags.command](flags)

@@ -49,6 +49,9 @@ class Context:
         if why := distrust_of_folder(base.root):
             raise UserError(f"{why}, or choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
+        # Here, for every command that names jobs: what it reads and writes lies in their folders.
+        for job_id in _jobs_named(flags):
+            self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
         # The flags by which another process of sae-tui finds the same jobs and GPUs.
@@ -101,6 +104,12 @@ class Context:
                 warn(control.problem)
             return jobs
         return []
+
+
+def _jobs_named(flags: argparse.Namespace) -> list[int]:
+    given = [getattr(flags, "id", None), *getattr(flags, "ids", ()), getattr(flags, "log", None)]
+    run = str(getattr(flags, "run", ""))
+    return [one for one in (*given, int(run) if run.isdecimal() else None) if isinstance(one, int)]
 
 
 def _refuse_unusable(root: Path) -> None:
