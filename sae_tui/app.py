@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from textual import on
@@ -24,6 +24,7 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.notices import Notices
 from sae_tui.palette import Commands, JobCommands, Palette, commands
+from sae_tui.screens.process_list import ProcessPage
 from sae_tui.session import Session
 from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
@@ -152,6 +153,12 @@ class SaeApp(KeysInOrder, Notices):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         return commands(screen, self.session, self._colours.choose)
+
+    def export_screenshot(self, **options: Any) -> str:
+        """Draw the screen as SVG; pictures are passed on, so no values of variables are left in them."""
+        if isinstance(self.screen, ProcessPage):
+            self.screen.hide_values()
+        return super().export_screenshot(**options)
 
     def action_new_job(self) -> None:
         self.navigator.new_job()
