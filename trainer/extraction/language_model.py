@@ -21,6 +21,7 @@ from trainer.contract.extras import install
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Model, lack_of_model
+from trainer.contract.settings.model_size import model_size
 from trainer.extraction.hook_points import (
     Blocks,
     drop_blocks_above,
@@ -295,7 +296,12 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     common = {"revision": settings.revision, "trust_remote_code": settings.remote_code, **extra}
     try:
         refuse_odd_files(Path(name))
-        config, _ = transformers.PretrainedConfig.get_config_dict(name, **common)
+        if extra:
+            # Its package takes seconds to read the head of such a file.
+            size = model_size(settings.path)
+            config = {"num_hidden_layers": size.n_layers} if size else {}
+        else:
+            config, _ = transformers.PretrainedConfig.get_config_dict(name, **common)
         refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
         dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
