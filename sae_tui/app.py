@@ -24,13 +24,13 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.notices import Notices
 from sae_tui.palette import Commands, JobCommands, Palette, commands
-from sae_tui.screens.process_list import ProcessPage
 from sae_tui.session import Session
 from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Plain
+from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import Problem
 from trainer.contract.paths import DataDir
 
@@ -156,7 +156,7 @@ class SaeApp(KeysInOrder, Notices):
 
     def export_screenshot(self, **options: Any) -> str:
         """Draw the screen as SVG; pictures are passed on, so no values of variables are left in them."""
-        if isinstance(self.screen, ProcessPage):
+        if isinstance(self.screen, Reading):
             self.screen.hide_values()
         return super().export_screenshot(**options)
 

@@ -56,6 +56,9 @@ class Reading(Dialog[None]):
         box.border_title, box.border_subtitle = Content(self._heading), "esc Close"
         yield box
 
+    def hide_values(self) -> None:
+        """Hide what is not to be in a picture; most texts have nothing of that kind."""
+
     def draw_again(self) -> None:
         """Make the lines again, since what they are made of has changed."""
         self.query_one(Page).draw_again()
