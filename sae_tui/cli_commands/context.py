@@ -168,8 +168,8 @@ def examine_job(
     bases = bases_of(path)
     refusals = refused(raw, consent.given(overrides), judged.distrust)
     job, problems = parse_any(raw, bases)
-    for problem in [*problems, *refusals]:
-        section, _, key = problem.path.rpartition(".")
+    for path_of in (*(problem.path for problem in problems), *(code.path for code in refusals)):
+        section, _, key = path_of.rpartition(".")
         table = raw.get(section) if section else raw
         if isinstance(table, dict):
             table.pop(key, None)
