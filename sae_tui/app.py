@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from textual import on
@@ -31,6 +31,7 @@ from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Colourless, Plain
+from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import Problem
 from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
@@ -165,6 +166,12 @@ class SaeApp(KeysInOrder, Notices):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         return commands(screen, self.session, self._colours.choose)
+
+    def export_screenshot(self, **options: Any) -> str:
+        """Draw the screen as SVG; pictures are passed on, so no values of variables are left in them."""
+        if isinstance(self.screen, Reading):
+            self.screen.hide_values()
+        return super().export_screenshot(**options)
 
     def action_new_job(self) -> None:
         self.navigator.new_job()

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from sae_tui.cli_commands.context import Context, read_training
+from sae_tui.cli_commands.context import Context, consent_of, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
@@ -29,7 +29,8 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is there; return 1 where one of them is an error."""
-    job = read_training(flags.job, flags.overrides, flags.gpus) if flags.job else None
+    consent = consent_of(context, flags)
+    job = read_training(flags.job, flags.overrides, flags.gpus, consent) if flags.job else None
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     box = Box(context.data, source, python=python)

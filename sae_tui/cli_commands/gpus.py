@@ -23,6 +23,7 @@ from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
@@ -116,7 +117,8 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
-    job = read_training(flags.job, flags.overrides)
+    # Nothing of the job is run.
+    job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
     count = flags.count or wanted_devices(job)

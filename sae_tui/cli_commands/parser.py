@@ -18,6 +18,7 @@ from trainer.contract import output
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[Context, argparse.Namespace], int]
@@ -288,6 +289,8 @@ def _add_job_file_commands(add: Add) -> None:
     for command in (recommend, validate, launch, look):
         _add_overrides(command)
     for command in (validate, launch, look):
+        command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
+    for command in (validate, launch, look):
         _add_gpus(command)
 
 
@@ -400,6 +403,7 @@ def _add_finding(add: Add) -> None:
     keep = "do not measure rows again where the card has them of these weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
     judge.add_argument("--no-splice", action="store_true", help="of --model: only for --probe and promoted tokens")
+    judge.add_argument(FLAG, action="store_true", help=f"of --model: {FLAG_HELP}")
     judge.add_argument("--cpu", action="store_true", help="take no GPU; default: a free one, for a job that had one")
     judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
     latents = add("features", "features.features", "Show what the latents of an SAE fire on")

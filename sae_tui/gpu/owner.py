@@ -6,6 +6,7 @@ import contextlib
 import os.path
 from collections.abc import Iterable
 
+from sae_tui.gpu.secrets import masked_arguments
 from trainer.contract.printable import printable
 
 
@@ -22,6 +23,7 @@ def owner(pid: int) -> tuple[str | None, str | None]:
 
 
 def command_line(arguments: Iterable[str]) -> str:
-    """Return the arguments on one line, the program without its folder, shortened."""
+    """Return the arguments on one line without secrets, the program without its folder, shortened."""
     program, *rest = (*arguments,) or ("",)
-    return " ".join((os.path.basename(program), *rest))[:200]
+    # Masked before it is cut, since a part of a secret is not recognised.
+    return " ".join(masked_arguments([os.path.basename(program), *rest]))[:200]

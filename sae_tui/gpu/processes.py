@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked, masked_arguments
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
@@ -28,8 +29,6 @@ _GROUPS = (
 )
 _MOST_ANCESTORS = 32
 _MOST_ENVIRONMENT = 1 << 18  # bytes
-_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]+@")  # of an address
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 def _arguments(process: Any) -> list[str]:
     program, *rest = process.cmdline() or [str(process.name())]
-    return [os.path.basename(program), *rest]
+    return masked_arguments([os.path.basename(program), *rest])
 
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:
@@ -206,12 +205,13 @@ class Surroundings:
     program: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
+    def shown(self, *, whole: bool = False) -> tuple[tuple[str, str], ...]:
+        """Return the environment with the values that are known to be harmless, or with `whole` all of them."""
+        return tuple((name, value if whole else _harmless(name, value)) for name, value in self.environment)
+
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read where a process works, which only its user and root may.
-
-    Secrets are left out: values of variables named like one, and passwords in addresses.
-    """
+    """Read where a process works, which only its user and root may; secrets are hidden by `Surroundings.shown`."""
     if process.identity is None:
         return Surroundings()
     here = Path(f"/proc/{process.pid}")
@@ -223,12 +223,12 @@ def surroundings(process: ProcessDetails) -> Surroundings:
     if not process.identity.is_alive():
         return Surroundings()
     pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
-    shown = {printable(name): "…" if _SECRET.search(name) else _without_password(value) for name, _, value in pairs}
-    return Surroundings(folder, program, tuple(sorted(shown.items())))
+    read = {printable(name): printable(value) for name, _, value in pairs}
+    return Surroundings(folder, program, tuple(sorted(read.items())))
 
 
-def _without_password(value: str) -> str:
-    return _PASSWORD.sub(r"\1…@", printable(value))
+def _harmless(name: str, value: str) -> str:
+    return masked(value) if is_harmless(name) else HIDDEN
 
 
 SIGNALS = {

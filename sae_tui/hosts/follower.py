@@ -132,7 +132,8 @@ class HostFollower:
             case Gpus():
                 self._take_gpus(message)
             case Jobs():
-                jobs = tuple(job.view(self.view.name) for job in message.jobs)
+                # Each once: a host that is not to be trusted may send one id several times.
+                jobs = tuple({job.id: job.view(self.view.name) for job in message.jobs}.values())
                 now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
                 if any(getattr(self.view, name) != value for name, value in now.items()):
                     self._change(**now)

@@ -22,12 +22,42 @@ from sae_tui.panels.processes import ProcessTable, process_name
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
+from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
 from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the cards list their processes
 _JOB = "job"  # what a rank is offered before any signal
+
+
+class ProcessPage(Reading):
+    """A process in full; values of its variables that may be secrets are shown by a key, where `may_show`."""
+
+    BINDINGS = [
+        Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
+                tooltip="Show the values of all variables, or hide those again that may be secrets"),
+    ]  # fmt: skip
+
+    def __init__(self, process: ProcessDetails, *, may_show: bool) -> None:
+        super().__init__(f"Process {process.pid}", self._lines)
+        self._process, self._around, self._may_show = process, surroundings(process), may_show
+        self.shows_all = False
+
+    def _lines(self, width: int) -> Sequence[Line]:
+        return process_lines(self._process, self._around, width, whole=self.shows_all)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return self._may_show if action == "show_values" else super().check_action(action, parameters)
+
+    def action_show_values(self) -> None:
+        self.shows_all = not self.shows_all
+        self.draw_again()
+
+    def hide_values(self) -> None:
+        """Hide the values again that may be secrets."""
+        if self.shows_all:
+            self.action_show_values()
 
 
 class ProcessList(Filtered):
@@ -153,8 +183,7 @@ class ProcessList(Filtered):
             self.action_fold()
         elif entry:
             process = entry.process
-            page = partial(process_lines, process, surroundings(process))
-            self.app.push_screen(Reading(f"Process {process.pid}", page))
+            self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
 
     def action_signal(self) -> None:
         """Ask which signal, then whether, then send it to the process that was shown."""

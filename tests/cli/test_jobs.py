@@ -494,15 +494,45 @@ def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
 def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell) -> None:
     python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
     shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
-    (broken,) = shell.json("validate", shell.job_file, code=1)["errors"]
+    (broken,) = shell.json("validate", shell.job_file, "--allow-code", code=1)["errors"]
     assert broken.startswith("launch.python: its torch cannot be imported: libc10.so; run `")
     shell.job_file.chmod(0o666)
     others = f"launch.python: is not taken from a file, but by --set, for others may write to {shell.job_file}"
     assert others in shell.json("validate", shell.job_file, code=1)["errors"][0]
-    assert others in shell.errors("launch", shell.job_file, code=1)[-1]
+    assert others in shell.errors("launch", shell.job_file, "--allow-code", code=1)[-1]
     told = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", code=1)
     assert told["errors"] == [broken]
     assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
+
+
+def test_a_job_file_that_somebody_gave_one_runs_nothing_before_that_is_allowed_outside_of_it(shell) -> None:
+    python = answering(shell.folder / "given")
+    ran = python.parents[1] / "asked"
+    orders = f'python = "{python}"\nsbatch_options = ["--mem=1G", "--exp=ALL,BASH_ENV=/evil"]'
+    shell.job_file.write_text(f'{shell.job_file.read_text()}[launch]\ngpus = "cpu"\n{orders}\n')
+    told = shell.json("validate", shell.job_file, code=1)
+    assert [line.partition(";")[0] for line in told["errors"]] == [
+        f"launch.python: runs `{python} -P -m trainer rank ...` as you",
+        'launch.sbatch_options: passes "--exp=ALL,BASH_ENV=/evil" to sbatch, which can run code as you',
+    ]
+    assert told["memory_required"]
+    for command in ("launch", "doctor"):
+        first, second = shell.errors(command, shell.job_file, code=1)
+        assert str(python) in first
+        assert "--allow-code" in second
+    assert not ran.exists()
+    assert not shell.data.control_db.exists()
+    # What else the command line says is no consent, and of two consents each is for itself.
+    one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
+    assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
+    assert ran.exists()
+    assert shell.json("validate", shell.job_file, "--allow-code")["valid"] is True
+    shell.data.settings_file.parent.mkdir(parents=True)
+    shell.data.settings_file.write_text(f'trusted_code = ["{python}", "--exp=ALL,BASH_ENV=/evil"]\n')
+    shell.data.settings_file.chmod(0o600)
+    assert shell.json("launch", shell.job_file, "--hold")["id"] == 1
+    shell.data.settings_file.chmod(0o666)
+    assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
 def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_parent(shell) -> None:

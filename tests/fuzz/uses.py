@@ -49,6 +49,7 @@ from trainer.contract.runs.log_tail import last_line, tail
 from trainer.contract.runs.rank_spec import rank_environment, read_spec, srun_environment
 from trainer.contract.runs.remote_rank_status import read_mark
 from trainer.contract.runs.resume import stored_run
+from trainer.contract.settings.consent import NO_CONSENT
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.toml import table_of
@@ -158,7 +159,7 @@ def job_file(home: Home) -> list[Problem]:
 
 
 def examined(home: Home) -> list[Problem]:
-    job, problems = examine_job(home.path("job"), [], None)
+    job, problems, _ = examine_job(home.path("job"), [], None, NO_CONSENT)
     return [*problems, *(check(job, MACHINE) if job else ())]
 
 

@@ -16,7 +16,7 @@ from sae_tui.hosts.follower import HostFollower
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView, Stage
 
-GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
+GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB, JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
 
 
 @pytest.fixture(autouse=True)

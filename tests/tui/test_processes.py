@@ -25,13 +25,15 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 from trainer.contract.store.states import JobState
 
+SECRET, VALUE = "AN_OWN_NAME", "not-for-others"
 RESTS = "import time; time.sleep(600)"
 
 
 @pytest.fixture
 def two() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two processes that stand for ranks on the first two cards."""
-    processes = [subprocess.Popen([sys.executable, "-c", RESTS, "--token=a\x1b[2J"]) for _ in range(2)]
+    argv, environment = [sys.executable, "-c", RESTS, "--token=a\x1b[2J"], {"PATH": "/bin", SECRET: VALUE}
+    processes = [subprocess.Popen(argv, env=environment) for _ in range(2)]
     yield processes
     for process in processes:
         process.kill()
@@ -76,7 +78,7 @@ async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) ->
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, "mallory", "python train.py", str(two[0].pid))
         assert f"{two[1].pid} {user_name()}" in text(app)
-        assert "time.sleep(600)" in text(app)
+        assert "time.sleep(600) --tok" in text(app)
         assert "\x1b" not in text(app)
         assert app.session.monitor.shares_wanted
         await pilot.press("slash", *"mallory", "enter")
@@ -100,8 +102,9 @@ async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> Non
         await wait_until(pilot, lambda: f"{os.getpid()} {user_name()}" in text(app))
 
 
-async def test_a_process_is_shown_in_full(make_app, on_cards, two) -> None:
-    app = make_app(monitor=on_cards)
+@pytest.mark.parametrize("readonly", [False, True])
+async def test_a_process_is_shown_in_full_and_its_secrets_by_a_key(make_app, on_cards, two, readonly) -> None:
+    app = make_app(monitor=on_cards, readonly=readonly)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         await pilot.press("end", "enter")
@@ -109,7 +112,15 @@ async def test_a_process_is_shown_in_full(make_app, on_cards, two) -> None:
         page = app.screen.query_one(Page)
         await wait_until(pilot, lambda: "environment" in page.plain)
         assert f"started by   {os.getpid()}" in page.plain
-        assert "PATH=" in page.plain
+        assert "PATH=/" in page.plain
+        assert f"{SECRET}=…" in page.plain
+        await pilot.press("v")
+        await pilot.pause()
+        assert (VALUE in page.plain) is not readonly
+        assert app.screen.shows_all is not readonly
+        # A picture is passed on.
+        assert VALUE not in app.export_screenshot()
+        assert VALUE not in page.plain
 
 
 async def test_a_signal_is_sent_after_a_question_to_the_process_under_the_cursor(make_app, on_cards, two) -> None:

@@ -16,6 +16,8 @@ ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
 # A file next to the checkpoints that reserves space until the last one is written.
 RESERVE = ".reserved-for-the-last"
+# The folders below which no link is followed: other people may write there. They themselves may be links.
+_KEPT: set[str] = set()
 
 
 class RunPaths:
@@ -38,7 +40,11 @@ class RunPaths:
     def free_reserve(self) -> None:
         """Free the space that a killed process of the run reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
-            (self.checkpoints / RESERVE).unlink(missing_ok=True)
+            folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.unlink(RESERVE, dir_fd=folder)
+            finally:
+                os.close(folder)
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
@@ -90,7 +96,7 @@ class RunPaths:
 
     def refuse_links(self) -> None:
         """Raise `UserError` if a folder in which this program writes and deletes is a symbolic link."""
-        for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*")):
+        for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*"), *self.checkpoints.glob("step-*")):
             refuse_link(folder)
 
 
@@ -99,6 +105,7 @@ class DataDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        follow_no_link_below(root)
         self.control_db = root / "control.db"
         self.gpu_db = root / "gpu.db"
         self.locks = root / "locks"
@@ -146,12 +153,14 @@ class DataDir:
 
     def refuse_links(self, job_id: int | None = None) -> None:
         """Raise `UserError` if one of the folders, or of the folders of job `job_id`, is a symbolic link."""
-        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash):
+        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations):
             refuse_link(folder)
         if job_id is not None:
             for folder in (self.run(job_id).root, self.sae(job_id), self.trash / str(job_id)):
                 refuse_link(folder)
             self.run(job_id).refuse_links()
+            for folder in self.sae(job_id).glob("*/"):
+                refuse_link(folder)
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:
@@ -216,6 +225,65 @@ def file_mode(folder: Path) -> int:
     return 0o660 if is_shared(folder) else 0o600
 
 
+def follow_no_link_below(root: Path) -> None:
+    """Have `open_below` and all that opens by it follow no link below this folder, in this process."""
+    _KEPT.add(os.path.abspath(root))
+
+
+def keep_run(path: Path) -> None:
+    """Follow no link below the data folder of a run or SAE, or below the run itself where it lies in none.
+
+    `path` is the run or something in it; anything else is left as it is.
+    """
+    place = Path(os.path.abspath(path))
+    around = (place, *place.parents[:4])
+    # The outermost: others may have put a file of this name into a folder within.
+    data = [folder for folder in around if os.path.lexists(folder / "control.db")][-1:]
+    runs = [folder for folder in around if os.path.lexists(folder / "job.toml")][-1:]
+    for folder in data or runs:
+        follow_no_link_below(folder)
+
+
+def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
+    """Open a file or folder like `os.open`; raise `OSError` for a link at any place below a kept folder.
+
+    Each folder is opened relative to the one before, so that none can be exchanged for a link on the way.
+    """
+    whole = os.path.abspath(path)
+    root = min((one for one in _KEPT if whole.startswith(f"{one}/")), key=len, default=None)
+    if root is None:
+        return os.open(path, flags, mode)
+    *folders, name = whole[len(root) + 1 :].split("/")
+    descriptor = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, folder in enumerate(folders, 1):
+            place = "/".join([root, *folders[:depth]])
+            inner = _open_in(descriptor, folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, mode, place)
+            os.close(descriptor)
+            descriptor = inner
+        return _open_in(descriptor, name, flags, mode, whole)
+    finally:
+        os.close(descriptor)
+
+
+def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
+    except OSError as error:
+        # Of a link where a folder is wanted, Linux says that it is no folder.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
+            reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
+            raise OSError(errno.ELOOP, reason, place) from None
+        error.filename = place
+        raise
+
+
+def refuse_links_on_the_way(path: Path) -> None:
+    """Raise `OSError` if a folder that leads to a path is a link below a kept folder; what is not there is no link."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 def open_private(file: Path, flags: int) -> int:
     """Open a file to write and return its descriptor; a new file gets `file_mode`, whatever the umask.
 
@@ -223,7 +291,7 @@ def open_private(file: Path, flags: int) -> int:
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = open_below(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return _open_existing(file, flags)
     os.fchmod(descriptor, file_mode(file.parent))
@@ -235,7 +303,7 @@ def _open_existing(file: Path, flags: int) -> int:
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
     # Opening a pipe that nobody reads would block.
-    descriptor = os.open(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
+    descriptor = open_below(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     # A hard link is refused as well where other people can write to the folder.
     if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
@@ -295,6 +363,7 @@ def private_folder(path: Path, setting: str = "") -> Path:
     that is not --data-dir.
     """
     with _explain_failure(path, setting):
+        refuse_links_on_the_way(path / "any")
         for folder in (*reversed(path.parents), path):
             if not folder.exists():
                 _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))

@@ -15,6 +15,8 @@ def gibibytes(n_bytes: float, digits: int = 1) -> str:
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
     """Write two sizes in bytes with as many digits (up to 3) as it takes to see which one is more."""
+    if max(first, second) < 2**20:
+        return f"{first / 2**10:,.1f} KiB", f"{second / 2**10:,.1f} KiB"
     pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 

@@ -49,6 +49,7 @@ class Evaluation:
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
         self._paths = data.run(request.job_id)
+        data.refuse_links(request.job_id)
         os.umask(umask_of(data.root))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._lock = FileLock(self._paths.evaluation_lock)

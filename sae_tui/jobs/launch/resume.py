@@ -14,7 +14,6 @@ from sae_tui.jobs.launch.launching import (
     begin,
     fields_of,
     refuse_options_of_others,
-    sets,
     visible_devices,
     with_whole_python,
 )
@@ -32,6 +31,7 @@ from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text, table_of

@@ -90,7 +90,7 @@ def _unknown_job(job_id: int) -> Job:
 
 
 def _runs(data: DataDir) -> list[Path]:
-    return [folder for folder in numbered(data.root / "runs") if folder.is_dir()]
+    return [folder for folder in numbered(data.root / "runs") if folder.is_dir() and not folder.is_symlink()]
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:

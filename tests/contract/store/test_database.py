@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlite_utils import Database
 from support.new_stores import statements_of, text_of
 
 from trainer.contract.store import database
@@ -68,6 +69,20 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             " 0, 1, 'single', 1.0)"
         )
     return path
+
+
+def test_an_old_store_with_a_damaged_list_of_gpus_is_migrated(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        old = Database(connection)
+        for number, step in enumerate(MIGRATIONS["control"][:2], 1):
+            step(old)
+            connection.execute(f"PRAGMA user_version = {number}")
+        for gpu_ids in (None, "[", "[0, 1]"):
+            needed = [row[1] for row in connection.execute("PRAGMA table_info(jobs)") if row[3] and row[4] is None]
+            old.table("jobs").insert({name: "1" for name in needed if name != "id"} | {"gpu_ids": gpu_ids})
+    with contextlib.closing(open_writer(file, "control")) as connection:
+        assert [wanted for (wanted,) in connection.execute("SELECT gpus_wanted FROM jobs ORDER BY id")] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("schema", MIGRATIONS)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.contract.errors import UserError
-from trainer.contract.paths import file_mode, is_shared
+from trainer.contract.paths import file_mode, is_shared, refuse_links_on_the_way
 from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
@@ -45,6 +45,7 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
         # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
         # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
         # next process to close the store would delete the WAL under them.
+        _refuse_links(path)
         with contextlib.suppress(FileExistsError):
             os.mknod(path, 0o600)
             if is_shared(path.parent):
@@ -73,8 +74,16 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
             return connection
 
 
+def _refuse_links(path: Path) -> None:
+    try:
+        refuse_links_on_the_way(path)
+    except OSError as error:
+        raise StoreError(f"the store {path} is not opened: {error.strerror}") from None
+
+
 def _refuse_odd(path: Path) -> None:
     """Raise `StoreError` if one of the files that SQLite writes is a link, a pipe or a folder."""
+    _refuse_links(path)
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
         try:

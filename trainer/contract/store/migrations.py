@@ -59,6 +59,10 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
+# Of a row whose list is damaged, which `repair` mends later: 0.
+_N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
+
+
 def control_003(db: Database) -> None:
     """Add the queue (order, hold, dependencies, any GPUs or given ones), several jobs on a GPU, tags and notes."""
     jobs = db.table("jobs")
@@ -80,7 +84,7 @@ def control_003(db: Database) -> None:
         ("note", str, ""),
     ):
         jobs.add_column(name, kind, not_null_default=default)
-    db.execute("UPDATE jobs SET queued = created, gpus_wanted = json_array_length(gpu_ids)")
+    db.execute(f"UPDATE jobs SET queued = created, gpus_wanted = {_N_GPUS}")
     leases = db.table("leases")
     leases.add_column("shared", int, not_null_default=0)
     leases.add_column("memory_bytes", int)
