@@ -79,7 +79,7 @@ class SaeApp(KeysInOrder, Notices):
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
         self._filters += [Printable(), *([plain] if plain else [])]
-        watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        watcher = Watcher(data, lambda: self.post_message(JobsChanged()), readonly=readonly)
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
         self.session.alerts = AlertWatcher(

@@ -255,7 +255,7 @@ def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
 ) -> None:
     recorder = record()
     until(lambda: rows(data_dir))
-    for file in data_dir.root.glob("gpu.db*"):
+    for file in data_dir.root.glob("gpu-*.db*"):
         file.unlink()
     until(lambda: rows(data_dir))
     assert recorder.problem is None
@@ -392,7 +392,7 @@ def filled(data_dir: DataDir, hours: float) -> None:
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
     """Run two passes of upkeep, a minute apart, each to its end; return the sizes that the write-ahead log had."""
-    wal = data_dir.gpu_db.with_name("gpu.db-wal")
+    wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
         upkeep.turn(db, now)

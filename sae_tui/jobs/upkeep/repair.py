@@ -12,8 +12,10 @@ import msgspec
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.machine import elsewhere, silence
+from sae_tui.jobs.reconcile import end_jobs_of
 from sae_tui.jobs.record import read_record
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import describe_state, stands
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.upkeep import trash
@@ -31,8 +33,10 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
 
-def repair(data: DataDir) -> Iterator[str]:
+def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield what was done; nothing is deleted.
+
+    With `host` end the jobs of that other host, which is gone for good.
 
     Raise `StoreError` where it cannot be done.
     """
@@ -65,10 +69,22 @@ def repair(data: DataDir) -> Iterator[str]:
         metrics = RunPaths(folder).metrics_db
         if int(folder.name) not in active and (backup := _put_aside_if_corrupt(metrics, "metrics")):
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {backup}"
-    for job_id in reconcile(data):
+    for job_id in reconcile_and_revive(data):
         with open_control(data) as control:
             job = control.job(job_id)
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
+    if host:
+        yield from end_jobs_of(data, host)
+    else:
+        yield from _silent_jobs(data)
+
+
+def _silent_jobs(data: DataDir) -> Iterator[str]:
+    """Yield a sentence for each job whose host, another one, has been silent for long."""
+    with open_control(data) as control:
+        for job in control.active_jobs():
+            if (why := elsewhere(data, job)) and silence(data, job).is_long:
+                yield f"job {job.id} ({job.name}) is left as it is: {why}"
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
