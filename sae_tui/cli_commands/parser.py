@@ -293,6 +293,8 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--probe", action="store_true", help=probe)
     trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
+    service = "only install a user service that goes on with the queue after a restart of this machine"
+    look.add_argument("--install-service", action="store_true", help=service)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None

@@ -11,6 +11,7 @@ from sae_tui.doctor import (
     environments,
     links,
     machine,
+    queue_service,
     self_test,
     session,
     slurm,
@@ -49,6 +50,7 @@ CHECKS: tuple[Check, ...] = (
     terminal.check_mouse,
     slurm.check_slurm,
     session.check_logout,
+    queue_service.check_queue_service,
     environments.check_environments,
     torch_build.check_torch,
 )

@@ -57,6 +57,8 @@ def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.star
 
     One process of a host at a time does it.
     """
+    if not data.control_db.exists():
+        return []
     lock = FileLock(data.locks / f"revive-{data.host_word}.lock")
     if not lock.acquire():
         return []

@@ -5,10 +5,22 @@ import sys
 from pathlib import Path
 
 from sae_tui.jobs.launchers import local
-from sae_tui.jobs.supervisor import supervise
+from sae_tui.jobs.supervisor import attempt, follow_run, supervise
 from sae_tui.jobs.supervisor.supervise import main
 
+
+class Buggy(follow_run.Watch):
+    """Fails, as a mistake in the supervisor's own code does, once the ranks make steps."""
+
+    def poll(self) -> bool:
+        if self._beat and self._beat.step > 3:
+            raise ZeroDivisionError("division by zero")
+        return super().poll()
+
+
 if __name__ == "__main__":
+    if os.environ.get("FAKE_BUG"):
+        attempt.Watch = Buggy
     supervise.RESTART_AFTER_S = 0.1
     local.KILL_AFTER_S = float(os.environ.get("FAKE_KILL_AFTER_S", local.KILL_AFTER_S))
     fake_rank = Path(__file__).with_name("fake_rank.py")
