@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shlex
 import socket
 import time
 from typing import NamedTuple
@@ -82,8 +81,15 @@ def elsewhere(data: DataDir, job: Job) -> str:
     """
     if job.state.is_final or is_here(job):
         return ""
-    heard, way = silence(data, job).words, f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"
-    return f"its host {job.host} {heard}; if {job.host} is gone, {way}"
+    heard = silence(data, job)
+    if math.isinf(heard.age_s):
+        # Nothing of it is there that could have changed.
+        return ""
+    # Imported only here: a waiting supervisor does not need it.
+    import shlex
+
+    way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"
+    return f"its host {job.host} {heard.words}; if {job.host} is gone, {way}"
 
 
 def refuse_if_silent(data: DataDir, job: Job) -> None:

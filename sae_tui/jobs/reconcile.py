@@ -17,6 +17,7 @@ from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.machine import is_here, silence
 from sae_tui.jobs.output import output_of
+from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import is_of_this_boot
@@ -49,7 +50,7 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
     finally:
         reader.close()
     in_line = [job for job in orphaned if _can_go_on(data, job)]
-    if in_line and revive:
+    if revive and any(_is_mine(data, job) for job in in_line):
         revive(data)
     orphaned = [job for job in orphaned if job not in in_line]
     cut_off = going.left_behind(data)
@@ -114,8 +115,15 @@ def is_supervised(data: DataDir, job: Job) -> bool:
 
 
 def has_lost_its_place(data: DataDir, job: Job) -> bool:
-    """Tell whether a job is in line on this machine, but has no supervisor that would start it."""
-    return _can_go_on(data, job) and _is_orphaned(data, job)
+    """Tell whether a job of this user is in line on this machine, but has no supervisor that would start it."""
+    return _can_go_on(data, job) and _is_mine(data, job) and _is_orphaned(data, job)
+
+
+def _is_mine(data: DataDir, job: Job) -> bool:
+    """Tell whether a job is this user's: a command of another member of the group must not run it as its own."""
+    with contextlib.suppress(OSError):
+        return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
+    return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:

@@ -20,7 +20,6 @@ from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.reconcile import has_lost_its_place, reconcile
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.supervisor_log import note
-from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir, umask_of
@@ -63,17 +62,10 @@ def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.star
     if not lock.acquire():
         return []
     with open_control(data) as control:
-        mine = [job for job in in_order(control.active_jobs()) if has_lost_its_place(data, job) and _is_mine(data, job)]
+        mine = [job for job in in_order(control.active_jobs()) if has_lost_its_place(data, job)]
         revived = [job.id for job in mine if _start(data, control, job, start)]
     lock.release()
     return revived
-
-
-def _is_mine(data: DataDir, job: Job) -> bool:
-    """Tell whether the job is this user's: a command of another member of the group must not run it as its own."""
-    with contextlib.suppress(OSError):
-        return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
-    return False
 
 
 def _start(data: DataDir, control: Control, job: Job, start: Callable[[DataDir, int], None]) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from sae_tui.jobs import edits, revive
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
@@ -89,7 +90,7 @@ def test_a_supervisor_that_does_not_start_is_the_reason_to_wait(box, capfd):
     def fails(*_):
         raise UserError("no process can be made")
 
-    job_id = waits_alone(box, user=revive.user_name())
+    job_id = waits_alone(box, user=user_name())
     assert revive.start_all(box.data, fails) == []
     assert box.job(job_id).waits_for == "its supervisor cannot be started again: no process can be made"
     assert box.job(job_id).state == JobState.QUEUED
@@ -114,7 +115,7 @@ def test_a_resumed_job_keeps_its_place_in_line_unless_it_has_begun(box, attempt)
 
 
 def test_a_second_process_does_not_start_the_same_supervisors(box):
-    job_id = waits_alone(box, user=revive.user_name())
+    job_id = waits_alone(box, user=user_name())
     started = []
 
     def start(data, started_id):

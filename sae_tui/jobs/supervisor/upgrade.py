@@ -5,6 +5,8 @@ A supervisor loads many modules only when its job starts. Those of another versi
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import subprocess
 import sys
@@ -47,19 +49,20 @@ class Installed:
 
 
 def _state() -> int:
-    return hash(frozenset(entry for package in PACKAGES for entry in _files(package)))
+    # Not by a set of all entries, which would take a waiting supervisor half a MB.
+    return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
     """Yield path, time and size of every module below a folder; of one that is just being replaced, what is there."""
     try:
-        entries = list(os.scandir(folder))
-        for entry in entries:
-            if entry.name.endswith(".py"):
-                status = entry.stat()
-                yield entry.path, status.st_mtime_ns, status.st_size
-            elif "." not in entry.name and entry.name != "__pycache__" and entry.is_dir():
-                yield from _files(entry.path)
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py"):
+                    status = entry.stat()
+                    yield entry.path, status.st_mtime_ns, status.st_size
+                elif "." not in entry.name and entry.name != "__pycache__" and entry.is_dir():
+                    yield from _files(entry.path)
     except OSError:
         yield str(folder), 0, 0
 
