@@ -10,7 +10,7 @@ import contextlib
 import math
 import socket
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -24,7 +24,7 @@ SIGN_EVERY_S = 30.0
 SILENT_S = 180.0
 
 
-def this_machine() -> dict[str, str]:
+def this_machine() -> dict[str, Any]:
     """Return the columns of a job's row that say which machine it is on."""
     return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
 

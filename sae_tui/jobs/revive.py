@@ -89,7 +89,10 @@ def main(arguments: Sequence[str]) -> int:
 
     def begin() -> Callable[[], None]:
         os.umask(umask_of(data.root))
-        return lambda: start_all(data) and None
+        return rest
+
+    def rest() -> None:
+        start_all(data)
 
     return go_on(begin)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import time
 
 import pytest
@@ -13,8 +12,10 @@ from sae_tui.jobs import edits, machine
 from sae_tui.jobs.reconcile import end_jobs_of, reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
+from sae_tui.jobs.view.find import waits
+from sae_tui.jobs.view.reader import JobReader, JobsReader
 from trainer.contract.errors import JobFileError, UserError
-from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.process import boot_id
 from trainer.contract.store.states import JobState
 
 AWAY = {"host": "gpu7", "boot_id": "another-boot", "supervisor_pid": 1, "supervisor_start": 1}
@@ -33,10 +34,8 @@ def away(box, silent_s: float = 3600.0, **fields) -> int:
 
 
 def test_a_job_of_this_boot_is_ours_whatever_name_the_machine_had(box):
-    with subprocess.Popen(["true"]) as process:
-        gone = ProcessRef.of(process.pid)
-    fields = {"supervisor_pid": gone.pid, "supervisor_start": gone.start_ticks, "boot_id": gone.boot_id}
-    job_id = box.record(host="its-name-before", state=JobState.RUNNING, **fields)
+    gone = {"supervisor_pid": os.getpid(), "supervisor_start": 1, "boot_id": boot_id()}
+    job_id = box.record(host="its-name-before", state=JobState.RUNNING, **gone)
     box.data.run(job_id).create()
     assert reconcile(box.data) == [job_id]
     assert box.job(job_id).state == JobState.LOST
@@ -70,6 +69,22 @@ def test_nothing_is_claimed_to_happen_to_a_job_whose_host_is_silent(box):
         edits.release(box.data, box.control, held)
     assert box.control.open_requests(job_id) == box.control.open_requests(held) == set()
     assert box.job(held).held
+
+
+def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box):
+    going = {"state": JobState.RUNNING, "step": 10, "total_steps": 20, "tokens": 100, "tokens_per_s": 1.0}
+    job_id, heard = away(box, **going), away(box, silent_s=5, **going)
+    reader = JobsReader(box.data)
+    reader.poll()
+    views = {view.id: view for view in reader.jobs}
+    assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
+    assert waits(views[heard]) == ""
+    assert views[job_id].eta_s is None
+    one = JobReader(box.data, job_id)
+    one.poll()
+    assert one.view.silent == views[job_id].silent
+    reader.close()
+    one.close()
 
 
 def test_a_job_whose_host_is_heard_of_is_asked_and_its_host_named(box):
