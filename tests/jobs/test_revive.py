@@ -100,9 +100,10 @@ def test_a_supervisor_that_does_not_start_is_the_reason_to_wait(box, capfd):
 def test_a_resumed_job_keeps_its_place_in_line_unless_it_has_begun(box, attempt):
     first = box.launch(ENDLESS)
     job_id = box.launch("steps=1", place={"after": (first,), "hold": True})
-    edits.stop(box.data, job_id)
-    box.wait_ended(job_id)
+    box.job(job_id).supervisor.send(signal.SIGKILL)
+    box.control.transition(job_id, JobState.LOST)
     box.control.update(job_id, attempt=attempt)
+    box.wait_for(lambda: not box.job(job_id).supervisor.is_alive(), "the supervisor to be gone")
     plan = box.resume(job_id)
     job = box.job(job_id)
     if attempt:

@@ -100,8 +100,8 @@ def resume(
             raise UserError(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
         _refuse_gpus_of_others(data, job, plan.placement)
-        if not job.attempt:
-            plan = msgspec.structs.replace(plan, in_line=_in_line(job))
+        job = _with_its_place(job)
+        plan = msgspec.structs.replace(plan, in_line=_in_line(job))
         if finish and plan.counts == "row":
             raise UserError(f"job {job_id} trains nothing that could cool down; resume it without --finish")
         with environment.required(plan.config):
@@ -114,10 +114,8 @@ def resume(
             fields["priority"] = job.priority
         if plan.total_steps:
             fields["total_steps"] = plan.total_steps
-        fields |= {"restarts": 0, "supervisor_pid": None, "supervisor_start": None}
-        if job.attempt:
-            # It has had its turn; one that never began keeps its place in line.
-            fields |= {"held": False, "after": ()}
+        fields |= {"restarts": 0, "held": job.held, "after": job.after}
+        fields |= {"supervisor_pid": None, "supervisor_start": None}
         # The supervisor runs on the host of the resume; only that host can tell whether it lives.
         fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
@@ -191,8 +189,18 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
     return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
 
 
+def _with_its_place(job: Job) -> Job:
+    """Return the job as it is in line again: one that never began still comes after others, and is held.
+
+    A job that has begun has had its turn. One that its user stopped is released, as by `resume` while it is held.
+    """
+    if job.attempt:
+        return msgspec.structs.replace(job, held=False, after=())
+    return msgspec.structs.replace(job, held=job.held and job.state != JobState.STOPPED)
+
+
 def _in_line(job: Job) -> str:
-    """Return what keeps a job that never began from starting: it is held, or comes after others; "" for nothing."""
+    """Return what keeps a job from starting: it comes after others, or is held; "" for nothing."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
