@@ -16,6 +16,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.process import boot_id, is_of_this_boot, machine_id
 from trainer.contract.runs.lock import is_held
+from trainer.contract.store.database import network_file_system
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 
@@ -47,10 +48,16 @@ class Silence(NamedTuple):
 
     is_held: bool | None  # whether a process of the run is known to hold its lock
     age_s: float  # since its files last changed; infinite where there are none
+    is_local: bool = False  # whether its files are on a disk of this machine, which no other host can share
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no process of the run can be alive anywhere."""
+        return self.is_local and self.is_held is False
 
     @property
     def is_long(self) -> bool:
-        return not self.is_held and self.age_s > SILENT_S
+        return not self.is_held and (self.age_s > SILENT_S or self.is_certain)
 
     @property
     def words(self) -> str:
@@ -64,14 +71,14 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return how long nothing has been heard of a job that is on another machine."""
+    """Return how long nothing has been heard of a job that is on another machine; this starts a process (2 ms)."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
     for file in signs:
         with contextlib.suppress(OSError):
             newest = max(newest, file.stat().st_mtime)
-    return Silence(is_held(paths.lock_file), time.time() - newest)
+    return Silence(is_held(paths.lock_file), time.time() - newest, network_file_system(data.root) is None)
 
 
 def elsewhere(data: DataDir, job: Job) -> str:

@@ -8,14 +8,14 @@ import os
 import pkgutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs import going
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.machine import is_here, silence
+from sae_tui.jobs.machine import elsewhere, is_here, silence
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
@@ -65,14 +65,18 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
         control.close()
 
 
-def end_jobs_of(data: DataDir, host: str) -> Iterator[str]:
+def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
     """End the jobs of another host that is gone for good, and yield a sentence for each job of it.
 
-    Raise `UserError` where it has no job that could be ended. A job of which something was heard of late is left alone.
+    Without `host` end only jobs that cannot live anywhere, and name the hosts that have long been silent. Raise
+    `UserError` where `host` has no job that could be ended. A job of which something was heard of late is left alone.
     """
     control = Control(data.control_db)
     try:
         away = [job for job in control.active_jobs() if not is_here(job)]
+        if not host:
+            yield from _judge_silent(data, control, away)
+            return
         jobs = [job for job in away if job.host == host]
         if not jobs:
             others = sorted({job.host for job in away})
@@ -82,6 +86,15 @@ def end_jobs_of(data: DataDir, host: str) -> Iterator[str]:
             yield _end_elsewhere(data, control, job)
     finally:
         control.close()
+
+
+def _judge_silent(data: DataDir, control: Control, away: Iterable[Job]) -> Iterator[str]:
+    for job in away:
+        heard = silence(data, job)
+        if heard.is_certain:
+            yield _end_elsewhere(data, control, job)
+        elif heard.is_long:
+            yield f"job {job.id} ({job.name}) is left as it is: {elsewhere(data, job)}"
 
 
 def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:

@@ -9,17 +9,24 @@ import time
 import pytest
 
 from sae_tui.jobs import edits, machine
-from sae_tui.jobs.reconcile import end_jobs_of, reconcile
+from sae_tui.jobs.reconcile import end_jobs_elsewhere, reconcile
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobReader, JobsReader
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.process import boot_id
+from trainer.contract.runs.lock import RunLock
 from trainer.contract.store.states import JobState
 
 AWAY = {"host": "gpu7", "boot_id": "another-boot", "supervisor_pid": 1, "supervisor_start": 1}
 GONE = r"its host gpu7 has not been heard of for .*; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job"
+
+
+@pytest.fixture
+def on_network(monkeypatch):
+    """Put the data folder on a file system that hosts share."""
+    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
 
 
 def away(box, silent_s: float = 3600.0, **fields) -> int:
@@ -71,7 +78,7 @@ def test_nothing_is_claimed_to_happen_to_a_job_whose_host_is_silent(box):
     assert box.job(held).held
 
 
-def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box):
+def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box, on_network):
     going = {"state": JobState.RUNNING, "step": 10, "total_steps": 20, "tokens": 100, "tokens_per_s": 1.0}
     job_id, heard = away(box, **going), away(box, silent_s=5, **going)
     reader = JobsReader(box.data)
@@ -87,17 +94,17 @@ def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box
     one.close()
 
 
-def test_a_job_whose_host_is_heard_of_is_asked_and_its_host_named(box):
+def test_a_job_whose_host_is_heard_of_is_asked_and_its_host_named(box, on_network):
     job_id = away(box, silent_s=5, state=JobState.RUNNING)
     message = edits.stop(box.data, job_id)
     assert message.startswith(f"job {job_id} saves a checkpoint and stops at its next step, once gpu7 has seen")
     assert box.control.open_requests(job_id) == {"stop"}
-    assert list(end_jobs_of(box.data, "gpu7")) == [
+    assert list(end_jobs_elsewhere(box.data, "gpu7")) == [
         f"job {job_id} is left alone: its host gpu7 was heard of 5 s ago; stop it instead"
     ]
 
 
-def test_repair_names_silent_hosts_and_ends_the_jobs_of_the_one_that_is_named(box):
+def test_repair_names_silent_hosts_and_ends_the_jobs_of_the_one_that_is_named(box, on_network):
     job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
     other = away(box, state=JobState.RUNNING, host="gpu8")
     assert len([step for step in repair(box.data) if "is left as it is: its host gpu" in step]) == 2
@@ -106,6 +113,16 @@ def test_repair_names_silent_hosts_and_ends_the_jobs_of_the_one_that_is_named(bo
     assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))
     assert (box.job(job_id).state, box.job(other).state) == (JobState.LOST, JobState.RUNNING)
     assert box.job(job_id).error == "its host gpu7 has not been heard of for 1 h 00 min"
+
+
+def test_repair_ends_a_job_at_once_where_no_other_machine_can_have_it(box):
+    # As after a restart of a machine that has another name since: its disk is its own.
+    dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
+    with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
+        edits.stop(box.data, dead)
+    with RunLock(box.data.run(alive).root):
+        assert [step.partition(":")[0] for step in repair(box.data)] == [f"job {dead} was lost"]
+    assert (box.job(dead).state, box.job(alive).state) == (JobState.LOST, JobState.RUNNING)
 
 
 def test_a_job_is_not_resumed_on_gpus_of_another_host(box):

@@ -12,8 +12,7 @@ import msgspec
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.machine import elsewhere, silence
-from sae_tui.jobs.reconcile import end_jobs_of
+from sae_tui.jobs.reconcile import end_jobs_elsewhere
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import describe_state, stands
@@ -73,18 +72,7 @@ def repair(data: DataDir, host: str = "") -> Iterator[str]:
         with open_control(data) as control:
             job = control.job(job_id)
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
-    if host:
-        yield from end_jobs_of(data, host)
-    else:
-        yield from _silent_jobs(data)
-
-
-def _silent_jobs(data: DataDir) -> Iterator[str]:
-    """Yield a sentence for each job whose host, another one, has been silent for long."""
-    with open_control(data) as control:
-        for job in control.active_jobs():
-            if (why := elsewhere(data, job)) and silence(data, job).is_long:
-                yield f"job {job.id} ({job.name}) is left as it is: {why}"
+    yield from end_jobs_elsewhere(data, host)
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
