@@ -35,7 +35,7 @@ class CardReader:
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        # Another host that shares the folder has other cards.
+        # Another host that shares the folder has other GPUs.
         self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
         self._lock = data.locks / f"cards-{data.host_word}.lock"
 

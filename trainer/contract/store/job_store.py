@@ -126,7 +126,7 @@ class Control:
     def forget(self, job_id: int) -> bool:
         """Delete an ended job and all that belongs to it from the store; return False where it is still active.
 
-        Jobs that come after it no longer do if it has finished, and else wait until they are told not to.
+        If it has finished, jobs that come after it no longer wait for it. Otherwise they go on waiting.
         """
         with self._write() as db:
             state = _state(db, job_id)
