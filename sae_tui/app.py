@@ -88,7 +88,7 @@ class SaeApp(KeysInOrder, Notices):
         filters = [one for one in self._filters if not isinstance(one, Monochrome)]
         self._filters = [*filters, Printable(), *([plain] if plain else [])]
         self._filters += [Colourless()] if colourless or self.no_color else []
-        watcher = Watcher(data, lambda: self.post_message(JobsChanged()), mends=not readonly)
+        watcher = Watcher(data, lambda: self.post_message(JobsChanged()), readonly=readonly)
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
         self.session.alerts = AlertWatcher(

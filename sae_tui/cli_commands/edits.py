@@ -15,6 +15,7 @@ from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
+from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
@@ -111,8 +112,11 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
+    waiting = waiting_for(context.past(), job_ids)
     if not (flags.yes or context.as_json):
-        _ask_whether(context, job_ids)
+        _ask_whether(context, job_ids, waiting)
+    elif waiting:
+        warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job go on without it")
     trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
     has_done(f"{_jobs(job_ids)} deleted")
@@ -123,10 +127,10 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def repair(context: Context, _flags: argparse.Namespace) -> int:
+def repair(context: Context, flags: argparse.Namespace) -> int:
     """Rebuild the list of jobs from their folders where it was lost, and mend what a crash left."""
     done = []
-    for step in repaired(context.data):
+    for step in repaired(context.data, flags.host_gone or ""):
         done.append(step)
         if not context.as_json:
             say(step)
@@ -137,11 +141,13 @@ def repair(context: Context, _flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _ask_whether(context: Context, job_ids: list[int]) -> None:
+def _ask_whether(context: Context, job_ids: list[int], waiting: str) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
     question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})? [y/N] "
+    if waiting:
+        question = f"{waiting[0].upper()}{waiting[1:]}.\n{question}"
     try:
         answer = input(question)
     except EOFError:

@@ -26,7 +26,7 @@ from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.output import extracts, name_of_output
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
@@ -337,7 +337,7 @@ def _reader(context: Context, job_id: int) -> JobReader:
 def _reconcile(context: Context) -> None:
     """Mend what a crash left, where the store can be written at all."""
     with contextlib.suppress(UserError):
-        reconcile(context.data)
+        reconcile_and_revive(context.data)
 
 
 _BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")

@@ -9,6 +9,8 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, is_identified
 from sae_tui.gpu.ring import Reading
@@ -18,7 +20,7 @@ from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
-from trainer.contract.store.database import explain_errors, open_writer, transaction
+from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
@@ -32,6 +34,8 @@ ROLL_UP = (
 STORED = (
     "SELECT timestamp FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp BETWEEN ? AND ? AND gpu_uuid = ?"
 )
+
+HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > ?1)"
 
 
 class Recorder:
@@ -54,12 +58,12 @@ class Recorder:
         self.problem: str | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
-        self._lock = FileLock(data_dir.locks / "gpu-sampler.lock")
+        self._own_path = data_dir.own_gpu_db
+        self._lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
         self._jobs_by_uuid = jobs_by_uuid
         self._host = host or socket.gethostname()
-        self._upkeep = Upkeep(self._path, self._host, retention or Retention())
         self._every_s = every_s
-        self._file = StoreFile(self._path, self._open)
+        self._use(self._path, retention or Retention())
         # By index and UUID, up to which position of the ring its readings are stored.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
@@ -69,6 +73,11 @@ class Recorder:
     def elected(self) -> bool:
         """Whether this process is the one that stores."""
         return self._lock.held
+
+    def _use(self, path: Path, retention: Retention) -> None:
+        self._path = path
+        self._upkeep = Upkeep(path, self._host, retention)
+        self._file = StoreFile(path, self._open)
 
     def retain(self, retention: Retention) -> None:
         """Keep samples for another time from now on."""
@@ -96,6 +105,7 @@ class Recorder:
     def _turn(self) -> None:
         try:
             if self._lock.acquire():
+                self._leave_file_of_others()
                 self._sampler.start()
                 self._write(time.time())
             self.problem = None
@@ -161,3 +171,27 @@ class Recorder:
         """Open the store; what of the rings is stored there is to be looked up again."""
         self._stored = {}
         return open_writer(self._path, "gpu")
+
+    def _leave_file_of_others(self) -> None:
+        """Begin a file of this host's own where the one that earlier versions had for all hosts is another's.
+
+        Hosts that write one file block each other, and without locks that reach over hosts they damage it.
+        """
+        if self._path != self._own_path and self._path.exists():
+            with explain_errors(self._path), closing(open_reader(self._path, "gpu")) as db:
+                has_others = db.execute(HAS_OTHERS, (self._host,)).fetchone()[0]
+            if has_others:
+                self._copy_own_rows()
+                self._file.close()
+                self._use(self._own_path, self._upkeep.retention)
+
+    def _copy_own_rows(self) -> None:
+        for path in (self._path, self._own_path):
+            open_writer(path, "gpu").close()
+        with explain_errors(self._own_path), closing(sqlite3.connect(self._own_path, isolation_level=None)) as db:
+            db.execute("ATTACH ? AS shared", (str(self._path),))
+            with transaction(db):
+                for table in ("gpu_metrics", "gpu_minutes"):
+                    db.execute(
+                        f"INSERT OR IGNORE INTO {table} SELECT * FROM shared.{table} WHERE host = ?", (self._host,)
+                    )

@@ -115,8 +115,8 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
         (job.d_sae, "text"),
         (f"{sign} {word}", style),
     )
-    if job.state == JobState.QUEUED:
-        return _spread(job, head, (waits(job), "dim"))
+    if job.silent or job.state == JobState.QUEUED:
+        return _spread(job, head, (waits(job), "warn" if job.silent else "dim"))
     if is_loading(job):
         return _spread(job, head, (job.phase, "dim"))
     if job.state is JobState.IMPORTED:

@@ -67,7 +67,7 @@ CHECKPOINT = "runs/1/checkpoints/step-00000040"
 PLACES = {
     "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
-    "cards": "cards-auto.json",
+    "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
     "exit": "runs/1/exit.json",
     "job": "runs/1/job.toml",
     "log": "runs/1/logs/rank0.log",

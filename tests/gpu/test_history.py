@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -142,6 +143,44 @@ def test_a_card_that_cannot_be_read_leaves_no_rows(data_dir: DataDir, until: Unt
     assert {row["gpu_index"] for row in rows(data_dir)} == {0}
 
 
+def test_each_host_that_shares_the_folder_stores_the_history_of_its_own_gpus(
+    data_dir: DataDir, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders, files = [], []
+    for host in ("gpu7", "gpu8/lab"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        sampler = Sampler(Simulated(1), 0.01)
+        recorders.append(Recorder(sampler, data_dir, every_s=0.02))
+        recorders[-1].start()
+        until(lambda: len(rows(data_dir)) > 3)
+        assert {row["host"] for row in rows(data_dir)} == {host}
+        files.append(data_dir.gpu_db.name)
+    assert [recorder.elected for recorder in recorders] == [True, True]
+    assert files == ["gpu-gpu7.db", "gpu-gpu8_lab.db"]
+    for recorder in recorders:
+        recorder.stop(5)
+        recorder._sampler.stop()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_host_leaves_the_file_of_an_earlier_version_only_to_others_and_takes_its_own_history_along(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, is_shared: bool
+) -> None:
+    earlier = data_dir.root / "gpu.db"
+    with closing(open_writer(earlier, "gpu")) as db:
+        for host in (HOST, "other")[: 1 + is_shared]:
+            db.execute(
+                "INSERT INTO gpu_metrics VALUES(?, 0, ?, ?, 50, 1, 2, 40, 9.0, NULL, NULL)",
+                (host, time.time() - 60, uuid_of(0)),
+            )
+            db.execute(history.ROLL_UP, (host, 0, 0.0, uuid_of(0)))
+    record()
+    until(lambda: len(rows(data_dir)) > 5)
+    assert data_dir.gpu_db == (data_dir.own_gpu_db if is_shared else earlier)
+    assert {row["host"] for row in rows(data_dir)} == {HOST}
+    assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
+
+
 def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
@@ -255,7 +294,7 @@ def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
 ) -> None:
     recorder = record()
     until(lambda: rows(data_dir))
-    for file in data_dir.root.glob("gpu.db*"):
+    for file in data_dir.root.glob("gpu-*.db*"):
         file.unlink()
     until(lambda: rows(data_dir))
     assert recorder.problem is None
@@ -392,7 +431,7 @@ def filled(data_dir: DataDir, hours: float) -> None:
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
     """Run two passes of upkeep, a minute apart, each to its end; return the sizes that the write-ahead log had."""
-    wal = data_dir.gpu_db.with_name("gpu.db-wal")
+    wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
         upkeep.turn(db, now)

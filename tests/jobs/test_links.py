@@ -69,7 +69,7 @@ writes = {
     "supervisor's log": lambda: detach.start(data, 1, ["echo"]),
     "progress": lambda: LineFile(paths.progress_file(1)).write((), None, ()),
     "run's lock": lambda: hold(paths.lock_file),
-    "sampler's lock": lambda: FileLock(data.locks / "gpu-sampler.lock").acquire(),
+    "sampler's lock": lambda: FileLock(data.locks / f"gpu-sampler-{data.host_word}.lock").acquire(),
 }
 print(os.getpid(), flush=True)
 while not Path(sys.argv[2]).exists():
@@ -133,14 +133,15 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
     with ann.start([sys.executable, "-c", WRITES, str(shared), str(shared.parent / "planted")]) as process:
         pid = int(process.stdout.readline())
         temporaries = [
-            run / f".record.json.{pid}", run / f".exit.json.{pid}", shared / f".box.json.{pid}", run / "job.new",
+            run / f".record.json.{pid}", run / f".exit.json.{pid}", run / "job.new",
+            shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
         # Links in the place of files that are replaced, and of files that are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
-            shared / "locks" / "gpu-sampler.lock",
+            shared / "locks" / f"gpu-sampler-{DataDir(shared).host_word}.lock",
         ]  # fmt: skip
         for link in (*temporaries, *in_place, *appended):
             as_member(link, key)

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.cli import main
+from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.runs.checkpoint_manifest import Position
@@ -81,7 +82,7 @@ def test_a_foreground_run_prints_its_result_as_the_last_line_and_stores_the_meas
     assert main(["estimate", str(job_file), "--set", "launch.gpus=cpu:2", "--json"]) == EXIT_FINISHED
     assert json.loads(capsys.readouterr().out)["is_measured"]
     assert stat.S_IMODE((tmp_path / "home" / "data").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "home" / "data" / "box.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(DataDir(tmp_path / "home" / "data").box_file.stat().st_mode) == 0o600
 
 
 def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than_its_interval(

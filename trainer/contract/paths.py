@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -107,13 +108,31 @@ class DataDir:
         self.root = root
         follow_no_link_below(root)
         self.control_db = root / "control.db"
-        self.gpu_db = root / "gpu.db"
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
-        self.box_file = root / "box.json"
         self.trash = root / "trash"
         # The progress of running evaluations, one file each.
         self.evaluations = root / "evaluations"
+
+    @property
+    def host_word(self) -> str:
+        """The name of this host, fit for names of files: hosts may share the folder, and each has files of its own."""
+        return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
+
+    @property
+    def gpu_db(self) -> Path:
+        """The history of this host's GPUs; where it has none of its own, `gpu.db` of a version that had one for all."""
+        own, of_all = self.own_gpu_db, self.root / "gpu.db"
+        return of_all if of_all.exists() and not own.exists() else own
+
+    @property
+    def own_gpu_db(self) -> Path:
+        return self.root / f"gpu-{self.host_word}.db"
+
+    @property
+    def box_file(self) -> Path:
+        """The measured speeds of this host."""
+        return self.root / f"box-{self.host_word}.json"
 
     def alerts(self, host: str) -> Path:
         """Return the file of a host's alerts, which only an app of that host writes."""

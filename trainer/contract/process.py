@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -89,6 +90,21 @@ def boot_id() -> str:
         return _boot()
     # Outside of containers the plain boot id, as earlier versions wrote it, so that their rows stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return the id that an installation of Linux keeps over restarts; "" where there is none.
+
+    A container has that of its image, which others have as well, so it counts as having none.
+    """
+    if in_container():
+        return ""
+    for file in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        with contextlib.suppress(OSError, ValueError):
+            if text := Path(file).read_text(encoding="ascii").strip():
+                return text[:64]
+    return ""
 
 
 def in_container() -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.locks import try_lock
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
@@ -24,7 +24,6 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # of our own in it: the user whose job came first would own it, and could keep others out.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 _ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
-_NO_CARDS = ("simulated", "none")
 
 
 class GpuLocks:
@@ -49,6 +48,8 @@ class GpuLocks:
         taken: list[int] = []
         for uuid, path in self._paths.items():
             try:
+                if not path.parent.exists():
+                    private_folder(path.parent)
                 taken.append(open_lock(path))
                 # A file that was removed meanwhile could be held by one, and its successor by another.
                 is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
@@ -85,8 +86,11 @@ def lock_problem(data: DataDir, gpu_source: str) -> str:
 
 
 def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
-    if gpu_source.partition(":")[0] in _NO_CARDS:
+    if gpu_source == "none":
         return data.locks, ""
+    if gpu_source.partition(":")[0] == "simulated":
+        # They have the same UUIDs on each host that shares the folder.
+        return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
         return (data.locks, f"{wrong}; {_ALONE}") if wrong else (Path(chosen), "")

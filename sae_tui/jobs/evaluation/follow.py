@@ -80,6 +80,10 @@ class Evaluation:
                 self._tell(FAILED, failure(self._paths, code), "warning")
             else:
                 self._tell(*outcome(self._data, self._request.job_id, self._request.parts))
+        except Exception as error:
+            what = f"sae-tui itself failed: {type(error).__name__}: {error}"
+            self._tell(FAILED, f"was not evaluated: {what}; see {self._paths.evaluation_log}", "warning")
+            raise
         finally:
             going.remove(self._data, self._request.job_id)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from sae_tui.gpu import resolve
 from sae_tui.jobs import detach, environment
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
+from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.named_python import whole
 from sae_tui.jobs.queue.after import refuse_circle
 from sae_tui.jobs.queue.promised import promised_by
@@ -78,7 +78,7 @@ def launch(
             row = Job(
                 name=job.name,
                 user=user_name(),
-                host=socket.gethostname(),
+                **this_machine(),
                 gpu_source=gpu_source,
                 held=hold,
                 after=after,

@@ -38,8 +38,9 @@ class CardReader:
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        self._file = data.root / f"cards-{source.replace(':', '-')}.json"
-        self._lock = data.locks / "cards.lock"
+        # Another host that shares the folder has other GPUs.
+        self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
+        self._lock = data.locks / f"cards-{data.host_word}.lock"
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
         """Return samples no older than `fresh_s`, unless somebody reads them just now; () where they cannot be read."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -32,12 +32,14 @@ TOLD_FOR_S = 600.0
 class Line:
     """One job's place in the queue; `job` is its row as last read, `locks` are those of the GPUs it has got."""
 
-    def __init__(self, data: DataDir, control: Control, job: Job) -> None:
+    def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
+        """Take a place in line; `is_ready` is asked before locks are taken, and may start this program again."""
         self._data = data
         self._control = control
         self.job = job
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
+        self._is_ready = is_ready
         self._again_at = 0.0
         self._told_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
@@ -80,6 +82,8 @@ class Line:
         turn = self._turn()
         if turn.waits_for:
             return turn.waits_for
+        if not self._is_ready():
+            return "sae-tui is being upgraded"
         locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
         if not locks.take():
             return self._lock_obstacle(turn.cards, locks)

@@ -37,7 +37,7 @@ class EnergyMeter:
         """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
         self._steady = steady
         self._latest = 0.0
-        self._path, self._control, self._job, self._clock = data.gpu_db, control, job, clock
+        self._data, self._control, self._job, self._clock = data, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
@@ -74,10 +74,11 @@ class EnergyMeter:
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)
 
     def _read(self, until: float) -> None:
-        if not self._path.exists():
+        path = self._data.gpu_db
+        if not path.exists():
             return
         after = {uuid: meter.newest for uuid, meter in self._meters.items()}
-        for uuid, readings in energy_readings(self._path, self._job.host, self._cards, after, until).items():
+        for uuid, readings in energy_readings(path, self._job.host, self._cards, after, until).items():
             for reading in readings:
                 self._meters[uuid].add(reading)
 

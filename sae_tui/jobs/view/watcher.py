@@ -11,6 +11,7 @@ import msgspec
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import revive
 from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
@@ -42,13 +43,18 @@ class JobDetail(msgspec.Struct, frozen=True):
 class Watcher:
     """Polls twice a second; what it has read, like `jobs` and `news`, is replaced whole: any thread may read it."""
 
-    def __init__(self, data: DataDir, on_change: Callable[[], object], *, mends: bool = False) -> None:
+    def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
+        """Watch the jobs of a data folder.
+
+        Unless `readonly`, start lost supervisors of queued jobs again, and roll up values that lack their roll-ups.
+        """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
         self.holders = Holders()
         self.news: tuple[News, ...] = ()
         self.problem = ""
-        self._data, self._mends = data, mends
+        self._data, self._mends = data, not readonly
+        self._revive = None if readonly else revive
         self._on_change = on_change
         self._followed: tuple[int, int] | None = None
         self._wake = threading.Event()
@@ -140,7 +146,7 @@ class Watcher:
     def _reconcile(self) -> str:
         """Correct the rows of jobs that died without recording it; return why that cannot be done now, or ""."""
         try:
-            reconcile(self._data)
+            reconcile(self._data, self._revive)
         except UserError as error:
             return str(error)
         return ""

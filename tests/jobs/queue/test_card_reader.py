@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from support.driver import environment
 
@@ -91,6 +93,17 @@ def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     job = box.job(box.record(gpu_source="nvml", gpu_ids=(1,), gpu_uuids=(UUIDS[1],)))
     (name,) = {sample.name for sample in CardReader(box.data, "nvml").samples()}
-    (box.data.root / "cards-nvml.json").unlink()
+    next(box.data.root.glob("cards-*-nvml.json")).unlink()
     assert name_of(box.data, job) == name
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
+
+
+def test_the_reading_of_another_host_that_shares_the_folder_is_not_taken_for_ours(box, monkeypatch):
+    box.data.create()
+    for host, n_cards in (("gpu7", 2), ("gpu8", 1)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        reading = next(iter(box.data.root.glob("cards-*.json")), None)
+        if reading:
+            reading.write_text(reading.read_text().replace("GPU-", "GPU-of-gpu7-"))
+        (sample, *_) = CardReader(box.data, "simulated:2").samples()
+        assert not sample.uuid.startswith("GPU-of-gpu7"), n_cards

@@ -116,6 +116,16 @@ def control_007(db: Database) -> None:
     )
 
 
+def control_008(db: Database) -> None:
+    """Add the id of a job's machine, and drop deleted jobs from those that a job comes after.
+
+    Until now a deleted job counted as finished; from now on a job that is still named is waited for.
+    """
+    db.table("jobs").add_column("machine_id", str)
+    kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'
+    db.execute(f'UPDATE jobs SET "after" = ({kept}) WHERE CASE json_valid("after") WHEN 1 THEN "after" != \'[]\' END')
+
+
 def metrics_001(db: Database) -> None:
     """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -155,7 +165,7 @@ def gpu_002(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007),
+    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }

@@ -104,6 +104,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     heldout_l0: float | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
+    # The machine it is on, whose name may change; "" or None where it has no id.
+    machine_id: str | None = None
 
     @property
     def takes_slices(self) -> bool:
