@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.locks import try_lock
+from trainer.contract.mounts import mount_of
 from trainer.contract.paths import DataDir
 from trainer.contract.trust import user_of
 
@@ -96,7 +97,7 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
         return {}
     held = {}
     with contextlib.suppress(OSError):
-        device = _file_system(folder)
+        device = mount_of(folder).device  # inodes are unique only within it
         for uuid in uuids if pids else ():
             with contextlib.suppress(OSError):
                 inode = _path(folder, uuid).stat().st_ino
@@ -110,25 +111,6 @@ def pids_by_lock(lines: bytes) -> dict[str, int]:
     # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
-
-
-def _file_system(folder: Path) -> str:
-    """Return a folder's device as /proc/locks names it, which on btrfs is not that of `stat`.
-
-    Numbers of inodes are unique only within it.
-    """
-    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
-        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    finally:
-        os.close(descriptor)
-    (mount,) = [line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")]
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        number, _, device = line.split()[:3]
-        if number == mount:
-            major, _, minor = device.partition(":")
-            return f"{int(major):02x}:{int(minor):02x}"
-    raise FileNotFoundError(folder)
 
 
 def owner(pid: int) -> str:
