@@ -98,9 +98,11 @@ class Recorder:
                 self._sampler.start()
                 self._write(time.time())
             self.problem = None
-        except UserError as error:
+        except Exception as error:
+            # This thread must outlive whatever the store, the disk or a GPU does.
             self._file.close()
-            self.problem = str(error)
+            known = isinstance(error, UserError)
+            self.problem = str(error) if known else f"the history of GPUs cannot be stored: {error!r}"
 
     def _write(self, now: float) -> None:
         db = self._file.connection()

@@ -21,9 +21,10 @@ def as_if(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def write(kind: str) -> None:
         device = os.stat(tmp_path).st_dev
         number = f"{os.major(device)}:{os.minor(device)}"
+        listed = Path("/proc/self/mountinfo").read_text()
         lines = [
             f"{left} - {kind} {right.split(' ', 1)[1]}" if left.split()[2] == number else f"{left} - {right}"
-            for left, _, right in (line.partition(" - ") for line in Path("/proc/self/mountinfo").open())
+            for left, _, right in (line.partition(" - ") for line in listed.splitlines(keepends=True))
         ]
         (tmp_path / "mountinfo").write_text("".join(lines))
         monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "mountinfo")

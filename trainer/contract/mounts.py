@@ -1,4 +1,4 @@
-"""Which file system holds a path, from the kernel's list of mounts: that starts no process and asks no disk or server."""
+"""Which file system holds a path, from the kernel's list of mounts: that starts no process and asks no disk."""
 
 from __future__ import annotations
 

@@ -387,7 +387,9 @@ def test_what_a_killed_writer_left_half_written_is_undone_by_the_next_who_reads(
 def test_who_may_not_repair_a_half_written_store_reads_who_may(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
-    with pytest.raises(StoreError, match="half written, and it cannot be written here; any command of its owner repair"):
+    with pytest.raises(
+        StoreError, match="half written, and it cannot be written here; any command of its owner repair"
+    ):
         open_reader(path, "control")
 
 

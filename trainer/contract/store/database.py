@@ -227,7 +227,9 @@ def no_locks(folder: Path) -> str:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as runs and GPUs are locked
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            return f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
+            return (
+                f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
+            )
     return ""
 
 
