@@ -12,7 +12,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer.contract.locks import try_lock
@@ -91,18 +91,28 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
+    return _holders({uuid: _path(folder, uuid) for uuid in uuids})
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid that took the lock of a file; None where there is none, or it is of another namespace."""
+    return _holders({"": path}).get("")
+
+
+def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
+    """Return by name the pid that took the lock of each file; all files lie in one folder."""
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
     held = {}
     with contextlib.suppress(OSError):
-        device = mount_of(folder).device  # inodes are unique only within it
-        for uuid in uuids if pids else ():
+        # Inodes are unique only within it.
+        device = mount_of(next(iter(paths.values())).parent).device if paths and pids else ""
+        for name, path in paths.items() if device else ():
             with contextlib.suppress(OSError):
-                inode = _path(folder, uuid).stat().st_ino
-                if pid := pids.get(f"{device}:{inode}"):
-                    held[uuid] = pid
+                if pid := pids.get(f"{device}:{path.stat().st_ino}"):
+                    held[name] = pid
     return held
 
 

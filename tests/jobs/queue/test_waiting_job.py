@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 
 import pytest
 
 from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.queue import waiting_job
 from sae_tui.jobs.queue.waiting_job import Line
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.database import StoreError
@@ -69,6 +72,33 @@ def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
     assert not line(box, older).try_start()
     assert line(box, younger).try_start()
     entry.locks.release()
+
+
+def test_a_job_whose_supervisor_is_halted_loses_its_turn_and_gets_it_back_when_it_goes_on(box, monkeypatch):
+    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
+    with subprocess.Popen(["sleep", "60"]) as supervisor:
+        supervisor.send_signal(signal.SIGSTOP)
+        here = ProcessRef.of(supervisor.pid)
+        first = queued(box, supervisor_pid=here.pid, supervisor_start=here.start_ticks, priority=3)
+        entries = [line(box, queued(box)) for _ in range(2)]
+        assert not entries[0].try_start()
+        assert box.job(first).waits_for == f"its supervisor (pid {here.pid}) does not answer; others go first"
+        (event,) = box.control.events(first)
+        assert (event.kind, event.level) == ("silent", "warning")
+        assert entries[0].try_start()
+        assert not entries[1].try_start()
+        assert len(box.control.events(first)) == 1
+        # Its supervisor goes on, and finds the GPU taken.
+        again = line(box, first)
+        assert not again.try_start()
+        assert "GPU 0 is held by job" in box.job(first).waits_for
+        entries[0].locks.release()
+        box.control.transition(entries[0].job.id, JobState.FINISHED)
+        monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
+        entries[1]._again_at = 0.0
+        assert not entries[1].try_start()
+        assert box.job(entries[1].job.id).waits_for == f"job {first} was there first"
+        supervisor.kill()
 
 
 def test_a_reason_to_wait_is_told_once(box):
