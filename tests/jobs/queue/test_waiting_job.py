@@ -74,31 +74,35 @@ def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
     entry.locks.release()
 
 
-def test_a_job_whose_supervisor_is_halted_loses_its_turn_and_gets_it_back_when_it_goes_on(box, monkeypatch):
+@pytest.fixture
+def halted(monkeypatch):
+    """Start a supervisor that lives and does nothing."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
-    with subprocess.Popen(["sleep", "60"]) as supervisor:
-        supervisor.send_signal(signal.SIGSTOP)
-        here = ProcessRef.of(supervisor.pid)
-        first = queued(box, supervisor_pid=here.pid, supervisor_start=here.start_ticks, priority=3)
-        entries = [line(box, queued(box)) for _ in range(2)]
-        assert not entries[0].try_start()
-        assert box.job(first).waits_for == f"its supervisor (pid {here.pid}) does not answer; others go first"
-        (event,) = box.control.events(first)
-        assert (event.kind, event.level) == ("silent", "warning")
-        assert entries[0].try_start()
-        assert not entries[1].try_start()
-        assert len(box.control.events(first)) == 1
-        # Its supervisor goes on, and finds the GPU taken.
-        again = line(box, first)
-        assert not again.try_start()
-        assert "GPU 0 is held by job" in box.job(first).waits_for
-        entries[0].locks.release()
-        box.control.transition(entries[0].job.id, JobState.FINISHED)
-        monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
-        entries[1]._again_at = 0.0
-        assert not entries[1].try_start()
-        assert box.job(entries[1].job.id).waits_for == f"job {first} was there first"
-        supervisor.kill()
+    monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
+    supervisor = subprocess.Popen(["sleep", "60"])
+    supervisor.send_signal(signal.SIGSTOP)
+    yield ProcessRef.of(supervisor.pid)
+    supervisor.kill()
+    supervisor.wait()
+
+
+def test_a_job_whose_supervisor_is_halted_loses_its_turn_until_it_goes_on(box, halted, monkeypatch):
+    first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
+    second, third = (line(box, queued(box)) for _ in range(2))
+    assert not second.try_start()
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert [(event.kind, event.level) for event in box.control.events(first)] == [("silent", "warning")]
+    assert second.try_start()
+    assert not third.try_start()
+    assert len(box.control.events(first)) == 1
+    # Its supervisor goes on, finds the GPU taken, and is first in line again.
+    assert not line(box, first).try_start()
+    assert "GPU 0 is held by job" in box.job(first).waits_for
+    second.locks.release()
+    box.control.transition(second.job.id, JobState.FINISHED)
+    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
+    assert not third.try_start()
+    assert box.job(third.job.id).waits_for == f"job {first} was there first"
 
 
 def test_a_reason_to_wait_is_told_once(box):
