@@ -95,7 +95,7 @@ def test_a_reading_is_not_taken_for_fresh_because_another_process_has_the_lock(b
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     assert len(CardReader(box.data, "nvml").samples()) == 1
-    file = box.data.root / "cards-nvml.json"
+    (file,) = box.data.root.glob("cards-*.json")
     os.utime(file, (time.time() - 15,) * 2)
     with flock(box) as holder:
         assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
@@ -122,7 +122,7 @@ answer_of = card_reader._answer_of
 @contextlib.contextmanager
 def flock(box):
     """Hold the lock of the readers by another process."""
-    command = ["flock", box.data.locks / "cards.lock", "sh", "-c", "echo; exec cat"]
+    command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder
@@ -153,7 +153,7 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
     assert reader.samples(0.0)  # a little older, since it is not read again
     assert len(started) == 1
     assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
-    (box.data.root / "cards-nvml.json").unlink()
+    reader._file.unlink()
     assert reader.samples() == ()
     assert reader.problem == f"process {started[0].pid} hangs in the driver and cannot be ended"
     for file in box.data.root.glob("cards-*.stuck"):
@@ -163,7 +163,7 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
     for one in started:
         one.release.close()
         one.wait()
-    (box.data.root / "cards-nvml.json").unlink()
+    reader._file.unlink()
     reader.samples()  # none hangs any more
     assert len(started) == 3
     started[-1].release.close()
