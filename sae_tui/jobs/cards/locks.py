@@ -51,7 +51,7 @@ class GpuLocks:
         for uuid, path in self._paths.items():
             try:
                 taken.append(open_lock(path))
-                is_free, why = try_lock(taken[-1], shared=self._shared), ""
+                is_free, why = try_lock(taken[-1], shared=self._shared) and _is_at(path, taken[-1]), ""
             except OSError as error:
                 is_free, why = False, _why(path, error)
             if not is_free:
@@ -188,6 +188,11 @@ def _why(path: Path, error: OSError) -> str:
         return f"{path} cannot be made ({error.strerror})"
     reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
     return f"{path} of {whose} cannot be used ({reason}); have {whose} or root remove it"
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Tell whether an open file is still the one at its path: another process locks the one that is there now."""
+    return os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -23,6 +24,8 @@ from trainer.contract.store.states import JobState
 
 # A job whose turn has come reads the cards again, unless somebody has within this time.
 JUST_NOW_S = 1.0
+# How many reasons to wait are told in a job's history, and in what time.
+MOST_TOLD, TOLD_WITHIN_S = 3, 600.0
 # A supervisor looks every 10 s at least.
 SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
@@ -40,6 +43,7 @@ class Line:
         self._folder = lock_folder(data, job.gpu_source)
         self._again_at = 0.0
         self._passed_over: frozenset[int] = frozenset()
+        self._told: deque[float] = deque(maxlen=MOST_TOLD)
         # Jobs by their ids: since when they could have started, and those that have lost their turn, as they were then.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
@@ -59,9 +63,16 @@ class Line:
         reason = self._try_take_gpus()
         if reason and reason != self.job.waits_for:
             self._control.update(self.job.id, waits_for=reason)
-            if _without_numbers(reason) != _without_numbers(self.job.waits_for or ""):
-                self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
+            if _kind_of(reason) != _kind_of(self.job.waits_for or ""):
+                self._tell(reason)
         return not reason
+
+    def _tell(self, reason: str) -> None:
+        """Add a reason to wait to the job's history, three in ten minutes at most: strangers come and go for weeks."""
+        now = time.monotonic()
+        if len(self._told) < MOST_TOLD or now - self._told[0] >= TOLD_WITHIN_S:
+            self._told.append(now)
+            self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
 
     def _try_take_gpus(self) -> str:
         """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
@@ -170,6 +181,9 @@ class Line:
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
 
 
-def _without_numbers(obstacle: str) -> str:
-    """Remove the numbers: free memory changes every second, which is no news for the job's history."""
-    return re.sub(r"[\d.,]+", "", obstacle)
+def _kind_of(obstacle: str) -> str:
+    """Return a reason without its numbers, and what stands in brackets, like the command of a stranger.
+
+    Free memory changes every second, which is no news for the job's history.
+    """
+    return re.sub(r"\([^()]*\)|[\d.,]+", "", obstacle)

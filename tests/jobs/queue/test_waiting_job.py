@@ -113,6 +113,19 @@ def test_a_reason_to_wait_is_told_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
+def test_strangers_that_come_and_go_do_not_fill_the_history_of_a_job_in_line(box, monkeypatch):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]
+    reasons = [f"GPU 0 is used by ada (pid {number}, {command})" for number, command in enumerate(commands)]
+    reasons += [f"GPU 0 is used by ada (pid 1, f{'(' * number})" for number in range(50)]
+    answers = iter(reasons)
+    monkeypatch.setattr(entry, "_try_take_gpus", lambda: next(answers))
+    assert not any(entry.try_start() for _ in reasons)
+    assert len(box.control.events(job_id)) <= 3
+    assert box.job(job_id).waits_for == reasons[-1]
+
+
 def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
     job_id = queued(box)
     entry = line(box, job_id)
