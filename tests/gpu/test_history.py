@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -439,6 +440,29 @@ def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
         assert (db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2) is shrinks
         assert (data_dir.gpu_db.stat().st_size < 0.6 * before) is shrinks
         assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
+
+
+def test_a_disk_that_hangs_and_what_nobody_foresaw_are_told_and_the_history_goes_on(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
+    open_store, goes_on = history.open_writer, threading.Event()
+    stage = ["fails"]
+
+    def open_badly(*arguments: Any) -> sqlite3.Connection:
+        if stage[0] == "fails":
+            raise ZeroDivisionError
+        goes_on.wait(60)
+        return open_store(*arguments)
+
+    monkeypatch.setattr(history, "open_writer", open_badly)
+    recorder = record()
+    until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
+    stage[0] = "hangs"
+    until(lambda: "does not answer" in (recorder.problem or ""))
+    goes_on.set()
+    until(lambda: recorder.problem is None)
+    until(lambda: rows(data_dir))
 
 
 @pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
