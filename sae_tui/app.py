@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from textual.widgets import Input, TextArea
 from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.app_parts.colours import Colours
 from sae_tui.app_parts.effects import Effects, MakeHosts
-from sae_tui.app_parts.front import AppFront
+from sae_tui.app_parts.front import AppFront, OwnThreads
 from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
 from sae_tui.app_parts.navigator import Navigator
 from sae_tui.app_parts.redraw import AlertsChanged, JobsChanged, Redraw
@@ -121,6 +122,7 @@ class SaeApp(KeysInOrder, Notices):
         super().panic(*renderables)
 
     def on_mount(self) -> None:
+        asyncio.get_running_loop().set_default_executor(OwnThreads())
         self.session.monitor.start()
         self.session.watcher.start()
         self.session.alerts.start()

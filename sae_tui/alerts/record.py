@@ -52,12 +52,28 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
     """Return those that last on this host, or have ended in the last 24 hours; on others, began in them too.
 
-    An app on another host may have been closed since: whether its alerts last is not known for ever.
+    An app on another host may have been closed since: whether its alerts last is not known for ever. Of more than
+    `MOST` the oldest that are over are left out.
     """
-    return [alert for alert in alerts if _is_recent(alert, now, host)][-MOST:]
+    recent = [alert for alert in alerts if _is_recent(alert, now, host)]
+    surplus = len(recent) - MOST
+    if surplus <= 0:
+        return recent
+    over = [place for place, alert in enumerate(recent) if not _lasts(alert, host)]
+    left_out = set(over[:surplus])
+    return [alert for place, alert in enumerate(recent) if place not in left_out]
+
+
+def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
+    """Return what to write down: the last day by the newest alert, so that a clock that is far ahead deletes none."""
+    known = list(alerts)
+    newest = max((alert.cleared or alert.raised for alert in known), default=now)
+    return of_last_day(known, min(now, newest), host)
+
+
+def _lasts(alert: Alert, host: str) -> bool:
+    return alert.cleared is None and alert.host == host
 
 
 def _is_recent(alert: Alert, now: float, host: str) -> bool:
-    if alert.cleared is None:
-        return alert.host == host or now - alert.raised < DAY_S
-    return now - alert.cleared < DAY_S
+    return _lasts(alert, host) or now - (alert.cleared or alert.raised) < DAY_S

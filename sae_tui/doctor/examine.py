@@ -31,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     trust.check_links,
     trust.check_hook,
     storage.check_file_system,
+    storage.check_file_locks,
     storage.check_locks,
     driver.check_driver,
     driver.check_visible,

@@ -23,6 +23,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
+# A turn takes less than a second, and waits up to 5 s for another writer.
+SILENT_AFTER_S = 30.0
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
@@ -55,7 +57,9 @@ class Recorder:
         retention: Retention | None = None,
         every_s: float = 5.0,
     ) -> None:
-        self.problem: str | None = None
+        self._problem: str | None = None
+        # When the turn that is under way began.
+        self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
         self._own_path = data_dir.own_gpu_db
@@ -68,6 +72,14 @@ class Recorder:
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be stored, or for how long the disk has not answered; None while all is well."""
+        begun = self._begun
+        if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
+            return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
+        return self._problem
 
     @property
     def elected(self) -> bool:
@@ -103,21 +115,24 @@ class Recorder:
         self._lock.release()
 
     def _turn(self) -> None:
+        self._begun = time.monotonic()
         try:
             if self._lock.acquire():
                 self._leave_file_of_others()
                 self._sampler.start()
                 self._write(time.time())
-            self.problem = None
+            self._problem = None
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # This thread must outlive whatever a GPU or the disk does.
-            self._give_up(f"the history of the GPUs is not stored: {error!r}")
+            # This thread must outlive whatever the store, the disk or a GPU does.
+            self._give_up(f"the history of GPUs cannot be stored: {error!r}")
+        finally:
+            self._begun = None
 
     def _give_up(self, problem: str) -> None:
         """Leave the rest to the next turn, which opens the store again."""
-        self.problem = problem
+        self._problem = problem
         with contextlib.suppress(Exception):
             self._file.close()
 

@@ -6,6 +6,7 @@ import contextlib
 import os.path
 from collections.abc import Iterable
 
+from sae_tui.gpu.proc_files import arguments_of
 from sae_tui.gpu.secrets import masked_arguments
 from trainer.contract.printable import printable
 
@@ -18,7 +19,7 @@ def owner(pid: int) -> tuple[str | None, str | None]:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         user = printable(str(process.username()))
-        name = printable(command_line(process.cmdline()) or str(process.name()))
+        name = printable(command_line(arguments_of(pid)))
     return user, name
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.proc_files import arguments_of, read_file
 from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked, masked_arguments
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
@@ -28,7 +29,6 @@ _GROUPS = (
     (re.compile(r"/job_(\d+)"), "slurm job"),
 )
 _MOST_ANCESTORS = 32
-_MOST_ENVIRONMENT = 1 << 18  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 
 def _arguments(process: Any) -> list[str]:
-    program, *rest = process.cmdline() or [str(process.name())]
+    program, *rest = arguments_of(process.pid)
     return masked_arguments([os.path.basename(program), *rest])
 
 
@@ -217,8 +217,8 @@ def surroundings(process: ProcessDetails) -> Surroundings:
     here = Path(f"/proc/{process.pid}")
     folder, program = (printable(_target(here / name)) for name in ("cwd", "exe"))
     environment = b""
-    with contextlib.suppress(OSError), (here / "environ").open("rb") as file:
-        environment = file.read(_MOST_ENVIRONMENT)
+    with contextlib.suppress(OSError):
+        environment = read_file(here / "environ")
     # What was read belongs to the process only if that still lives.
     if not process.identity.is_alive():
         return Surroundings()

@@ -81,7 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.buffer.write(msgspec.json.encode(samples))
+    # The end of the line says that this is all: a process that hangs in the driver keeps the pipe open.
+    sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0
 

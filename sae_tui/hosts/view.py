@@ -11,10 +11,11 @@ from sae_tui.jobs.view.reader import JobView
 
 
 class Stage(StrEnum):
-    """How the connection stands; CUT has been connected, FAILED has not."""
+    """How the connection stands; SILENT is connected and says nothing, CUT has been connected, FAILED has not."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
+    SILENT = "silent"
     CUT = "cut"
     FAILED = "failed"
 
@@ -22,7 +23,8 @@ class Stage(StrEnum):
 class HostView(msgspec.Struct, frozen=True):
     """A host with its GPUs and jobs as last told; `sentence` follows its name and says why it is not connected.
 
-    `problem` and `jobs_problem` are what the host itself says of its GPUs and jobs. `since`: seconds since the epoch.
+    `since`, in seconds since the epoch, is when the stage began; of SILENT, when the host was last heard of.
+    `problem` and `jobs_problem` are what the host itself says of its GPUs and jobs.
     """
 
     name: str

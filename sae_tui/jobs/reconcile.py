@@ -19,6 +19,7 @@ from sae_tui.jobs.machine import elsewhere, is_here, silence
 from sae_tui.jobs.output import output_of
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import is_of_this_boot
 from trainer.contract.runs.lock import is_held, is_holder
@@ -206,22 +207,31 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Let orphaned ranks save for a minute, counted from the event that says so, then kill them.
 
-    The minute starts anew where the clock has been set back since. Others may write rows too: only a process that holds
-    the run's lock is killed or, where that cannot be determined, one that was started as a rank of that attempt.
+    The minute starts anew where the clock has been set back since, and a jump ahead does not count. Others may write
+    rows too: only a process that holds the run's lock is killed or, where that cannot be determined, one that was
+    started as a rank of that attempt.
     """
+    clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
     since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
-    elif time.time() - since > ORPHANS_S:
+        with contextlib.suppress(OSError):  # without it, jumps count
+            write_json(clock_file, _wall_at_boot())
+    elif time.time() - since - max(0.0, _wall_at_boot() - (read_json(clock_file, float) or math.inf)) > ORPHANS_S:
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
         for rank in ours:
             rank.process.send(signal.SIGKILL)
         if not ours and events[-1].kind == "orphaned":
             message = f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
+
+
+def _wall_at_boot() -> float:
+    """Return the time at which the machine started by the clock as it is now: it changes by what the clock jumps."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:

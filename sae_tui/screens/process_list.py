@@ -28,6 +28,7 @@ from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the cards list their processes
+_SILENT_AFTER_S = 10.0
 _JOB = "job"  # what a rank is offered before any signal
 
 
@@ -95,6 +96,7 @@ class ProcessList(Filtered):
         self._reader = ProcessReader()
         self._one_reading = threading.Lock()
         self._read_at = 0.0
+        self._is_due = True
         self._cards: list[int] = []
         self._pids: list[int] = []
 
@@ -121,16 +123,22 @@ class ProcessList(Filtered):
         # A newcomer is read at once.
         is_new = (cards, pids) != (self._cards, self._pids)
         self._cards, self._pids = cards, pids
-        if is_new or time.monotonic() - self._read_at >= _READ_EVERY_S:
-            self._read_at = time.monotonic()
+        self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
+        # One that hangs, as a process can make it that hangs itself, is not joined by others.
+        if self._is_due and not self._one_reading.locked():
+            self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), {index: self.session.monitor.sm_percents(index) for index in cards})
         self._draw()
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
     def _read(self, samples: Sequence[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]) -> None:
         # A reading that is still under way when the next begins would take what that one knows.
-        with self._one_reading:
+        if not self._one_reading.acquire(blocking=False):
+            return
+        try:
             processes = self._reader.read(samples, sm_percents)
+        finally:
+            self._one_reading.release()
         self.post_message(self.Read([sample.index for sample in samples], processes))
 
     @on(Read)
@@ -152,8 +160,16 @@ class ProcessList(Filtered):
         notes = [
             f"{n_found} of {len(found or ())}" if self.words else "",
             f"by {self.order}" if self.order != next(iter(ORDERS)) else "",
+            self._silence(),
         ]
         self.say(" · ".join(filter(None, notes)))
+
+    def _silence(self) -> str:
+        """Return for how long the system has not answered, where that is long, and the list so old; else ""."""
+        silent_s = time.monotonic() - self._read_at
+        if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
+            return ""
+        return f"not read for {silent_s:.0f} s: the system does not answer"
 
     def on_descendant_blur(self) -> None:
         self._draw()

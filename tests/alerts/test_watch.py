@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import stat
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
+from sae_tui.alerts import record
+from sae_tui.alerts import watch as watch_module
 from sae_tui.alerts.catalog import GIB, KINDS, Look
 from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
-from sae_tui.alerts.watch import Alerts, AlertWatcher, as_message, sentence_of
+from sae_tui.alerts.watch import GROUP_S, Alerts, AlertWatcher, as_message, sentence_of
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import THROTTLING, Condition, GpuSample, Xid
 from sae_tui.jobs.cards.availability import Holders
@@ -163,6 +167,86 @@ def test_an_alert_of_a_card_that_is_taken_away_is_over():
     assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
 
 
+def lost(*indices: int, of: int = 64) -> Look:
+    """Return a look at cards of which these are lost."""
+    fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
+    return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
+
+
+def test_cards_that_are_lost_together_are_one_alert_and_come_back_as_one():
+    days = Days()
+    said = days.last(5, lost()) + days.last(60, lost(*range(64)))
+    assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
+    assert len(days.alerts.active) == 64
+    assert days.last(60, lost()) == ["GPUs 0-63: unreadable no more"]
+    assert days.alerts.active == ()
+
+
+def test_cards_that_are_lost_one_after_the_other_are_told_every_few_seconds():
+    days, said = Days(), []
+    for n_lost in range(1, 65):
+        said += days.last(1, lost(*range(n_lost)))
+    said += days.last(60, lost(*range(64)))
+    assert len(said) <= 2 + 64 // GROUP_S
+    assert said[0] == f"GPU 0 cannot be read: {faults.LOST}"
+    assert said[1] == f"GPUs 1-5 cannot be read: {faults.LOST}"
+    assert len(days.alerts.active) == 64
+
+
+def test_a_script_learns_how_many_cards_an_alert_stands_for():
+    days = Days()
+    days.last(15, lost(1, 2, 3, 7))
+    message = as_message(days.alerts.turn(lost(1, 2, 3, 7))[0])
+    expected = {"state": "raised", "gpus": "1-3, 7", "count": 4, "gpu_index": None, "value": None, "place": "gpus"}
+    assert {name: message[name] for name in expected} == expected
+
+
+def test_cards_that_are_bad_in_different_ways_are_one_alert_that_says_how_the_last_is():
+    hot = cards(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
+    assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it slows down at 90 °C"]
+
+
+def test_a_flapping_card_is_one_alert_and_pushes_no_lasting_one_out(monkeypatch):
+    monkeypatch.setattr(record, "MOST", 3)
+    days, said = Days(), []
+    for _ in range(300):
+        said += days.last(16, lost(0, 1, of=2)) + days.last(11, lost(0, of=2))
+    assert len(said) == 5
+    assert said[-1] == f"GPU 1 flaps, unreadable 3 times within an hour: GPU 1 cannot be read: {faults.LOST}"
+    assert {one.place for one in days.alerts.active} == {"gpu-0", "gpu-1"}
+    assert days.last(20, lost(of=2)) == ["GPU 0: unreadable no more"]
+    assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable no more"]
+
+
+def test_a_sensor_that_stops_answering_keeps_its_alert_and_says_since_when():
+    days = Days()
+    days.last(20, cards(replace(FINE, temperature_c=95)))
+    assert days.last(1000, cards(replace(FINE, temperature_c=None))) == []
+    since = time.strftime("%H:%M", time.localtime(BEGIN + 20))
+    assert [one.words for one in days.alerts.active] == [
+        f"GPU 3 is at 95 °C; it slows down at 90 °C; not known since {since}"
+    ]
+    assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
+
+
+def test_a_clock_that_is_far_ahead_for_a_while_deletes_no_alert():
+    kept = [alert(cleared=BEGIN - 100), alert(kind="lost", cleared=BEGIN - 50)]
+    days = Days(stored=(*kept,))
+    days.now = 400 * DAY_S
+    assert days.alerts.recent == kept
+
+
+def test_a_kind_that_cannot_be_looked_for_silences_no_other(monkeypatch):
+    def fails(look: Look):
+        raise ZeroDivisionError("a sensor")
+
+    monkeypatch.setattr(watch_module, "KINDS", (KINDS[0]._replace(measure=fails), *KINDS[1:]))
+    days = Days(stored=(alert(),))
+    assert days.last(100, lost(3, of=4)) == [f"GPU 3 cannot be read: {faults.LOST}"]
+    assert "alerts of heat cannot be looked for: ZeroDivisionError" in days.alerts.failure
+    assert {one.kind for one in days.alerts.active} == {"heat", "lost"}
+
+
 def test_thresholds_are_settings_and_0_turns_an_alert_off():
     hot = cards(replace(FINE, temperature_c=80))
     assert Days().last(60, hot) == []
@@ -236,11 +320,11 @@ def watch(data) -> Callable[..., AlertWatcher]:
     """Return a function that starts a watcher of a lost card, and waits until it has told what it has to."""
     started = []
 
-    def begin(**options) -> AlertWatcher:
+    def begin(*, disk_gib: float = 0, **options) -> AlertWatcher:
         told = threading.Event()
         lost = (replace(FINE, healthy=False, reason=faults.LOST),)
         looks = iter([None, 1 / 2])  # not known yet, and then what nobody foresaw
-        settings = Settings(alert_lost_s=0.001, alert_disk_gib=0)
+        settings = Settings(alert_lost_s=0.001, alert_disk_gib=disk_gib)
         watcher = AlertWatcher(data, settings, lambda: next(looks, lost), lambda: HELD, told.set, **options)
         watcher.interval_s = 0.01
         started.append(watcher)
@@ -287,6 +371,52 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     lock.release()
     tell(readonly=True)
     assert not data.alerts(alert().host).exists()
+
+
+def test_a_disk_that_does_not_answer_silences_no_other_alert_and_is_told(watch, data, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: hangs.wait(60))
+    monkeypatch.setattr(watch_module, "DISK_LIMIT_S", 0.1)
+    monkeypatch.setattr(watch_module, "write_alerts", lambda *_: hangs.wait(60))
+    watcher = watch(disk_gib=5)
+    wait_until(lambda: len(watcher.problems) > 1)
+    assert watcher.problems[1].startswith(f"the disk of {data.root} does not answer")
+    n_before = threading.active_count()
+    n_looks = len(watcher.active), watcher.changed
+    assert n_looks[0] == 1
+    threading.Event().wait(0.1)
+    assert threading.active_count() <= n_before
+    hangs.set()
+
+
+def test_the_disk_is_watched_though_the_driver_never_says_which_cards_there_are(data, monkeypatch):
+    monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: Free(GIB))
+    monkeypatch.setattr(watch_module, "KINDS", tuple(kind._replace(raise_s=0) for kind in KINDS))
+    watcher = AlertWatcher(data, Settings(), lambda: None, Holders, lambda: None)
+    watcher.interval_s = 0.01
+    watcher.start()
+    wait_until(lambda: watcher.changed)
+    watcher.stop()
+    assert watcher.changed[0].kind == "disk"
+
+
+class Free(NamedTuple):
+    free: int
+
+
+def test_a_fault_in_running_the_command_is_told_and_the_next_alert_runs_it(data, monkeypatch):
+    ran = []
+
+    def run(command, message):
+        ran.append(message["words"])
+        if len(ran) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr("sae_tui.alerts.hook.run_hook", run)
+    watcher = AlertWatcher(data, Settings(on_alert=("x",)), lambda: None, Holders, lambda: None)
+    watcher._run_command([alert(), alert(words="another")])
+    wait_until(lambda: len(ran) == 2)
+    assert watcher.problems == ("on_alert: MemoryError()",)
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_alerts_go_on(watch, data):

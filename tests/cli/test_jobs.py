@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -273,13 +274,20 @@ def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
     assert waiting.wait(10) == 4
 
 
-def test_a_data_folder_on_a_network_file_system_is_told_at_launch(shell):
-    stat = shell.folder / "stat"
-    stat.write_text("#!/bin/sh\necho 6969\n")
-    stat.chmod(0o755)
-    path = f"{shell.folder}:{os.environ['PATH']}"
-    (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", code=0, PATH=path)
-    assert line.startswith(f"sae-tui: warning: {shell.data.root} is on NFS")
+def test_a_data_folder_that_is_not_known_to_be_local_is_told_at_launch_and_has_no_wal(shell):
+    root = shell.data.root
+    root.mkdir(parents=True, exist_ok=True)
+    launch = shlex.join(shell.argv("launch", shell.job_file, "--gpus", "cpu", "--hold"))
+    stop = shlex.join(shell.argv("stop", 1))
+    script = f"mount -t ramfs none {root} && chmod 700 {root} && {launch} && {stop} && ls {root}"
+    namespace = ["unshare", "-rm", "sh", "-c", script]
+    done = subprocess.run(namespace, capture_output=True, text=True, env=shell.env, timeout=60)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip("mounting needs user namespaces")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"sae-tui: warning: {root} is on ramfs")
+    assert "control.db" in done.stdout.split()
+    assert not {"control.db-wal", "control.db-shm"} & set(done.stdout.split())
 
 
 def test_logs_show_the_last_lines_of_a_rank(shell):

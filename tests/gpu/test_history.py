@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -478,6 +479,65 @@ def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
         assert (db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2) is shrinks
         assert (data_dir.gpu_db.stat().st_size < 0.6 * before) is shrinks
         assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
+
+
+def test_a_disk_that_hangs_and_what_nobody_foresaw_are_told_and_the_history_goes_on(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
+    open_store, goes_on = history.open_writer, threading.Event()
+    stage = ["fails"]
+
+    def open_badly(*arguments: Any) -> sqlite3.Connection:
+        if stage[0] == "fails":
+            raise ZeroDivisionError
+        goes_on.wait(60)
+        return open_store(*arguments)
+
+    monkeypatch.setattr(history, "open_writer", open_badly)
+    recorder = record()
+    until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
+    stage[0] = "hangs"
+    until(lambda: "does not answer" in (recorder.problem or ""))
+    goes_on.set()
+    until(lambda: recorder.problem is None)
+    until(lambda: rows(data_dir))
+
+
+@pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
+@pytest.mark.parametrize("before", ["this process began", "it jumped"])
+def test_a_clock_that_jumps_ahead_deletes_nothing_and_goes_on_where_it_is_set_right(
+    data_dir: DataDir, ahead: float, before: str
+) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - second for second in range(23 * 3600, 0, -60)])
+    kept = rows(data_dir), rows(data_dir, "SELECT * FROM gpu_minutes")
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        keeper = Upkeep(data_dir.gpu_db, HOST, Retention())
+        if before == "it jumped":
+            turn_whole(keeper, db, now)
+        for minute in range(10):
+            turn_whole(keeper, db, now + ahead + 60 * minute)
+        assert (rows(data_dir), rows(data_dir, "SELECT * FROM gpu_minutes")) == kept
+        turn_whole(keeper, db, now + 1)
+        assert len(rows(data_dir)) == len(kept[0])
+
+
+def test_a_machine_that_was_off_for_a_month_deletes_again_after_half_an_hour(data_dir: DataDir) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - 35 * DAY - 60 * minute for minute in range(30)])
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        turn_whole(Upkeep(data_dir.gpu_db, HOST, Retention()), db, now)
+        assert len(rows(data_dir)) == 30
+        store(data_dir, 0, [now - 60 * minute for minute in range(40)])
+        turn_whole(Upkeep(data_dir.gpu_db, HOST, Retention()), db, now)
+    assert len(rows(data_dir)) == 40
+
+
+def turn_whole(keeper: Upkeep, db: sqlite3.Connection, now: float) -> None:
+    keeper.turn(db, now)
+    while keeper.busy:
+        keeper.turn(db, now)
 
 
 def test_a_new_file_can_give_pages_back(data_dir: DataDir) -> None:

@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
-from sae_tui.gpu import processes
+from sae_tui.gpu import proc_files, processes
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.owner import owner
+from sae_tui.gpu.proc_files import read_file
 from sae_tui.gpu.processes import ProcessDetails, ProcessReader, container_of, send_signal, surroundings
 from trainer.contract.errors import UserError
 
@@ -190,3 +195,34 @@ def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
     assert container_of(1) == ""
+
+
+def test_a_file_that_never_answers_is_waited_for_once_and_not_for_long(tmp_path) -> None:
+    pipe = tmp_path / "cmdline"  # opening it waits for a writer, as the kernel does for a process that hangs
+    os.mkfifo(pipe)
+    n_before = threading.active_count()
+    for limit_s in (0.05, 60, 60):
+        with pytest.raises(TimeoutError):
+            read_file(pipe, limit_s)
+    assert threading.active_count() == n_before + 1
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "proc-file"]
+    pipe.write_bytes(b"python\0train.py\0")
+    waiting.join(10)
+    pipe.unlink()
+    pipe.write_bytes(b"at once")
+    assert read_file(pipe, 60) == b"at once"
+
+
+def test_a_process_whose_command_line_cannot_be_read_is_called_by_the_name_of_its_program(monkeypatch) -> None:
+    def hangs(path, limit_s=0.0):
+        raise TimeoutError
+
+    monkeypatch.setattr(proc_files, "read_file", hangs)
+    comm = Path("/proc/self/comm").read_text().strip()
+    assert owner(os.getpid()) == (processes._process(os.getpid()).username(), comm)
+    assert read(GpuProcess(os.getpid(), None, None, GIB)).command == comm
+
+
+@pytest.mark.parametrize("pid", [os.getpid(), os.getppid(), 1])
+def test_command_lines_are_those_that_psutil_reads(pid) -> None:
+    assert proc_files.arguments_of(pid) == psutil.Process(pid).cmdline()

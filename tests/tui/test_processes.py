@@ -6,17 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
 
+from sae_tui.app_parts import front
+from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.jobs.user import user_name
 from sae_tui.panels.processes import ProcessTable
+from sae_tui.screens import process_list
 from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.filter import Found
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.reading import Page, Reading
@@ -193,3 +198,43 @@ async def test_a_box_without_gpus_says_what_tells_why(make_app) -> None:
     app.session.monitor._latest = ()
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, "There is no GPU here; d says why.")
+
+
+async def test_reads_that_hang_are_told_do_not_pile_up_and_keep_no_action_from_beginning(
+    make_app, on_cards, monkeypatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(ProcessReader, "read", lambda *_: released.wait(60) and ())
+    monkeypatch.setattr(process_list, "_READ_EVERY_S", 0.0)
+    monkeypatch.setattr(process_list, "_SILENT_AFTER_S", 0.0)
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        listed = app.screen.query_one(process_list.ProcessList)
+        n_before = threading.active_count()
+        for _ in range(50):
+            listed.show_samples(app.session.monitor.latest(), "")
+            await pilot.pause()
+        assert threading.active_count() <= n_before + 1
+        assert "the system does not answer" in listed.query_one(Found).text
+        for _ in range(50):  # whatever else hangs
+            app.run_worker(lambda: released.wait(60), thread=True)
+        app.session.actions.do(lambda: "it was done")
+        await wait_until(pilot, lambda: "It was done." in [note.message for note in app._notifications])
+        released.set()
+
+
+async def test_an_action_that_finds_no_thread_or_fails_in_an_unforeseen_way_is_told(make_app, monkeypatch) -> None:
+    monkeypatch.setattr(front, "_BEGINS_WITHIN_S", 0.01)
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.session.actions.do(lambda: {}["missing"])
+        await wait_until(pilot, lambda: any("KeyError('missing')" in note.message for note in app._notifications))
+
+        def no_thread(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", no_thread)
+            app.session.actions.do(lambda: "it was done")
+            await wait_until(pilot, lambda: any("has not begun yet" in note.message for note in app._notifications))

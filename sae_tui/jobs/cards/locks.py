@@ -12,10 +12,11 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer.contract.locks import try_lock
+from trainer.contract.mounts import mount_of
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
@@ -102,18 +103,28 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
+    return _holders({uuid: _path(folder, uuid) for uuid in uuids})
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid that took the lock of a file; None where there is none, or it is of another namespace."""
+    return _holders({"": path}).get("")
+
+
+def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
+    """Return by name the pid that took the lock of each file; all files lie in one folder."""
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
     held = {}
     with contextlib.suppress(OSError):
-        device = _file_system(folder)
-        for uuid in uuids if pids else ():
+        # Inodes are unique only within it.
+        device = mount_of(next(iter(paths.values())).parent).device if paths and pids else ""
+        for name, path in paths.items() if device else ():
             with contextlib.suppress(OSError):
-                inode = _path(folder, uuid).stat().st_ino
-                if pid := pids.get(f"{device}:{inode}"):
-                    held[uuid] = pid
+                if pid := pids.get(f"{device}:{path.stat().st_ino}"):
+                    held[name] = pid
     return held
 
 
@@ -122,25 +133,6 @@ def pids_by_lock(lines: bytes) -> dict[str, int]:
     # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
-
-
-def _file_system(folder: Path) -> str:
-    """Return a folder's device as /proc/locks names it, which on btrfs is not that of `stat`.
-
-    Numbers of inodes are unique only within it.
-    """
-    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
-        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    finally:
-        os.close(descriptor)
-    (mount,) = [line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")]
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        number, _, device = line.split()[:3]
-        if number == mount:
-            major, _, minor = device.partition(":")
-            return f"{int(major):02x}:{int(minor):02x}"
-    raise FileNotFoundError(folder)
 
 
 def owner(pid: int) -> str:

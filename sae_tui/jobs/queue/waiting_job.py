@@ -23,6 +23,8 @@ from trainer.contract.store.states import JobState
 
 # A job whose turn has come reads the cards again, unless somebody has within this time.
 JUST_NOW_S = 1.0
+# A supervisor looks every 10 s at least.
+SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # For so long a reason to wait is not recorded as an event again.
@@ -43,6 +45,9 @@ class Line:
         self._again_at = 0.0
         self._told_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
+        # Jobs by their ids: since when they could have started, and those that have lost their turn, as they were then.
+        self._could_since: dict[int, float] = {}
+        self._silent: dict[int, Job] = {}
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
@@ -111,7 +116,29 @@ class Line:
             note(self._control.problem or "all rows of the list of jobs can be read again")
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
         self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
-        return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
+        seen = self._cards(active, fresh_s)
+        if not seen and self._reader and self._reader.problem:
+            return Turn(waits_for=f"the GPUs cannot be read: {self._reader.problem}")
+        moving = [job for job in others if self._silent.get(job.id) != job]
+        planned = turns([self.job, *moving], seen, time.time())
+        self._pass_over_silent([job for job in moving if planned[job.id].cards])
+        return planned[self.job.id]
+
+    def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
+        """Take the turn from jobs that could have started for 30 s and have not, until their rows change.
+
+        Their supervisors live, but are halted or hang, as on a file server that does not answer.
+        """
+        now = time.monotonic()
+        self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
+        for job in could_start:
+            if now - self._could_since[job.id] < SILENT_AFTER_S:
+                continue
+            words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
+            if job.waits_for != words:
+                self._control.update(job.id, waits_for=words)
+                self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
+            self._silent[job.id] = self._control.job(job.id)
 
     def _is_in_line(self, job: Job) -> bool:
         """Tell whether that job could start as soon as it has its cards."""

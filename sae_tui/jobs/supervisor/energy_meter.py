@@ -17,6 +17,8 @@ from trainer.contract.store.rows import Job
 # So seldom that it costs nothing, and so often that a job whose supervisor is killed has lost next to nothing.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
+# By how many seconds a clock jumps ahead; less is a clock that is adjusted.
+JUMP_S = 60.0
 
 
 class EnergyMeter:
@@ -36,12 +38,11 @@ class EnergyMeter:
     ) -> None:
         """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
         self._steady = steady
-        self._latest = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
-        # What was taken before: by earlier attempts, and by this one before its clock was set back.
+        # What was taken before: by earlier attempts, and by this one before its clock jumped.
         self._before: Used | None = None
 
     def turn(self) -> None:
@@ -55,16 +56,17 @@ class EnergyMeter:
         if not self._cards:
             return
         with tolerate("measuring the energy"):
-            now = self._clock()
-            if now < self._latest:
-                self._before = self._total(self._latest)
+            now, steady = self._clock(), self._steady()
+            expected = self._latest + steady - self._latest_steady
+            if now < self._latest or now > expected + JUMP_S:
+                self._before = self._total(self._latest if now < self._latest else expected)
                 self._begin(now)
-            self._latest = now
+            self._latest, self._latest_steady = now, steady
             self._read(now)
             self._write(self._total(now))
 
     def _begin(self, now: float) -> None:
-        self._latest = now
+        self._latest, self._latest_steady = now, self._steady()
         self._meters = {uuid: CardMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:

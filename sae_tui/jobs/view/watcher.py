@@ -23,6 +23,7 @@ from trainer.contract.store.rows import Event
 POLL_S = 0.5
 RECONCILE_S = 5.0
 IDLE_EVERY_S = 60.0
+SILENT_AFTER_S = 10.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
@@ -52,7 +53,8 @@ class Watcher:
         self.detail: JobDetail | None = None
         self.holders = Holders()
         self.news: tuple[News, ...] = ()
-        self.problem = ""
+        self._problem = ""
+        self._answered = time.monotonic()
         self._data, self._mends = data, not readonly
         self._revive = None if readonly else revive
         self._on_change = on_change
@@ -65,7 +67,16 @@ class Watcher:
         self._detail_reader: JobReader | None = None
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
+    @property
+    def problem(self) -> str:
+        """Why the jobs cannot be read, or for how long the disk has not answered; "" while all is well."""
+        silent_s = time.monotonic() - self._answered
+        if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
+            return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
+        return self._problem
+
     def start(self) -> None:
+        self._answered = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
@@ -90,7 +101,8 @@ class Watcher:
                 changed = self._look(jobs)
             except Exception as error:
                 # This thread must outlive whatever the store or the disk does.
-                changed, self.problem = True, f"the jobs cannot be read: {error!r}"
+                changed, self._problem = True, f"the jobs cannot be read: {error!r}"
+            self._answered = time.monotonic()
             if changed and not self._stopped:
                 self._on_change()
             self._wake.wait(POLL_S)
@@ -102,8 +114,8 @@ class Watcher:
             self._reconcile_at = time.monotonic() + RECONCILE_S
         changed = jobs.poll()
         problem = jobs.problem or jobs.passed_over or self._unmended
-        changed = changed or problem != self.problem
-        self.jobs, self.news, self.problem = jobs.jobs, jobs.news, problem
+        changed = changed or problem != self._problem
+        self.jobs, self.news, self._problem = jobs.jobs, jobs.news, problem
         self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
         return self._read_detail(self._detail_reader) or changed

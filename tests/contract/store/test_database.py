@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 import stat
 import subprocess
@@ -388,6 +389,46 @@ def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: p
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
         with transaction(connection):
             connection.execute("INSERT INTO events(message) VALUES('x')")
+
+
+@pytest.mark.parametrize("reader", [open_reader, open_writer])
+def test_what_a_killed_writer_left_half_written_is_undone_by_the_next_who_reads(tmp_path, monkeypatch, reader) -> None:
+    path = leave_hot_journal(tmp_path, monkeypatch)
+    with contextlib.closing(reader(path, "control")) as connection:
+        assert {row[0] for row in connection.execute("SELECT message FROM events")} == {"kept"}
+    assert not path.with_name("control.db-journal").exists()
+
+
+def test_who_may_not_repair_a_half_written_store_reads_who_may(tmp_path, monkeypatch) -> None:
+    path = leave_hot_journal(tmp_path, monkeypatch)
+    monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
+    with pytest.raises(
+        StoreError, match="half written, and it cannot be written here; any command of its owner repair"
+    ):
+        open_reader(path, "control")
+
+
+def read_only_connect(connect):
+    """Return a way to connect as on a file system that is mounted read-only."""
+    return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
+
+
+def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kill a writer inside a transaction whose pages have reached the file, on a file system without WAL."""
+    monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
+    path = folder / "control.db"
+    with contextlib.closing(open_writer(path, "control")) as connection:
+        connection.executemany("INSERT INTO events(message) VALUES(?)", [("kept",)] * 100)
+    child = os.fork()
+    if not child:
+        writer = open_writer(path, "control")
+        writer.execute("PRAGMA cache_size=2")
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("UPDATE events SET message = hex(randomblob(3000))")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert path.with_name("control.db-journal").exists()
+    return path
 
 
 def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:

@@ -126,3 +126,21 @@ def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path
     finally:
         for folder in (one, other):
             subprocess.run(["umount", folder], check=True)
+
+
+def test_a_lock_file_that_is_replaced_while_it_is_opened_gives_no_second_holder(tmp_path: Path, monkeypatch) -> None:
+    first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
+    open_lock = subject.open_lock
+
+    def replaced(path: Path) -> int:
+        monkeypatch.setattr(subject, "open_lock", open_lock)
+        descriptor = open_lock(path)
+        path.unlink()
+        assert first.take()
+        return descriptor
+
+    monkeypatch.setattr(subject, "open_lock", replaced)
+    assert not second.take()
+    assert second.refused == "GPU-0"
+    first.release()
+    assert second.take()

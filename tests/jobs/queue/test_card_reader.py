@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 from support.driver import environment
@@ -15,6 +21,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
+ANSWER = """import sys; print('[{"index":0,"uuid":"GPU-1","name":"X","timestamp":1.0}]')"""
 # As the library names its first cards.
 UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))
 
@@ -83,6 +90,85 @@ def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypat
     assert messages == [
         "the GPUs could not be read: the NVIDIA driver is not loaded; load it with `sudo modprobe nvidia`, or reboot"
     ]
+
+
+def test_a_reading_is_not_taken_for_fresh_because_another_process_has_the_lock(box, on_driver):
+    on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
+    waiting = in_line(box)
+    assert len(CardReader(box.data, "nvml").samples()) == 1
+    (file,) = box.data.root.glob("cards-*.json")
+    os.utime(file, (time.time() - 15,) * 2)
+    with flock(box) as holder:
+        assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
+        assert len(CardReader(box.data, "nvml").samples(12)) == 1  # a reading that is a little late will do
+        os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
+        assert CardReader(box.data, "nvml").samples(12) == ()
+
+
+def test_a_halted_reader_keeps_a_job_waiting_only_for_as_long_as_a_reading_may_take(box, on_driver, monkeypatch):
+    on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
+    waiting = in_line(box)
+    with flock(box) as holder:
+        os.kill(holder.pid, signal.SIGSTOP)
+        assert "has been reading them since" in tried(waiting)
+        monkeypatch.setattr(card_reader, "READ_TIMEOUT_S", -10 * card_reader.END_S)
+        monkeypatch.setattr(card_reader, "_answer_of", lambda reader, _: answer_of(reader, 60))
+        waiting._again_at = 0.0
+        assert tried(waiting) == (0,)
+
+
+answer_of = card_reader._answer_of
+
+
+@contextlib.contextmanager
+def flock(box):
+    """Hold the lock of the readers by another process."""
+    command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield holder
+        holder.kill()  # and its program ends with the pipe
+
+
+def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_other_gpus(box, monkeypatch, tmp_path):
+    """It cannot be ended, as a thread in the driver cannot; the next ones are started ever more rarely."""
+    box.data.create()
+    started = []
+
+    class Unkillable(subprocess.Popen):
+        def __init__(self, command, **pipes):
+            script = f"{ANSWER}; sys.stdout.flush(); sys.stdin.read()"
+            started.append(self)
+            self.release, stdin = (os.fdopen(end, mode) for end, mode in zip(os.pipe()[::-1], "wr", strict=True))
+            super().__init__([sys.executable, "-c", script], **pipes | {"stdin": stdin})
+
+        def kill(self):
+            pass
+
+    messages = []
+    monkeypatch.setattr(card_reader, "note", messages.append)
+    monkeypatch.setattr(card_reader, "END_S", 0.05)
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    reader = CardReader(box.data, "nvml")
+    assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
+    assert reader.samples(0.0)  # a little older, since it is not read again
+    assert len(started) == 1
+    assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
+    reader._file.unlink()
+    assert reader.samples() == ()
+    assert reader.problem == f"process {started[0].pid} hangs in the driver and cannot be ended"
+    for file in box.data.root.glob("cards-*.stuck"):
+        os.utime(file, (time.time() - 61,) * 2)
+    assert reader.samples()
+    assert len(started) == 2
+    for one in started:
+        one.release.close()
+        one.wait()
+    reader._file.unlink()
+    reader.samples()  # none hangs any more
+    assert len(started) == 3
+    started[-1].release.close()
+    started[-1].wait()
 
 
 def test_the_reader_is_given_more_time_than_the_driver():

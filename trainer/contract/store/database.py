@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import os
 import sqlite3
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from trainer.contract.errors import UserError
+from trainer.contract.mounts import mount_of
 from trainer.contract.paths import file_mode, is_shared, refuse_links_on_the_way
 from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
+OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 # Suffixes of the files that SQLite keeps beside a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
-NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
+# A killed writer has left a rollback journal, or a write-ahead log that has to be read again.
+_TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
 class StoreError(UserError):
@@ -66,12 +71,25 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
         _refuse_odd(path)
-        with _connect(f"file:{_quote(path)}?mode=ro") as connection:
-            connection.execute("PRAGMA query_only=ON")
-            # Version 0: its writer has made the file, but not yet the tables.
-            if _refuse_newer(connection, path, schema) == 0:
-                raise StoreMissing(f"there is no store at {path} yet")
-            return connection
+        try:
+            return _open_readonly(path, schema)
+        except sqlite3.OperationalError as error:
+            if _code(error) not in _TO_RECOVER:
+                raise
+        # A read-only connection may not complete or undo what a killed writer has begun.
+        with _connect(f"file:{_quote(path)}?mode=rw") as connection:
+            _version(connection)
+            connection.close()
+        return _open_readonly(path, schema)
+
+
+def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
+    with _connect(f"file:{_quote(path)}?mode=ro") as connection:
+        connection.execute("PRAGMA query_only=ON")
+        # Version 0: its writer has made the file, but not yet the tables.
+        if _refuse_newer(connection, path, schema) == 0:
+            raise StoreMissing(f"there is no store at {path} yet")
+        return connection
 
 
 def _refuse_links(path: Path) -> None:
@@ -127,7 +145,7 @@ def explain_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         kind = StoreCorrupt if _says_corrupt(str(error)) else StoreError
-        raise kind(_explain(path, str(error))) from error
+        raise kind(_explain(path, str(error), _code(error))) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
@@ -135,8 +153,20 @@ def explain_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _explain(path: Path, text: str) -> str:
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's extended code of an error; 0 for one that Python's module has raised itself."""
+    return getattr(error, "sqlite_errorcode", 0)
+
+
+def _explain(path: Path, text: str, code: int = 0) -> str:
+    if code in _TO_RECOVER:
+        return (
+            f"a process that was killed has left the store {path} half written, and it cannot be written here; "
+            "any command of its owner repairs it"
+        )
     if "locked" in text or "busy" in text:
+        if problem := no_locks(path.parent):
+            return f"the store {path} cannot be locked: {problem}"
         return f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s; try again"
     if "readonly" in text:
         return (
@@ -195,12 +225,33 @@ def set_aside(path: Path, word: str) -> Path | None:
         return target
 
 
+def no_locks(folder: Path) -> str:
+    """Return why files in a folder cannot be locked; "" where they can. It tries, on a file without a name.
+
+    SQLite says of a file system without locks (an NFS mount whose lock service does not answer) that a store is busy.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as SQLite locks its files
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as runs and GPUs are locked
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            return (
+                f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
+            )
+    return ""
+
+
 def network_file_system(path: Path) -> str | None:
-    """Return the name of the network file system that holds the path, on which WAL cannot work; else None."""
-    with contextlib.suppress(OSError, ValueError):
-        output = subprocess.run(["stat", "-f", "-c", "%t", str(path)], capture_output=True, text=True, timeout=5)
-        return NETWORK_FILE_SYSTEMS.get(int(output.stdout.strip() or "0", 16))
-    return None
+    """Return the name of the file system that holds the path; None where it is known to be local.
+
+    WAL needs memory that all processes share which open the store: on a file system of several hosts there is none.
+    """
+    try:
+        mount = mount_of(path)
+    except OSError:
+        return "an unknown file system"
+    return None if mount.is_local else mount.name
 
 
 @contextlib.contextmanager
