@@ -32,13 +32,12 @@ def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
 
 
 def _read(path: Path, answer: Future[bytes]) -> None:
+    content, failure = b"", None
     try:
         with path.open("rb", buffering=0) as file:
             content = file.read(_MOST_BYTES) or b""
     except Exception as error:
         failure = error
-    else:
-        failure = None
     with _guard:
         del _under_way[path]
     if failure is None:

@@ -38,6 +38,7 @@ class EnergyMeter:
     ) -> None:
         """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
         self._steady = steady
+        self._latest = self._latest_steady = 0.0
         self._data, self._control, self._job, self._clock = data, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
