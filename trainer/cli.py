@@ -365,8 +365,10 @@ def _eval(flags: argparse.Namespace) -> int:
 def _bench(flags: argparse.Namespace) -> int:
     from trainer.measuring.bench import bench_job, measure, table
 
+    if flags.job:
+        _allowed(load_job(flags.job, flags.overrides), flags)
     job, shape = bench_job(flags.job, flags.overrides)
-    job = here(_allowed(job, flags))
+    job = here(job)
     gpus = [] if job.on_cpu else visible_gpus()
     # Without a job file there is no data to look at.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))

@@ -58,8 +58,7 @@ def test_no_command_runs_a_model_s_own_code_unasked(file: Path, command: str, ca
         section = "model"
     out = ["--out", str(file.parent / "out")] if command in ("run", "join") else []
     given = file.parent if command == "resume" else file
-    more = ["--set", "data.d_in=8", "--set", f"data.text={file}"] if command == "bench" else []
-    assert main([command, str(given), *out, *more]) == EXIT_USAGE
+    assert main([command, str(given), *out]) == EXIT_USAGE
     told = capsys.readouterr().err
     assert told.startswith(f'{section}.remote_code: runs the Python code that comes with "theirs/model" as you; add ')
     assert sorted(file.parent.iterdir()) == [file]
