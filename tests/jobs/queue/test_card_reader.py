@@ -137,10 +137,9 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
 
     class Unkillable(subprocess.Popen):
         def __init__(self, command, **pipes):
-            script = f"{ANSWER}; sys.stdout.flush(); sys.stdin.read()"
+            script = f"{ANSWER}; sys.stdout.flush(); import time; time.sleep(60)"
             started.append(self)
-            self.release, stdin = (os.fdopen(end, mode) for end, mode in zip(os.pipe()[::-1], "wr", strict=True))
-            super().__init__([sys.executable, "-c", script], **pipes | {"stdin": stdin})
+            super().__init__([sys.executable, "-c", script], **pipes)
 
         def kill(self):
             pass
@@ -162,12 +161,12 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
     assert reader.samples()
     assert len(started) == 2
     for one in started:
-        one.release.close()
+        one.send_signal(signal.SIGKILL)
         one.wait()
     reader._file.unlink()
     reader.samples()  # none hangs any more
     assert len(started) == 3
-    started[-1].release.close()
+    started[-1].send_signal(signal.SIGKILL)
     started[-1].wait()
 
 
