@@ -83,9 +83,9 @@ class SaeApp(KeysInOrder, Notices):
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
-        # Where the driver sends what libraries write to standard error; None for nowhere.
+        # Where the driver writes the standard error of libraries; None discards it.
         self.log_file = None if readonly else data.app_log
-        # Textual has greys of all colours where there are to be none.
+        # Textual's filter turns colours into greys; without colours the app must send none at all.
         filters = [one for one in self._filters if not isinstance(one, Monochrome)]
         self._filters = [*filters, Printable(), *([plain] if plain else [])]
         self._filters += [Colourless()] if colourless or self.no_color else []
@@ -117,7 +117,7 @@ class SaeApp(KeysInOrder, Notices):
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
     def panic(self, *renderables: RenderableType) -> None:
-        """End with what went wrong on the terminal and exit code 1, which Textual 8.2 leaves out for some errors."""
+        """Print the error and exit with code 1, which Textual 8.2 does not set for some errors."""
         self._return_code = Exit.FAILED
         super().panic(*renderables)
 
@@ -170,7 +170,7 @@ class SaeApp(KeysInOrder, Notices):
         return commands(screen, self.session, self._colours.choose)
 
     def export_screenshot(self, **options: Any) -> str:
-        """Draw the screen as SVG; pictures are passed on, so no values of variables are left in them."""
+        """Draw the screen as SVG. Hide values of environment variables first, since screenshots are shared."""
         if isinstance(self.screen, Reading):
             self.screen.hide_values()
         return super().export_screenshot(**options)

@@ -1,4 +1,4 @@
-"""Whether `import trainer` finds the package that belongs to this one, which is asked before anything imports it."""
+"""Checks that `import trainer` finds the package of this project, before another module imports it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 
 def refuse_another() -> None:
-    """End with a sentence where another package or file called trainer is in the way."""
+    """Exit with a sentence if another package or file called trainer is in the way."""
     if fault := _fault():
         sys.exit(f"sae-tui: error: {fault}")
 
 
 def _fault() -> str:
-    """Return why `import trainer` would not find the package that belongs to this one; "" where it does.
+    """Return why `import trainer` would not find the package of this project; "" if it would.
 
-    The name is a common one: users have a trainer.py, and PyPI has a package trainer, whose files replace ours where
-    both are installed. None of these is run to find out.
+    The name is common: users have a trainer.py, and the files of PyPI's package trainer replace ours if both are
+    installed. The check runs none of that code.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

@@ -82,7 +82,7 @@ def test_counts_keep_three_digits(value, expected) -> None:
     assert say.count(value) == expected
 
 
-def test_only_all_of_something_is_100_percent() -> None:
+def test_only_complete_progress_is_100_percent() -> None:
     assert [wording.done(progress) for progress in (0.0, 0.29, 0.994, 0.9999, 1.0)] == [
         "0%",
         "29%",

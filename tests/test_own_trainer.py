@@ -1,4 +1,4 @@
-"""Other packages and files called trainer, which are found in place of ours."""
+"""Other packages and files called trainer that hide ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from trainer.contract import exits
 
 
-def test_another_package_called_trainer_is_named_and_not_run(tmp_path: Path) -> None:
+def test_another_package_called_trainer_is_reported_and_not_run(tmp_path: Path) -> None:
     others = {"file": tmp_path / "file/trainer.py", "pypi": tmp_path / "pypi/trainer/__init__.py"}
     others["over ours"] = tmp_path / "over/trainer/__init__.py"
     for other in others.values():

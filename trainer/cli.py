@@ -147,8 +147,8 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _allowed(job: J, flags: argparse.Namespace) -> J:
-    """Return the job; raise `JobFileError` where it runs a model's own code that no flag has allowed."""
-    # Only `sae-tui` acts on the Python and on the options of sbatch.
+    """Return the job; raise `JobFileError` if it runs a model's own code without the consent of a flag."""
+    # The Python and the options of sbatch need no check here, since only `sae-tui` uses them.
     refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
     return job
 

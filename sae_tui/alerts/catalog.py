@@ -102,7 +102,7 @@ def _throttling(look: Look) -> Iterator[Measured]:
 
 def _lost(look: Look) -> Iterator[Measured]:
     for sample in look.samples:
-        # A GPU that only others may use is no loss.
+        # A GPU that only other users may use is not lost.
         is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
         yield _on_card(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
 

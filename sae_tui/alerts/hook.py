@@ -17,8 +17,8 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command, without a shell and in a session of its own; raise `UserError` where it fails or takes too long.
 
-    `timeout` ends it also where this process has gone. It reads the message from memory, since the disk may be full:
-    that may be what the alert says.
+    `timeout` ends the command even after this process has ended. The message is kept in memory, not in a temporary
+    file, since the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
     try:

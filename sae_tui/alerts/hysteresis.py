@@ -6,9 +6,9 @@ import math
 from collections import deque
 from typing import NamedTuple
 
-# The value at a place that is there no more.
+# The value for a place that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins for the third time within an hour flaps: it is over only after an hour without it.
+# An alert that begins three times within an hour flaps. It ends only after an hour in the good state.
 FLAPS_AT, CALM_S = 3, 3600.0
 
 
@@ -31,9 +31,9 @@ class Hysteresis:
         self._raised: deque[float] = deque(maxlen=FLAPS_AT)
 
     def changes(self, value: float | None, now: float) -> bool:
-        """Take a value, None where it is unknown, and tell whether there is an alert from now on, or none any more.
+        """Take a value (None: unknown); return whether an alert begins or ends with it.
 
-        An unknown value changes nothing: an alert goes on, and none begins.
+        An unknown value neither begins nor ends an alert.
         """
         if not self._is_leaving(value):
             self._since = None
@@ -52,7 +52,7 @@ class Hysteresis:
         return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= CALM_S
 
     def _lasts_s(self, value: float | None) -> float:
-        """Return how long the value must be on the other side."""
+        """Return how many seconds the value must stay on the other side before the alert changes."""
         if not self.is_raised:
             return self._rule.raise_s
         return max(self._rule.clear_s, CALM_S) if self.flaps and value != GONE else self._rule.clear_s

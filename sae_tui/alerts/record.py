@@ -50,10 +50,10 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 
 
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
-    """Return those that last on this host, or have ended in the last 24 hours; on others, began in them too.
+    """Return this host's active alerts, and the alerts of all hosts from the last 24 hours.
 
-    An app on another host may have been closed since: whether its alerts last is not known for ever. Of more than
-    `MOST` the oldest that are over are left out.
+    An active alert of another host counts from its beginning, since the app there may have been closed. If there are
+    more than `MOST` alerts, leave out the oldest ended ones.
     """
     recent = [alert for alert in alerts if _is_recent(alert, now, host)]
     surplus = len(recent) - MOST
@@ -65,7 +65,10 @@ def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
 
 
 def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
-    """Return what to write down: the last day by the newest alert, so that a clock that is far ahead deletes none."""
+    """Return the alerts to store.
+
+    Count the last day back from the newest alert at most, so that a clock that runs ahead deletes none.
+    """
     known = list(alerts)
     newest = max((alert.cleared or alert.raised for alert in known), default=now)
     return of_last_day(known, min(now, newest), host)

@@ -25,7 +25,7 @@ from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 
 DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
-# How long changes of a kind are collected after one was told: GPUs that are lost together are noticed one by one.
+# Seconds for which changes of one kind are collected after a report: GPUs that fail together are noticed one by one.
 GROUP_S = 5.0
 
 
@@ -48,17 +48,17 @@ class Alerts:
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
-        # Since when the value of an alert that lasts is not known any more.
+        # When the value of each active alert became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
-        # By kind and whether they are over: changes that are not told yet, and when the next may be.
+        # By kind and whether the alerts have ended: changes not yet reported, and when the next report may come.
         self._untold: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
-        # Why some kind could not be looked for, in words.
+        # Why a kind of alert could not be checked.
         self.failure = ""
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """Those that last, oldest first; with since when their values are unknown."""
+        """The active alerts, oldest first; each says since when its value is unknown."""
         return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
@@ -67,10 +67,10 @@ class Alerts:
         return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: Look) -> list[Alert]:
-        """Take what is known now; return what to say of alerts that have begun or ended.
+        """Take the current readings; return the alerts to report as begun or ended.
 
-        Those of a kind that begin or end together, or soon after one of which something was said, are one alert here.
-        Nothing is told while a card has not answered for the first time: it is neither lost nor well again.
+        Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none while a GPU has not
+        answered for the first time: it is neither lost nor recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
@@ -81,7 +81,7 @@ class Alerts:
             try:
                 measured = list(kind.measure(look))
             except Exception as error:
-                # Other kinds are looked for all the same.
+                # Check the other kinds all the same.
                 self.failure = f"alerts of {kind.title} cannot be looked for: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
@@ -95,7 +95,7 @@ class Alerts:
         return self._news(changed)
 
     def _take(self, kind: Kind, rule: Rule, measured: Measured) -> list[Alert]:
-        """Take a value, and return the alert that has begun or ended by it."""
+        """Take a value; return the alert that begins or ends with it, if any."""
         key = kind.name, measured.place
         state = self._states.setdefault(key, Hysteresis(rule))
         value = kind.badness(measured.value)
@@ -109,7 +109,7 @@ class Alerts:
         return [self._begin(kind, measured, flaps=state.flaps) if state.is_raised else self._end(key)]
 
     def _news(self, changed: list[Alert]) -> list[Alert]:
-        """Return what to say now: of a kind at most one alert in `GROUP_S`, for all that came meanwhile."""
+        """Return the alerts to report now: at most one per kind in `GROUP_S`, for all changes collected since."""
         for alert in changed:
             self._untold.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
         now = self._clock()
@@ -145,7 +145,7 @@ class Alerts:
 
 
 def together(alerts: Sequence[Alert]) -> Alert:
-    """Return one alert that stands for several of a kind: `GPUs 0-63 cannot be read: …`; the only one as it is."""
+    """Merge alerts of one kind, as in `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
     first = alerts[-1]
     gpus = sorted({index for alert in alerts if isinstance(index := alert.about.get("gpu_index"), int)})
     if len(gpus) < 2:
@@ -158,7 +158,7 @@ def together(alerts: Sequence[Alert]) -> Alert:
 
 
 def as_ranges(numbers: Sequence[int]) -> str:
-    """Return rising numbers like `0-3, 7`."""
+    """Write ascending numbers as ranges, like `0-3, 7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -242,7 +242,7 @@ class AlertWatcher:
                 self._note(f"alerts cannot be looked for: {error!r}")
 
     def _stored(self) -> list[Alert]:
-        """Return the alerts from before; none where the disk does not answer, which keeps no new one from coming."""
+        """Return the stored alerts; none if the disk does not answer, so that new alerts are still found."""
         try:
             return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
         except Exception as error:
@@ -250,7 +250,7 @@ class AlertWatcher:
             return []
 
     def _look(self, alerts: Alerts) -> None:
-        # Of cards that are not known yet, as while a driver hangs, there is nothing to say, but of the disk there is.
+        # While a driver hangs, its GPUs are unknown, but the disk can still be checked.
         samples = self._samples() or ()
         changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
         self.active, self._recent = alerts.active, alerts.recent
@@ -270,7 +270,7 @@ class AlertWatcher:
         self._to_write.put((changed, alerts.recent))
 
     def _write_down(self, told: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
-        """Run the user's command and write the file, on a thread of its own: the disk of the data folder may hang."""
+        """Run the user's command and write the file, in a separate thread, since the disk may hang."""
         while True:
             changed, recent = told.get()
             try:
@@ -304,7 +304,7 @@ class AlertWatcher:
             except UserError as error:
                 self._note(str(error))
             except Exception as error:
-                # This thread must outlive whatever the command or the disk does.
+                # This thread must survive every error of the command and the disk.
                 self._note(f"on_alert: {error!r}")
 
     def _note(self, sentence: str) -> None:
@@ -313,7 +313,10 @@ class AlertWatcher:
             self._on_change()
 
     def _free_bytes(self) -> int | None:
-        """Return the free bytes as last read; None where the disk does not answer, which is then not asked again."""
+        """Return the free bytes as last read; None while the disk does not answer.
+
+        Do not ask the disk again until it has answered.
+        """
         now = time.monotonic()
         if self._asked and self._asked.done():
             self._free = None if self._asked.exception() else self._asked.result()
@@ -340,5 +343,5 @@ def sentence_of(alert: Alert) -> str:
 
 
 def title_of(alert: Alert) -> str:
-    """Return what people call the kind of an alert; of one that is not known any more, its name."""
+    """Return the title of the alert's kind, or its name if this version does not know the kind."""
     return next((kind.title for kind in KINDS if kind.name == alert.kind), alert.kind)

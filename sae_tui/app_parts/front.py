@@ -20,13 +20,13 @@ _LEAVE_S = 5.0
 
 
 class OwnThreads(ThreadPoolExecutor):
-    """Runs every call on a daemon thread of its own, so that calls that hang never keep another from its turn.
+    """Runs every call in a new daemon thread, so that a call that hangs never delays another.
 
-    The default executor of asyncio has (cores + 4) threads, 32 at most: a few hung reads would stop all actions.
+    The default executor of asyncio has min(32, cores + 4) threads: a few hung reads would block all actions.
     """
 
     def __init__(self) -> None:
-        super().__init__(max_workers=1)  # none of whose threads is used
+        super().__init__(max_workers=1)  # never used
         self._own: set[threading.Thread] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -45,13 +45,13 @@ class OwnThreads(ThreadPoolExecutor):
         self._own.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # the limit of threads of this user
+        except RuntimeError as error:  # the thread limit of this user is reached
             self._own.discard(thread)
             future.set_exception(error)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait up to 5 s for what is under way; what hangs for longer does not keep the app from ending."""
+        """Wait up to 5 s for running calls; a call that hangs longer does not keep the app from exiting."""
         deadline = time.monotonic() + _LEAVE_S
         for thread in tuple(self._own) if wait else ():
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -81,7 +81,7 @@ class AppFront:
         self._app.push_screen(dialog, take)
 
     def do(self, act: Callable[[], str]) -> None:
-        """Run `act` on a thread; notify of the sentence it returns, if any, or of why it failed or has not begun."""
+        """Run `act` in a thread; show the sentence that it returns, or why it failed or has not started."""
         begun = threading.Event()
 
         def run() -> None:

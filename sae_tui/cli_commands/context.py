@@ -49,7 +49,7 @@ class Context:
         if why := distrust_of_folder(base.root):
             raise UserError(f"{why}, or choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
-        # Here, for every command that names jobs: what it reads and writes lies in their folders.
+        # Check once for every command that names jobs, since commands read and write in the jobs' folders.
         for job_id in _jobs_named(flags):
             self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
@@ -125,7 +125,7 @@ def _refuse_unusable(root: Path) -> None:
 
 
 def consent_of(context: Context, flags: argparse.Namespace) -> Consent:
-    """Return what code of a job file the flags and the settings allow."""
+    """Return which code of a job file the flags and settings allow to run."""
     settings = context.settings
     names = (settings.python, *settings.trusted_code)
     return Consent(flags.allow_code, names)
@@ -157,9 +157,9 @@ def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged
 def examine_job(
     path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
 ) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
-    """Return the job without its wrong settings, so that the rest can be checked as well, and what is wrong.
+    """Return the job without its invalid settings, the problems, and the refused code as further problems.
 
-    Last comes what the job file would run without consent, which the job returned does not have either.
+    The job also lacks the settings that would run refused code, so that all others can be checked.
     """
     judged = Judged(pipes=True)
     raw = read_toml(path, judged)

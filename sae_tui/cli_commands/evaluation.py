@@ -57,7 +57,7 @@ def _model(given: str | None) -> str | None:
 
 
 def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -> bool:
-    """Tell whether the job file of a model runs code, which is allowed; raise `JobFileError` where it is not."""
+    """Return whether the model's job file runs code; raise `JobFileError` if it does without consent."""
     if model in (None, request.AUTO):
         return False
     table = read_toml(Path(str(model)), judged := Judged())

@@ -117,7 +117,7 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
-    # Nothing of the job is run.
+    # This command runs no code of the job file.
     job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
@@ -188,7 +188,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
 
 
 def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
-    """Print a line for each GPU, and one for all that only others may use."""
+    """Print a line for each GPU; GPUs that only other users may use share one line."""
     reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
     if len(withheld) > 1:
         rows = [row for row in rows if row["index"] not in withheld]

@@ -25,7 +25,7 @@ from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
-# The modules of the commands that are about jobs and the GPUs that they have.
+# Modules of the commands that act on jobs or their GPUs.
 _ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
@@ -229,7 +229,7 @@ def _load_when_run(function: str) -> Command:
 
 
 def _restart_the_queue(context: Context) -> None:
-    """Start again what waits in line and has lost its supervisor, as after a restart of the machine."""
+    """Restart the supervisors that queued jobs have lost, as after a restart of the machine."""
     from sae_tui.jobs.revive import reconcile_and_revive
 
     with contextlib.suppress(UserError):

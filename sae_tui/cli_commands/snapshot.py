@@ -36,7 +36,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def withheld(self) -> list[int]:
-        """The indices of the GPUs that only others may use."""
+        """The indices of the GPUs that only other users may use."""
         return [choice.index for choice in self.choices if choice.withheld]
 
 

@@ -31,7 +31,7 @@ def check_environments(box: Box) -> Iterator[Finding]:
 
 
 def check_trainer_package(_box: Box) -> Iterator[Finding]:
-    """Report which package `import trainer` finds, whose files it has, and what `python -m trainer` runs here."""
+    """Report what `import trainer` finds, which packages own its files, and what `python -m trainer` runs here."""
     folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
     if others:

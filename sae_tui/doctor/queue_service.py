@@ -1,4 +1,4 @@
-"""Checks whether the queue goes on by itself after a restart of the machine, and installs the user service for that."""
+"""Checks whether the queue continues after a restart of the machine, and installs the user service for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WantedBy=default.target
 
 
 def check_queue_service(box: Box) -> Iterator[Finding]:
-    """Tell what becomes of jobs in line when the machine restarts."""
+    """Report what happens to queued jobs when the machine restarts."""
     by_command = "after a restart of the machine, jobs in line go on with your next command or app"
     if not (box.root / "run/systemd/system").exists():
         yield Finding("ok", "restart", f"{by_command}; systemd does not run here")
@@ -46,7 +46,7 @@ def check_queue_service(box: Box) -> Iterator[Finding]:
 
 
 def install(box: Box) -> str:
-    """Write the user service and enable it; return what it does. Raise `UserError` where that fails."""
+    """Write and enable the user service; return a sentence on what it does. Raise `UserError` if that fails."""
     file = _folder(box) / NAME
     try:
         private_folder(file.parent, "--install-service")
@@ -66,14 +66,14 @@ def unit(data: DataDir) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Quote a word as systemd.service(5) wants it, which would replace %, $ and backslashes."""
+    """Quote a word for systemd.service(5), which expands %, $ and backslashes."""
     for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
         word = word.replace(char, written)
     return f'"{word}"'
 
 
 def _is_installed(box: Box) -> bool:
-    """Tell whether the service is enabled for this data folder."""
+    """Return whether the service is enabled for this data folder."""
     folder = _folder(box)
     try:
         return (folder / NAME).read_text() == unit(box.data) and os.path.lexists(folder / "default.target.wants" / NAME)

@@ -62,7 +62,7 @@ def check_file_system(box: Box) -> Iterator[Finding]:
 
 
 def check_file_locks(box: Box) -> Iterator[Finding]:
-    """Check that files in the data folder can be locked, by locking one: locks reserve stores, runs and GPUs."""
+    """Lock a file to check that locks work in the data folder: they reserve stores, runs and GPUs."""
     if problem := no_locks(_existing(box)):
         sentence, _, remedy = problem.partition("; ")
         yield Finding("error", "file locks", sentence, remedy)

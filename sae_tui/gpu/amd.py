@@ -67,7 +67,7 @@ class Amd:
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was loaded again, or has other GPUs than when it was opened."""
+        """Whether the driver was reloaded, or has other GPUs than when it was opened."""
         return any(card.is_stale for card in self._cards)
 
     def facts(self) -> GpuFacts:
@@ -110,7 +110,7 @@ class _Card:
         self.index = index
         self.handle = handle
         self.uuid: str | None = None
-        self.is_stale = False  # only opening the driver again helps
+        self.is_stale = False  # can be read again only after the driver is reopened
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None

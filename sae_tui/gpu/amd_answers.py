@@ -44,7 +44,7 @@ class Asking:
 
 
 def number(answer: Any, *keys: str, least: float = 0) -> float | None:
-    """Return the first of these entries that is a number from `least` on; None without one, or without a table."""
+    """Return the first of these entries that is a number of at least `least`; else None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
         if (

@@ -46,11 +46,11 @@ class AmdDetails:
         if answer is None and "temperature_c" not in asking.failed and self._hottest != smi.AmdSmiTemperatureType.EDGE:
             self._hottest = smi.AmdSmiTemperatureType.EDGE
             return self.temperature_c(asking)
-        # Below 0 in a cold room, unlike all else that is measured.
+        # Temperatures may be below 0, unlike all other readings.
         return number({"temperature": answer}, "temperature", least=-273)
 
     def condition(self) -> Condition:
-        """Return how fast the card runs and its errors, by four calls, and once when it slows itself down."""
+        """Return the GPU's clocks and errors with four calls; the first time, also its slowdown temperature."""
         if self._slowdown_c is None:
             self._slowdown_c = self._limit_c()
         clock = self._clock("GFX")
@@ -63,7 +63,7 @@ class AmdDetails:
         )
 
     def _uncorrected(self) -> int | None:
-        """Return the errors of the memory that could not be corrected."""
+        """Return the number of memory errors that could not be corrected."""
         return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:

@@ -14,7 +14,7 @@ MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
 
-# Codes after which AMD SMI must be opened again.
+# Codes after which AMD SMI must be reopened.
 STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
 SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (

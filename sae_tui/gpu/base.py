@@ -49,15 +49,14 @@ class GpuProcess:
             object.__setattr__(self, "memory_used_bytes", None)
 
 
-# Modes in which a card takes no program that computes, or one at a time.
+# Compute modes that allow no compute process, or one at a time.
 NO_COMPUTING = "no computing"
 ONE_PROCESS = "one process"
 
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that a driver has reported of a card: its number, when, what it means, and whether the card is unusable
-    from then on, until it is reset."""
+    """An error that the driver reported for a GPU; after a fatal one the GPU is unusable until it is reset."""
 
     number: int
     timestamp: float
@@ -67,11 +66,11 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How fast a card runs, what keeps it from running faster, and whether it may be used; read with its processes.
+    """The clocks of a GPU, what limits them, and whether it may be used; read together with its processes.
 
-    `ecc_uncorrected` counts errors of its memory since it was reset. `rows_pending` tells that rows of the memory wait
-    to be replaced, `rows_failed` that one could not be. At `slowdown_c` it slows itself down. `xid` is the last error
-    that was reported since the program began to listen. Impossible values become None.
+    `ecc_uncorrected` counts memory errors since the last reset. `rows_pending`: memory rows wait to be replaced.
+    `rows_failed`: a row could not be replaced. The GPU slows itself down at `slowdown_c`. `xid` is the last error, or
+    the last fatal one, since the program began to listen. Impossible values become None.
     """
 
     sm_clock_mhz: int | None = None
@@ -90,7 +89,7 @@ class Condition:
 
     @property
     def trouble(self) -> tuple[str, str]:
-        """Why no job should run on the card, the worst first, and the same in a few words; "" where nothing is."""
+        """Why no job should run on the GPU, the worst reason first, and the same in a few words; both empty if none."""
         n_errors = self.ecc_uncorrected
         if self.compute_mode == NO_COMPUTING:
             return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
@@ -117,8 +116,8 @@ class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
     `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
-    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error or answered an
-    impossible value, which becomes None, as against those that the card does not have.
+    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error or returned an
+    impossible value (which becomes None), not those whose sensor the GPU lacks.
     """
 
     index: FewAtOnce
@@ -143,11 +142,11 @@ class GpuSample:
     condition: Condition | None = None
     # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
     vendor: str = ""
-    # Whether it cannot be read because only others may use it.
+    # Whether it cannot be read because only other users may use it.
     withheld: bool = False
-    # Since when a card that could be read before cannot be.
+    # Since when a GPU that could be read before cannot be read.
     unread_since: Time | None = None
-    # Whether its memory is the machine's, in which other programs and files that were read have their part.
+    # Whether its memory is the host's, which other programs and the page cache use too.
     is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -166,7 +165,7 @@ class GpuSample:
 
     @property
     def obstacle(self) -> str:
-        """Why no job can run on a card that can be read; empty where one can."""
+        """Why no job can run on a GPU that can be read; empty if one can."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
 
     @property

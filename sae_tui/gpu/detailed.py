@@ -55,9 +55,9 @@ class RememberingSource(Protocol):
 
 @runtime_checkable
 class ReopeningSource(Protocol):
-    """A source that notices when its driver must be closed and opened again to know the GPUs that are there now."""
+    """A source that notices when its driver must be reopened to see the present GPUs."""
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was loaded again, or has other GPUs or slices than when it was opened."""
+        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
         ...

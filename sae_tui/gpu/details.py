@@ -26,8 +26,8 @@ class GpuDetails:
 
     `slowed_by` says in words what keeps the clocks down; empty while nothing does. Energy is since the driver was
     loaded, errors of the memory since it was reset, and `xid` the last error since the program began to listen.
-    Percents of the multiprocessors are means since the reading before. `failed` has the fields whose value was
-    impossible, each with the reason.
+    Percents of the multiprocessors are means since the reading before. `failed` lists the fields with impossible
+    values, each with the reason.
     """
 
     timestamp: float

@@ -58,7 +58,7 @@ class Recorder:
         every_s: float = 5.0,
     ) -> None:
         self._problem: str | None = None
-        # When the turn that is under way began.
+        # When the current turn began.
         self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
@@ -68,14 +68,14 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # By index and UUID, up to which position of the ring its readings are stored.
+        # By index and UUID: the position in the ring up to which readings are stored.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be stored, or for how long the disk has not answered; None while all is well."""
+        """Why nothing can be stored, or for how long the disk has not answered; None without a problem."""
         begun = self._begun
         if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
             return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
@@ -125,13 +125,13 @@ class Recorder:
         except UserError as error:
             self._give_up(str(error))
         except Exception as error:
-            # This thread must outlive whatever the store, the disk or a GPU does.
+            # This thread must survive every error of the store, the disk or a GPU.
             self._give_up(f"the history of GPUs cannot be stored: {error!r}")
         finally:
             self._begun = None
 
     def _give_up(self, problem: str) -> None:
-        """Leave the rest to the next turn, which opens the store again."""
+        """Close the store; the next turn reopens it."""
         self._problem = problem
         with contextlib.suppress(Exception):
             self._file.close()
@@ -158,9 +158,9 @@ class Recorder:
         return rows
 
     def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[Reading]) -> list[Reading]:
-        """Return the readings after the last one that is stored, or where none is, those newer than what is stored."""
+        """Return the readings after the last stored one; if none is stored, those newer than the stored ones."""
         times = [row.timestamp for row in rows]
-        # The GPU may have been at another index.
+        # The GPU may have had another index.
         asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
         stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
         known = [place for place, time_ in enumerate(times) if time_ in stored]
@@ -178,7 +178,7 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        # A clock that was set back leaves them in no order.
+        # Readings are not in order after the clock was set back.
         begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
 
@@ -188,9 +188,9 @@ class Recorder:
         return open_writer(self._path, "gpu")
 
     def _leave_file_of_others(self) -> None:
-        """Begin a file of this host's own where the one that earlier versions had for all hosts is another's.
+        """Switch to a file of this host if the file that earlier versions shared holds rows of other hosts.
 
-        Hosts that write one file block each other, and without locks that reach over hosts they damage it.
+        Hosts that write one file block each other, and damage it if locks do not work across hosts.
         """
         if self._path != self._own_path and self._path.exists():
             with explain_errors(self._path), closing(open_reader(self._path, "gpu")) as db:

@@ -1,6 +1,6 @@
-"""Which readings of a GPU are possible. A driver also answers nonsense: all bits set, a negative number as a huge one.
+"""Limits of GPU readings. Drivers also return nonsense: all bits set, or a negative number as a huge one.
 
-Every sample passes here, whatever its vendor: one impossible value would spoil sums, stores and plots of all GPUs.
+Samples of all vendors are checked, since one impossible value would spoil sums, stores and plots of all GPUs.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 
 IMPOSSIBLE = "impossible value"
-_BYTES = (0, 1 << 50)  # the largest machines have some 2^45
-_PERCENT = (0, 200)  # fans run above 100 % of their rated speed, and some drivers answer 105 % of utilisation
+_BYTES = (0, 1 << 50)  # the largest machines have about 2^45 bytes
+_PERCENT = (0, 200)  # fans exceed 100 % of their rated speed, and some drivers report 105 % utilisation
 _MHZ = (0, 20_000)
 _WATTS = (0.0, 10_000.0)
 _COUNT = (0, 1 << 48)
@@ -52,7 +52,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
 
 
 def is_possible(field: str, value: object) -> bool:
-    """Tell whether a field of a GPU can have this value; None, for what is unknown, always can."""
+    """Return whether a field of a GPU can have this value; None (unknown) always can."""
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -62,11 +62,11 @@ def is_possible(field: str, value: object) -> bool:
 
 
 def drop_impossible(reading: object) -> dict[str, str]:
-    """Set the fields of a reading that cannot be to None; return them with the reason."""
+    """Set impossible fields of a reading to None; return each with the reason."""
     names = [name for name in LIMITS if not is_possible(name, getattr(reading, name, None))]
     failed = {name: _words(getattr(reading, name)) for name in names}
     for name in names:
-        # Readings are frozen, but for this step of making one.
+        # Readings are frozen; this is called only while one is being made.
         object.__setattr__(reading, name, None)
     return failed
 

@@ -51,7 +51,7 @@ class Monitor:
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._past_problem = ""
-        # By whether it was the last time, the UUID of the card at each index whose ring was filled.
+        # For the first and the final read of the store: the UUID of the GPU at each index whose ring was filled.
         self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
@@ -129,7 +129,7 @@ class Monitor:
         """Fill the rings from the store, each as soon as its card's UUID is known, since the history outlives the app.
 
         Read the store once more `STORED_BY_S` later, to close the gap between the last batch of another process and the
-        first sample of this one. A card may come much later, or in place of another.
+        first sample of this one. A GPU may appear much later, or replace another one.
         """
         begun, final = time.monotonic(), False
         while not self._stopped.wait(1.0 if final else 0.05):
@@ -138,7 +138,7 @@ class Monitor:
                 self._fill_new(final)
                 self._past_problem = ""
             except Exception as error:
-                # This thread must outlive whatever is stored.
+                # This thread must survive any content of the store.
                 self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
 
     def _fill_new(self, final: bool) -> None:

@@ -27,10 +27,10 @@ LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 42
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 ENERGY_EVERY = 10
-# A GPU in use by an unseen process is asked for its processes every second; the rest of what comes with them is not.
+# Processes of a GPU that an unseen process uses are read every second, its condition less often.
 CONDITION_EVERY_S = 2.5
 SLOW_CONDITION_EVERY_S = 30.0
-# An app opens the driver in a few places at most.
+# An upper limit: the app opens the driver in a few places only.
 _MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
@@ -130,18 +130,18 @@ class Nvml:
 
     @property
     def must_reopen(self) -> bool:
-        """Whether the driver was loaded again, or has other GPUs or slices than when it was opened."""
+        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
         return any(card.is_stale for card in self._cards)
 
     def close(self) -> None:
-        """Close the driver; of one that must be opened again, every opening in this process: it counts them."""
+        """Close the driver. If it must be reopened, undo every opening in this process, since NVML counts them."""
         with contextlib.suppress(self._nvml.NVMLError):
             for _ in range(_MOST_OPENED if self.must_reopen else 1):
                 self._nvml.nvmlShutdown()
 
 
 class _CardFault(Exception):
-    """The card as a whole cannot be read, for this code of NVML."""
+    """A GPU that cannot be read at all, with NVML's error code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(faults.card(code))
@@ -149,10 +149,10 @@ class _CardFault(Exception):
 
 
 class _Card:
-    """One card. Constants are asked once with each handle, and the handle again after each fault, as it can come back.
+    """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can come back.
 
-    Who it is, its power limit and whether it is split seldom change, and are asked as often as its processes are.
-    `is_stale` tells that only opening the driver again helps.
+    UUID, power limit and MIG mode seldom change and are read as often as the processes. `is_stale`: the GPU can be read
+    again only after the driver is reopened.
     """
 
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[Place] = ()) -> None:
@@ -163,7 +163,7 @@ class _Card:
         self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
-        # As it was known last, also while the card cannot be read.
+        # UUID and name as last read, kept while the GPU cannot be read.
         self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
@@ -241,21 +241,21 @@ class _Card:
         }
 
     def _identify(self, *, again: bool) -> None:
-        """Look up the card where that is due, and read who it is with each new handle, or `again`.
+        """Look up the handle if needed; read UUID and name with each new handle, or if `again`.
 
-        Another card may have taken its place, of which nothing is known yet.
+        If another GPU has taken the place, drop everything known about the old one.
         """
         is_new = self._handle is None
         if is_new:
             self._static, self._condition_due = {}, 0.0
             self._handle = self._look_up()
         elif again:
-            # `nvidia-smi -pl` and `-mig` change the others while the app runs.
+            # `nvidia-smi -pl` and `-mig` change the first two while the app runs.
             for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
-        # With the same handle, an answer that fails once says nothing.
+        # With the same handle, one failed read of the UUID does not mean another GPU.
         if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
             self._identity, self._condition, self._memory = {}, None, None
@@ -264,12 +264,12 @@ class _Card:
         self._identity = self._identity | {key: self._static[key] for key in ("uuid", "name") if key in self._static}
 
     def _look_for_slices(self, is_split: bool) -> None:
-        """Notice slices that were made or taken away since the driver was opened."""
+        """Notice slices that were created or destroyed since the driver was opened."""
         if is_split or self._has_slices:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
     def _read_condition(self, is_quick: bool) -> Condition:
-        """Return the condition, read again if it is due; of a slow card only what tells whether it may be used."""
+        """Return the condition, read again if due; on a slow GPU, read only what decides whether it may be used."""
         if self._condition is None or time.monotonic() >= self._condition_due:
             self._condition = self._details.condition(self._handle, whole=is_quick)
             every_s = CONDITION_EVERY_S if is_quick else SLOW_CONDITION_EVERY_S
@@ -277,7 +277,7 @@ class _Card:
         return self._condition
 
     def _memory_kind(self, memory: Any) -> MemoryKind:
-        """Return whether the card has memory of its own, asked once of each card."""
+        """Return the kind of the GPU's memory, read once per GPU."""
         if self._memory is None or self._memory.name != self._identity.get("name"):
             self._memory = MemoryKind.of(self._nvml, self._handle, self._identity.get("name"), memory)
         return self._memory
@@ -365,7 +365,7 @@ class _Slice(_Card):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        # Where it was gone, another may have been cut in its place.
+        # After a fault, another slice may have taken its place.
         self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
@@ -381,7 +381,7 @@ class _Slice(_Card):
 
 
 def _signed(degrees: int | None) -> int | None:
-    """Return a temperature below 0, which NVML's call answers as a huge one; with all bits set it is no temperature."""
+    """Return the signed temperature: NVML returns values below 0 as huge ones. All bits set is not a temperature."""
     is_negative = degrees is not None and 1 << 31 <= degrees < (1 << 32) - 1
     return degrees - (1 << 32) if degrees is not None and is_negative else degrees
 

@@ -37,7 +37,7 @@ SLOWED_BY = {
     0x100: "clocks follow the display",
 }
 _IDLE = 0x001
-# Errors of the memory and the compute mode seldom change.
+# Memory errors and the compute mode seldom change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
@@ -53,13 +53,13 @@ class NvmlDetails:
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
         self._health, self._health_due = Condition(), 0.0
-        # Functions that this card does not have, which are not asked for again.
+        # Functions that this GPU lacks, which are not called again.
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return whether the card may be used and, if `whole`, how fast it runs, by up to nine calls.
+        """Return whether the GPU may be used and, if `whole`, its clocks, with up to nine calls.
 
-        Once ask at which temperature it slows itself down.
+        The first whole call also reads the slowdown temperature.
         """
         if time.monotonic() >= self._health_due:
             self._health, self._health_due = self._read_health(handle), time.monotonic() + HEALTH_EVERY_S
@@ -189,7 +189,7 @@ class NvmlDetails:
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
 
     def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
-        """Return NVML's answer; a function that this driver or this card does not have is asked once."""
+        """Return NVML's answer; call a function that the driver or the GPU lacks only once."""
         if function in self._missing:
             return None
         try:

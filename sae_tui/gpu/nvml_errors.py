@@ -35,7 +35,7 @@ WORDS = {
 }
 
 
-# After these NVIDIA's list asks for a reset, a repair or a new GPU.
+# Xids for which NVIDIA's list asks for a reset, a repair or a new GPU.
 FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
@@ -63,7 +63,7 @@ class XidListener:
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                 number = int(event.eventData)
-                # A lesser error does not make the card usable again.
+                # A later error that is not fatal must not hide a fatal one.
                 if number in FATAL or not (self._last and self._last.is_fatal):
                     self._last = Xid(number, time.time(), in_words(number), number in FATAL)
         return self._last

@@ -19,9 +19,9 @@ MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
 UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
-# Codes after which NVML must be opened again: the driver was loaded again, or a handle or an index is not known.
+# Codes after which NVML must be reopened: the driver was reloaded, or does not know a handle or an index.
 STALE = frozenset({1, 2, 6, 18, 28})
-# Codes for a GPU that only others may use.
+# Codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
@@ -60,7 +60,7 @@ SOURCE = {
     ),
     18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
 }
-# Makers of GPUs by their number on the PCI bus.
+# GPU makers by their PCI vendor id.
 _NVIDIA = "0x10de"
 _OTHER_MAKERS = {"0x8086": "Intel", "0x106b": "Apple", "0x1ed5": "Moore Threads", "0x19e5": "Huawei"}
 # Why one GPU cannot read the memory of another.
@@ -84,7 +84,7 @@ def sensor(code: int) -> str:
 
 
 def _unsupported_vendors(drm: Path) -> list[str]:
-    """Return the makers of this machine's GPUs, as the kernel lists them, where none is NVIDIA's."""
+    """Return the unsupported makers of this machine's GPUs; none if one GPU is NVIDIA's."""
     ids = set()
     for file in drm.glob("card*/device/vendor"):
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""The memory of an NVIDIA card, which on some chips is the machine's: GB10 and Jetson have no other, Grace shares both.
+"""The memory of an NVIDIA GPU. GB10 and Jetson use the host's memory, and Grace shares both memories.
 
-Memory of the machine holds the page cache too, which the kernel gives up at once for whoever asks for memory.
+The page cache in such memory counts as free, since the kernel drops it as soon as a program needs memory.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from trainer.contract.machine_memory import machine_memory
 
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Of a slice; not every driver answers the newer call for one.
+# For a slice; not every driver supports the newer call there.
 SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
-# Chips without memory of their own, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
+# Chips without their own memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
 _INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
 _INTEGRATED_CAPABILITIES = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0), (12, 1)})
-# Chips whose own memory the kernel uses as the machine's: Grace Hopper and Grace Blackwell.
+# Chips whose own memory the kernel also uses as host memory: Grace Hopper and Grace Blackwell.
 _COHERENT = re.compile(r"\b(GH\d{3}|GB[23]\d{2}|Grace)", re.IGNORECASE)
 _NODES = Path("/sys/devices/system/node")
 
 
 class MemoryKind(NamedTuple):
-    """Of the card of this name: whether its memory is the machine's, and the NUMA node that its own memory is."""
+    """Whether the GPU of this name uses the host's memory, and the NUMA node of its own memory."""
 
     name: str | bytes | None = None
     is_integrated: bool = False
@@ -35,7 +35,7 @@ class MemoryKind(NamedTuple):
 
     @classmethod
     def of(cls, nvml: ModuleType, handle: Any, name: str | bytes | None, memory: Any) -> MemoryKind:
-        """Return the kind of a card's memory, of which NVML answers `memory`, None where it tells nothing."""
+        """Return the memory kind of a GPU; `memory` is NVML's answer, or None."""
         words = name.decode("utf-8", "replace") if isinstance(name, bytes) else name or ""
         if _INTEGRATED.search(words):
             return cls(name, is_integrated=True)
@@ -50,9 +50,9 @@ OWN = MemoryKind()
 
 
 def sizes(memory: Any, kind: MemoryKind = OWN) -> dict[str, Any]:
-    """Return the fields of a sample from NVML's answer; None where it tells nothing.
+    """Return the memory fields of a sample from NVML's answer; unknown sizes are None.
 
-    A total of 0 is what some chips with unified memory answer.
+    Some chips with unified memory report a total of 0.
     """
     if kind.is_integrated:
         with contextlib.suppress(OSError, KeyError, ValueError):
@@ -72,7 +72,7 @@ def _fields(used: int | None, free: int | None, total: int | None) -> dict[str, 
 
 
 def _cached_bytes(node: int | None) -> int:
-    """Return how much of a NUMA node's memory files take that can be read again; 0 where that is not known."""
+    """Return the bytes of page cache on a NUMA node that the kernel can drop; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
         # Node 1 FilePages:  1234 kB

@@ -41,7 +41,7 @@ def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
 
 
 def places_of(nvml: ModuleType, card: int) -> list[Place]:
-    """Return the slices of a card; may block as every call to the driver."""
+    """Return the slices of a GPU; may block, like every call to the driver."""
     return list(_slices_of(nvml, card))
 
 

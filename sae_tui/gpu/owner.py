@@ -24,7 +24,7 @@ def owner(pid: int) -> tuple[str | None, str | None]:
 
 
 def command_line(arguments: Iterable[str]) -> str:
-    """Return the arguments on one line without secrets, the program without its folder, shortened."""
+    """Return the command line without secrets and without the program's folder, cut to 200 characters."""
     program, *rest = (*arguments,) or ("",)
-    # Masked before it is cut, since a part of a secret is not recognised.
+    # Mask before cutting, since a partial secret is not recognised.
     return " ".join(masked_arguments([os.path.basename(program), *rest]))[:200]

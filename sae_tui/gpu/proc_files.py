@@ -1,7 +1,7 @@
-"""Reads files of a process in /proc with a limit to the wait.
+"""Reads files of a process in /proc with a time limit.
 
-The kernel locks the memory of a process while it reads its command line or its environment. A process that hangs in a
-driver may keep that lock for ever, and so the reader.
+The kernel locks the memory of a process while it reads its command line or environment. A process that hangs in a
+driver may hold that lock for ever and block the reader.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _guard = threading.Lock()
 
 
 def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
-    """Return the first 256 KiB of a file; raise `OSError` where it cannot be read, `TimeoutError` where that hangs.
+    """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, `TimeoutError` if the read hangs.
 
-    While a read of a file hangs no second one is begun, so that there is one thread for each such file at most.
+    While a read hangs, no second read of the same file starts, so there is at most one thread per file.
     """
     with _guard:
         is_new = path not in _under_way
@@ -47,7 +47,7 @@ def _read(path: Path, answer: Future[bytes]) -> None:
 
 
 def arguments_of(pid: int) -> list[str]:
-    """Return the command line of a process, or only its program's name (15 letters) where that cannot be read."""
+    """Return the command line of a process; if it cannot be read, the program's name (15 characters)."""
     folder = Path(f"/proc/{pid}")
     try:
         text = os.fsdecode(read_file(folder / "cmdline")).rstrip("\0")
@@ -55,5 +55,5 @@ def arguments_of(pid: int) -> list[str]:
         text = ""
     if not text:
         return [os.fsdecode((folder / "comm").read_bytes()).rstrip("\n")]
-    # A program that writes its own title separates the words of it by spaces.
+    # A program that sets its own title separates the words by spaces, not by NUL.
     return text.split("\0") if "\0" in text else text.split(" ")

@@ -206,12 +206,15 @@ class Surroundings:
     environment: tuple[tuple[str, str], ...] = ()
 
     def shown(self, *, whole: bool = False) -> tuple[tuple[str, str], ...]:
-        """Return the environment with the values that are known to be harmless, or with `whole` all of them."""
+        """Return the environment; unless `whole`, hide every value that is not known to be harmless."""
         return tuple((name, value if whole else _harmless(name, value)) for name, value in self.environment)
 
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read where a process works, which only its user and root may; secrets are hidden by `Surroundings.shown`."""
+    """Read folder, program and environment of a process, as only its user and root may.
+
+    `Surroundings.shown` hides secrets.
+    """
     if process.identity is None:
         return Surroundings()
     here = Path(f"/proc/{process.pid}")

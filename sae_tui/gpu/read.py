@@ -17,15 +17,15 @@ from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
-# The first probe after a loss comes so soon; each further one after twice the time, since each costs 0.3 s of a core.
+# Seconds from a loss to the first probe. The pause doubles after each probe, since one costs 0.3 s of a core.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
 
 
 def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
-    """Decode what the process printed, one GPU at a time.
+    """Decode the printed samples, one GPU at a time.
 
-    A GPU that cannot be decoded is left out, since it says nothing of the others.
+    A GPU that cannot be decoded is left out and does not hide the others.
     """
     samples = []
     for one in output:
@@ -35,10 +35,10 @@ def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
 
 
 class Probe:
-    """Asks, in a process of its own, whether GPUs that this process has lost can be read again, as after a reset.
+    """Checks in a separate process whether lost GPUs can be read again, as after a reset.
 
-    The driver would have to be opened again here too, which is not worth a gap in the past of the others, or a driver
-    that hangs, as long as nothing has changed.
+    Reopening the driver in this process interrupts the history of the other GPUs and may hang, so this happens only
+    after the probe has read a lost GPU.
     """
 
     def __init__(self, source_name: str) -> None:
@@ -47,7 +47,7 @@ class Probe:
         self._due = self._pause_s = 0.0
 
     def finds(self, lost: Collection[int], now: float) -> bool:
-        """Tell whether one of the GPUs of these indices can be read, as far as it is known now; never block."""
+        """Return whether the latest probe has read one of these lost GPUs; never block."""
         if not lost:
             self._due = 0.0
             return False
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    # The end of the line says that this is all: a process that hangs in the driver keeps the pipe open.
+    # The newline ends the answer, since a process that hangs in the driver keeps the pipe open.
     sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0

@@ -56,14 +56,14 @@ class Ring:
         self._readings: deque[Reading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
         self._uuid = ""
-        # Live readings since the GPU was exchanged, and since the start.
+        # Live readings of the present GPU, and of all GPUs since the start.
         self._n_live = self._n_appended = 0
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def append(self, sample: GpuSample) -> None:
-        """Add a sample; the first one of another GPU at this index clears the past of the one before."""
+        """Add a sample; the first sample of another GPU at this index clears the readings of the previous GPU."""
         with self._lock:
             if is_identified(sample):
                 if self._uuid not in ("", sample.uuid):
@@ -102,9 +102,10 @@ class Ring:
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def since(self, position: int | None, uuid: str) -> tuple[list[Reading], int]:
-        """Return the live readings since a position, oldest first, or all for None, and the position after them.
+        """Return the live readings after a position (None: all readings), oldest first, and the new position.
 
-        There are none where the GPU at this index is not `uuid`. Positions count readings: a clock may be set back.
+        Return no readings if the GPU at this index is not `uuid`. Positions count readings, since a clock may be set
+        back.
         """
         with self._lock:
             if self._uuid not in ("", uuid):

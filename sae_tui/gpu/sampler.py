@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
-# The least time between two openings of a driver that can be opened but does not know its GPUs.
+# Minimum time between two openings of a driver that opens but does not know its GPUs.
 _REOPEN_AFTER_S = 5.0
-# How long a reading in progress, and the closing of a driver, are waited for before it is opened again.
+# How long to wait for running reads, and for the driver to close, before reopening it.
 _CLOSE_LIMIT_S = 2.0
 SILENT_AFTER_S = 5.0
 # A card whose reading takes longer is not asked for what its driver remembers, which takes four calls more.
@@ -173,13 +173,13 @@ class Sampler:
             except Exception as error:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, Status.UNAVAILABLE
-            # Where something is broken, the GPUs are still there, though nothing can be read of them.
+            # With a broken driver the GPUs still exist, though they cannot be read.
             self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
     def _must_reopen(self) -> bool:
-        """Tell whether the driver forgot its GPUs or has others now, or answers for none of them any more."""
+        """Return whether the driver has lost its GPUs, has other GPUs now, or answers for none of them."""
         now = time.monotonic()
         if now - self._opened < _REOPEN_AFTER_S:
             return False
@@ -190,20 +190,20 @@ class Sampler:
             return now - self._opened >= REOPEN_EVERY_S
         if self.source.name not in VENDORS:
             return False
-        # As far as it could be read before; a reset of one GPU makes the others' driver no less good.
+        # Only GPUs that could be read before; a reset of one GPU does not affect the others.
         lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
         return self._probe.finds(lost, now)
 
     def _close(self) -> None:
-        """End the threads of the GPUs, as far as they answer, and close the driver, so that it can be opened again."""
-        # Copies, which none of the threads reads.
+        """End the GPU threads that still answer and close the driver, so that it can be reopened."""
+        # Copies are not read by any thread, so the old threads end.
         self._cards = tuple(replace(card) for card in self._cards)
         with self._changed:
             self._changed.notify_all()
         deadline = time.monotonic() + _CLOSE_LIMIT_S
         watchers, self._threads = self._threads[1:], self._threads[:1]
         self._threads += [thread for thread in watchers if not _join(thread, deadline)]
-        with contextlib.suppress(Exception):  # what matters is whether it can be opened
+        with contextlib.suppress(Exception):  # only the reopening matters
             on_thread(self.source.close).result(_CLOSE_LIMIT_S)
 
     def _watch(self, card: _Card) -> None:
@@ -218,7 +218,7 @@ class Sampler:
             try:
                 self._turn(card, due)
             except Exception as error:
-                # This thread must outlive whatever a driver answers.
+                # This thread must survive any answer of a driver.
                 card.sample, card.answered = _blank(card.sample, f"reading it failed: {error!r}"), time.monotonic()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
@@ -227,7 +227,7 @@ class Sampler:
             deadline = min(deadline, time.monotonic())
 
     def _turn(self, card: _Card, due: bool) -> None:
-        """Read a card once; with its processes if they are `due`."""
+        """Read a GPU once, with its processes if `due`."""
         index, begun = card.sample.index, time.monotonic()
         sample = self._read(card.sample, processes=due)
         if not self._is_current(card):
@@ -245,7 +245,7 @@ class Sampler:
         card.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, card: _Card) -> bool:
-        """Tell whether a card is still read: not once the sampler stops or the driver is opened again."""
+        """Return whether a card is still sampled; False once the sampler stops or the driver is reopened."""
         index = card.sample.index
         return not self._stopping and index < len(self._cards) and self._cards[index] is card
 
@@ -258,7 +258,7 @@ class Sampler:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
         failed = {**failed, **sample.failed}
-        # What is read with the processes only is kept until they are read again, unless this is another GPU.
+        # Values read only with the processes are kept until the next such read, unless this is another GPU.
         kept = last if last.uuid == sample.uuid else sample
         return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
@@ -293,7 +293,7 @@ class Sampler:
         return _blank(card.sample, f"has not answered for {now - card.answered:.0f} s")
 
     def _is_silent(self, card: _Card, now: float) -> bool:
-        """Tell whether a reading of a card, which answered until then, takes too long."""
+        """Return whether the present read of a GPU that answered before takes too long."""
         waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
         return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
@@ -304,7 +304,7 @@ class Sampler:
                 card.ring.append(sample)
 
     def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
-        """Return a card to be read; until then it is shown as it was before the driver was opened again."""
+        """Return a new card; until its first read it shows the state from before the driver was reopened."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _Card(old[index].sample, self.ring(index), time.monotonic())
@@ -319,8 +319,10 @@ class Sampler:
         return _Card(sample, card.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
-        """Return at the deadline, or at once when the sampler stops, the interval is changed, this card is looked at or
-        is no longer current."""
+        """Return at the deadline, or at once when the sampler stops, the interval changes or this card needs it.
+
+        A card needs it when the user opens its page, or when it is no longer current.
+        """
         interval, was = self._interval, self._looked_at
         with self._changed:
             self._changed.wait_for(

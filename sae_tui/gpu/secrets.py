@@ -1,4 +1,4 @@
-"""Masks secrets in command lines and in the variables of processes, which go to screens, browsers and other hosts."""
+"""Masks secrets in command lines and environment variables, which go to screens, browsers and other hosts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HARMLESS = re.compile(
     r"|MASTER_(ADDR|PORT)|HF_(HOME|HUB_OFFLINE|HUB_CACHE|DATASETS_CACHE)|TRANSFORMERS_(CACHE|OFFLINE)|TOKENIZERS_PARALLELISM"
     r"|WANDB_(MODE|PROJECT|DIR)|SAE_TUI_(DATA_DIR|JOB_ID)"
 )
-# Words of the name of an option or key, after which comes a secret.
+# Words in the name of an option or key whose value is a secret.
 _SECRET_WORD = re.compile(
     "key|token|secret|password|passwd|passphrase|pass|pwd|pw|pin|pat|credentials?|cookie|auth|authorization|bearer"
     "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
-# What services give out, by how it begins.
+# Prefixes of the tokens that services issue.
 _GIVEN_OUT = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
@@ -31,34 +31,34 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
 # Greedy, since a password may hold a slash, a space or an @.
 _IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
 _HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
-# A name and its value inside of a text, such as JSON, a query or a header.
+# A name and its value inside a text, such as JSON, a query or a header.
 _PAIR = re.compile(
     r"([\w.-]+)([\"']?\s*(?:=|:(?!//))\s*(?:(?:Bearer|Basic|Token)\s+)?)(\"[^\"]*\"?|'[^']*'?|[^\s&;,\"']+)"
 )
-# The same as it stands in a command of a shell, or in the title that a process gives itself.
+# The same in a shell command or in a process title.
 _OPTION = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)(\s+)(?!-)(\S+)")
 _BEHIND_P = re.compile(r"\b((?:mysql|mysqldump|mariadb|sshpass)\b[^|;&]*?\s-p)(?=\S)[^\s;&|]+")
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]+")
-# Programs that take a password, or a name with its password, after one letter.
+# Programs with a one-letter option for a password, or for a user name and password.
 _SHORT = {"mysql": "-p", "mysqldump": "-p", "mariadb": "-p", "sshpass": "-p", "smbclient": "-U", "curl": "-u"}
-# MySQL takes it only right behind the letter: what follows a lone -p is a database.
+# Not MySQL, which takes a password only directly after -p: the word after a separate -p is a database.
 _ALONE = ("sshpass", "smbclient", "curl")
-# Longer arguments are cut: a search in them would take seconds.
+# Longer arguments are cut, since searching them would take seconds.
 _LONGEST = 4096
 
 
 def is_secret_name(name: str) -> bool:
-    """Tell whether an option, key or variable is called like one whose value is a secret."""
+    """Return whether the name of an option, key or variable suggests a secret value."""
     return any(_SECRET_WORD.fullmatch(word.lower()) for word in _WORD.findall(name))
 
 
 def is_harmless(name: str) -> bool:
-    """Tell whether the value of a variable may be shown."""
+    """Return whether the value of a variable may be shown."""
     return bool(_HARMLESS.fullmatch(name)) and (name in ("PWD", "OLDPWD") or not is_secret_name(name))
 
 
 def masked(text: str) -> str:
-    """Return a text without what looks like a secret in it, cut to a length at which that takes a moment."""
+    """Mask everything in a text that looks like a secret; cut long texts, so that this stays fast."""
     text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
@@ -71,7 +71,7 @@ def masked(text: str) -> str:
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Return a command line without its secrets, by the names of options and by what secrets look like."""
+    """Mask the secrets in a command line, by the names of options and the form of tokens."""
     program, *rest = (*arguments,) or ("",)
     base = program.rpartition("/")[2]
     short, shown, hides = _SHORT.get(base, ""), [masked(program)], False

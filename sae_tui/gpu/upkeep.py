@@ -24,8 +24,8 @@ SLACK, SLACK_PAGES = 0.1, 1000
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
-# Seconds. By how much a clock jumps, and for how long that is not believed; how long a time without rows looks like a
-# jump, and how much must be stored after one.
+# Seconds. The smallest jump of the clock, and for how long a jump is doubted; the gap without rows that looks like a
+# jump, and how much must be stored after it.
 JUMP_S, DOUBTED_S = 120.0, 86_400.0
 UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
@@ -48,7 +48,7 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
-        # Wall clock and time since the boot, when they last agreed.
+        # Wall clock and time since boot when they last agreed.
         self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
@@ -89,10 +89,10 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the time to count ages from: where the clock has jumped ahead, the time that it would be without that.
+        """Return the time from which ages are counted; if the clock has jumped ahead, the time without that jump.
 
-        While this process runs, the time since the boot shows a jump; it is believed after a day. A jump before that
-        looks like hours in which nothing was stored: it is believed once half an hour is stored after it.
+        While this process runs, the time since boot reveals a jump; the new time is accepted after a day. An earlier
+        jump looks like hours without stored rows; the new time is accepted once half an hour is stored after it.
         """
         boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         wall, at = self._clocks or (now, boot)

@@ -64,7 +64,7 @@ def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return `GPUs 0, 2-7`."""
+    """Write GPU numbers as `GPUs 0, 2-7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and parts[-1][-1] == number - 1:

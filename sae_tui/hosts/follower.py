@@ -19,7 +19,7 @@ from trainer.contract.printable import printable
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # A connection that held for so long was a good one.
 _STEADY_S = 30.0
-# The other side writes every second. A host that is silent for longer is shown as such, then connected again; the
+# The other side writes every second. A host that is silent for longer is shown as silent, then connected again. The
 # greeting may take longer, since a login may.
 SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # What a login script may print before the greeting.
@@ -76,7 +76,7 @@ class HostFollower:
         self._argv = argv
         self._on_change = on_change
         self._rings: dict[int, Ring] = {}
-        # When the link last had a message, or was begun, as a monotonic time and one of the day.
+        # When the link last received a message, or was started: monotonic time and wall-clock time.
         self._heard = (0.0, 0.0)
         self._silence: Cause | None = None
         self._stopped = threading.Event()
@@ -135,9 +135,9 @@ class HostFollower:
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Show a host that has said nothing for seconds as silent, and end a connection that is silent for longer.
+        """Mark a host without messages for 5 s as silent, and end a connection that is silent for longer.
 
-        What ssh itself notices is a line that is cut, not a host that hangs behind one that is not.
+        ssh notices a broken connection, but not a host that hangs behind a working one.
         """
         monotonic, heard = self._heard
         silent_s = time.monotonic() - monotonic
@@ -158,7 +158,7 @@ class HostFollower:
             case Gpus():
                 self._take_gpus(message)
             case Jobs():
-                # Each once: a host that is not to be trusted may send one id several times.
+                # Keep each id once, since an untrusted host may send an id several times.
                 jobs = tuple({job.id: job.view(self.view.name) for job in message.jobs}.values())
                 now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
                 if any(getattr(self.view, name) != value for name, value in now.items()):

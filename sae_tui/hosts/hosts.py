@@ -64,7 +64,7 @@ class Hosts:
 
         `gpus` are those of that host, as `--gpus` takes them: `auto:2`, `0,1` or `cpu`.
         """
-        # What is in the form was allowed by who filled it; older hosts do not know the flag.
+        # The user has allowed the code in the form. Send the flag only if needed, since older hosts do not know it.
         allows = [FLAG] if any(code_in(table_of(job_file))) else []
         words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

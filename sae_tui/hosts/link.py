@@ -46,7 +46,10 @@ class Link:
     """
 
     def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
-        """Start it; raise `OSError` where it cannot be. `on_wait` is called twice a second or more while it is read."""
+        """Start the process; raise `OSError` if it cannot start.
+
+        `on_wait` is called at least twice a second while the link is read.
+        """
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
         self._allowance = Allowance()

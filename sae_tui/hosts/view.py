@@ -11,7 +11,7 @@ from sae_tui.jobs.view.reader import JobView
 
 
 class Stage(StrEnum):
-    """How the connection stands; SILENT is connected and says nothing, CUT has been connected, FAILED has not."""
+    """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: never was."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
@@ -21,10 +21,10 @@ class Stage(StrEnum):
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host with its GPUs and jobs as last told; `sentence` follows its name and says why it is not connected.
+    """A host with its last reported GPUs and jobs; `sentence` follows its name and says why it is not connected.
 
-    `since`, in seconds since the epoch, is when the stage began; of SILENT, when the host was last heard of.
-    `problem` and `jobs_problem` are what the host itself says of its GPUs and jobs.
+    `since` (seconds since the epoch) is when the stage began; for SILENT, when the last message came. `problem` and
+    `jobs_problem` are the host's own reports about its GPUs and jobs.
     """
 
     name: str

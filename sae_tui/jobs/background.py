@@ -14,8 +14,8 @@ from trainer.contract.process import take_back_signals
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     """Fork; return in the first process 0 once `begin` has succeeded in the second, 1 if it could not.
 
-    The second process does what `begin` returns and ends; it never returns. Its errors are written to stderr, and it
-    then exits with 1.
+    The second process calls what `begin` returned and exits; it never returns. It writes an error to stderr and then
+    exits with 1.
     """
     take_back_signals()
     reading, writing = os.pipe()

@@ -240,6 +240,6 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
 
 
 def _if_elsewhere(data: DataDir, job: Job) -> str:
-    """Return a clause for a job that only another host can start or end; "" for a job that is here."""
+    """Return a clause for a job that only another host can start or end; "" for a job of this machine."""
     why = elsewhere(data, job)
     return f", once {job.host} has seen the request; {why}" if why else ""

@@ -95,7 +95,7 @@ def left_behind(data: DataDir) -> list[int]:
 
 
 def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
-    """Return whether an evaluation on this machine has ended; one of another container has when its lock is free."""
+    """Return whether an evaluation on this machine has ended; in another container, whether its lock is free."""
     if going.process.is_elsewhere:
         return not _is_going(entry, going) and is_held(data.run(going.job_id).evaluation_lock) is False
     return _is_here(going) and not going.process.is_alive()
@@ -121,7 +121,7 @@ def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _is_here(going: Going) -> bool:
-    """Return whether the process of an evaluation is on this machine, whatever its name, and in this PID namespace."""
+    """Return whether the process is on this machine: same boot, or same host name and PID namespace."""
     is_of_this_boot = going.process.boot_id == boot_id()
     return is_of_this_boot or (going.host == socket.gethostname() and not going.process.is_elsewhere)
 

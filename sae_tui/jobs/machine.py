@@ -1,7 +1,7 @@
-"""Tells which machine a job is on.
+"""Determines which machine a job is on.
 
-The machine counts, not its name: a laptop gets another name, a container is made again on the same volume, and two
-hosts that share a data folder may have the same name.
+Host names do not identify machines: a laptop gets another name, a container is created again on the same volume, and
+two hosts that share a data folder may have the same name.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def this_machine() -> dict[str, Any]:
 
 
 def is_here(job: Job) -> bool:
-    """Tell whether a job is on this machine, whatever name the machine had then.
+    """Return whether a job is on this machine, under any host name.
 
-    Within one boot that is certain. After a restart the name decides, unless the machine's id shows that another
-    machine has the same name. An equal id alone proves nothing: machines made from one image share it.
+    Within one boot the boot id decides. After a restart the name decides, unless the machine id shows that another
+    machine has the same name. Equal machine ids prove nothing: machines made from one image share them.
     """
     if is_of_this_boot(job.boot_id or ""):
         return True
@@ -44,10 +44,10 @@ def is_here(job: Job) -> bool:
 
 
 class Silence(NamedTuple):
-    """What this machine can tell of a job on another one."""
+    """What this machine knows of a job on another machine."""
 
     is_held: bool | None  # whether a process of the run is known to hold its lock
-    age_s: float  # since its files last changed; infinite where there are none
+    age_s: float  # since its files last changed; infinite without files
     is_local: bool = False  # whether its files are on a disk of this machine, which no other host can share
 
     @property
@@ -61,7 +61,7 @@ class Silence(NamedTuple):
 
     @property
     def words(self) -> str:
-        """Write it as `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
+        """Describe it as `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
         if self.is_held:
             return "is alive"
         if math.isinf(self.age_s):
@@ -71,7 +71,7 @@ class Silence(NamedTuple):
 
 
 def silence(data: DataDir, job: Job) -> Silence:
-    """Return how long nothing has been heard of a job that is on another machine; this starts a process (2 ms)."""
+    """Return for how long a job on another machine has been silent, by its lock and the times of its files."""
     paths = data.run(job.id)
     signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
     newest = -math.inf
@@ -82,7 +82,7 @@ def silence(data: DataDir, job: Job) -> Silence:
 
 
 def elsewhere(data: DataDir, job: Job) -> str:
-    """Return what to know of an active job on another machine; "" for any other job.
+    """Describe the state of an active job on another machine; return "" for any other job.
 
     `its host gpu7 has not been heard of for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
     """
@@ -90,7 +90,7 @@ def elsewhere(data: DataDir, job: Job) -> str:
         return ""
     heard = silence(data, job)
     if math.isinf(heard.age_s):
-        # Nothing of it is there that could have changed.
+        # The job has no files whose times could be a sign of life.
         return ""
     # Imported only here: a waiting supervisor does not need it.
     import shlex
@@ -100,6 +100,6 @@ def elsewhere(data: DataDir, job: Job) -> str:
 
 
 def refuse_if_silent(data: DataDir, job: Job) -> None:
-    """Raise `UserError` for an active job on a machine that has been silent for so long that nothing would happen."""
+    """Raise `UserError` for an active job on a machine that has been silent too long to act on a request."""
     if (why := elsewhere(data, job)) and silence(data, job).is_long:
         raise UserError(f"job {job.id} is not here, and nothing was done: {why}")

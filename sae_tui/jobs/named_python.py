@@ -60,7 +60,7 @@ def refuse(python: str | None) -> None:
 def refusal(python: str, *, whole_packages: bool = False) -> str:
     """Explain why a Python cannot or may not be run, with what to do; return "" where it can.
 
-    With `whole_packages` looks into each package as well: 15,000 files take 0.1 s here, and longer over a network.
+    With `whole_packages`, check every file of every package too: 15,000 files take 0.1 s, longer over a network.
     """
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
@@ -154,10 +154,10 @@ def _of_prefix(prefix: Path, *, packages: bool, deep: bool) -> Iterator[str]:
 
 
 def _inside(folder: Path) -> Iterator[str]:
-    """Judge each file and folder in a folder, whatever its depth."""
+    """Judge each file and folder in a folder, at any depth."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            # That of a link says nothing, and where it leads is judged by its own place.
+            # The mode of a link means nothing; its target is judged in its own place.
             if not entry.is_symlink():
                 yield _of_folder(distrust_of_entry(Path(entry.path), entry.stat(follow_symlinks=False)))
                 if entry.is_dir():
@@ -165,7 +165,7 @@ def _inside(folder: Path) -> Iterator[str]:
 
 
 def _of_folder(why: str) -> str:
-    # Who made one package so has made them all so.
+    # If one package has such a mode, the others usually have it too.
     return why.replace("`chmod go-w` it", "`chmod -R go-w` the folder that it is in")
 
 

@@ -39,8 +39,7 @@ ORPHANS_S = 60.0
 def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
     """Correct the rows of jobs whose supervisor is gone; return the ids of those whose state changed.
 
-    Jobs in line stay there: `revive` is called where one of them has no supervisor. Cheap where there is nothing to
-    correct.
+    Queued jobs stay queued; `revive` is called if one of them has no supervisor. Cheap if nothing has to be corrected.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -67,10 +66,10 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
 
 
 def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
-    """End the jobs of another host that is gone for good, and yield a sentence for each job of it.
+    """End the jobs of another host that is gone for good, and yield a sentence for each.
 
-    Without `host` end only jobs that cannot live anywhere, and name the hosts that have long been silent. Raise
-    `UserError` where `host` has no job that could be ended. A job of which something was heard of late is left alone.
+    Without `host`, end only jobs that cannot be alive anywhere, and name the hosts that have long been silent. Leave
+    jobs alone that gave a recent sign of life. Raise `UserError` if `host` has no job to end.
     """
     control = Control(data.control_db)
     try:
@@ -129,19 +128,19 @@ def is_supervised(data: DataDir, job: Job) -> bool:
 
 
 def has_lost_its_place(data: DataDir, job: Job) -> bool:
-    """Tell whether a job of this user is in line on this machine, but has no supervisor that would start it."""
+    """Return whether a queued job of this user on this machine has no supervisor."""
     return _can_go_on(data, job) and _is_mine(data, job) and _is_orphaned(data, job)
 
 
 def _is_mine(data: DataDir, job: Job) -> bool:
-    """Tell whether a job is this user's: a command of another member of the group must not run it as its own."""
+    """Return whether this user owns a job: a command of another group member must not run it as its own."""
     with contextlib.suppress(OSError):
         return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
     return False
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Tell whether a new supervisor could take over a job: it waits in line, and its files are there."""
+    """Return whether a new supervisor can take over a job: it is queued and its files exist."""
     paths = data.run(job.id)
     return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
 
@@ -207,9 +206,9 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Let orphaned ranks save for a minute, counted from the event that says so, then kill them.
 
-    The minute starts anew where the clock has been set back since, and a jump ahead does not count. Others may write
-    rows too: only a process that holds the run's lock is killed or, where that cannot be determined, one that was
-    started as a rank of that attempt.
+    The minute starts again if the clock was set back, and a jump ahead does not count. Other users may write rows too,
+    so kill only a process that holds the run's lock or, if that is unknown, one that was started as a rank of that
+    attempt.
     """
     clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
@@ -218,7 +217,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
-        with contextlib.suppress(OSError):  # without it, jumps count
+        with contextlib.suppress(OSError):  # without the file, jumps of the clock count
             write_json(clock_file, _wall_at_boot())
     elif time.time() - since - max(0.0, _wall_at_boot() - (read_json(clock_file, float) or math.inf)) > ORPHANS_S:
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
@@ -230,7 +229,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
 
 
 def _wall_at_boot() -> float:
-    """Return the time at which the machine started by the clock as it is now: it changes by what the clock jumps."""
+    """Return the boot time by the present clock; it changes only when the clock jumps."""
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

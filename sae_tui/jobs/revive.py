@@ -1,7 +1,7 @@
-"""Starts supervisors again for jobs in line that have lost theirs, as after a restart of the machine.
+"""Restarts the supervisors that queued jobs have lost, as after a restart of the machine.
 
-`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one after the other, in the order of the
-line, so that a command need not wait for them.
+`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one after the other, in queue order, so
+that a command need not wait for them.
 """
 
 from __future__ import annotations
@@ -33,28 +33,29 @@ _again_at = 0.0
 
 
 def reconcile_and_revive(data: DataDir) -> list[int]:
-    """Correct the rows of jobs whose supervisor is gone, and start supervisors again for those in line.
+    """Correct the rows of jobs whose supervisor is gone, and restart the supervisors of queued jobs.
 
-    Return the ids of the jobs whose state changed. A supervisor must not call this: it would end what it starts.
+    Return the ids of the jobs whose state changed. A supervisor must not call this, since it would end the new
+    processes.
     """
     return reconcile(data, revive)
 
 
 def revive(data: DataDir) -> None:
-    """Start in the background the supervisors that are missing; at most once a minute for each process."""
+    """Start the missing supervisors in the background, at most once a minute per process."""
     global _again_at
     if time.monotonic() < _again_at:
         return
     _again_at = time.monotonic() + AGAIN_S
-    # It will be tried again by the next command; the log has the reason.
+    # The next command tries again; the log has the reason.
     with contextlib.suppress(UserError):
         detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
 
 
 def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.start) -> list[int]:
-    """Start the missing supervisors of this user's jobs in line, in their order; return the ids of those that came up.
+    """Start the missing supervisors of this user's queued jobs in queue order; return the ids of the jobs that got one.
 
-    One process of a host at a time does it.
+    Only one process per host does this at a time.
     """
     if not data.control_db.exists():
         return []

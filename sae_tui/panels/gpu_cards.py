@@ -68,7 +68,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 
 
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
-    """Return all figures in a line, with a history where there is room left."""
+    """Return all figures on one line, with a history if there is room."""
     sample = row.sample
     figures: Line = (
         (fit(percent(sample.utilization), 5, right=True) if util else " mem ", "text" if util else "label"),

@@ -48,7 +48,7 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
     has the card, or if that is said, the processes on it.
     """
     sample = row.sample
-    # The figures need 30 cells, before which the name gives way.
+    # The figures need 30 cells; the name gets what is left.
     name_width = max(3, min(13, width - 30))
     head: Line = (
         (fit(f"{sample.index}", 2, right=True), f"title{row.mark}"),
@@ -113,7 +113,7 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
     power = 7 if width >= 60 else 0
     if width < 70:
         return 0, power, (max(0, width - 43 - power), 0), 0
-    # A narrow terminal has room for histories, which tell more, instead of bars and most of who has the card.
+    # On a narrow terminal, histories say more than bars and the full name of the user.
     least = 24 if width >= 100 else 13 if width >= 90 else 10
     bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6 if width >= 90 else 0
     left = width - 43 - power - 2 * (bars + bool(bars))

@@ -192,7 +192,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return the sensors that fail or answer what cannot be, each once."""
+    """Return each sensor that fails or returns an impossible value once."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]

@@ -27,7 +27,7 @@ class GpuRow:
 
     @property
     def fault(self) -> Span:
-        """Why it cannot be read, and since when if it could be before, with the style for it."""
+        """Why the GPU cannot be read, since when if it could be read before, and the style."""
         sample = self.sample
         if sample.withheld:
             return f"– {sample.reason}", "dim"
@@ -41,7 +41,7 @@ class GpuRow:
 
 
 def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
-    """Return the rows with one, at the end, for all GPUs that only others may use."""
+    """Return the rows; GPUs that only other users may use share one row at the end."""
     withheld = [row for row in rows if row.sample.withheld]
     if len(withheld) < 2:
         return list(rows)

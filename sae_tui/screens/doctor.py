@@ -142,7 +142,7 @@ def _in_full(finding: Finding, width: int) -> list[Line]:
 
 
 def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield what is found, and at the end what kept the rest from being found."""
+    """Yield the findings; if the examination fails, yield the error as the last one."""
     try:
         yield from examine()
     except Exception as error:

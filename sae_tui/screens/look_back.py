@@ -46,7 +46,7 @@ class LookBack(Generic[T]):
         self._place = 0  # in `SPANS_S`, counted from 1; 0 is the newest intervals
         self._due = 0.0  # when to read next
         self._found: dict[tuple[str, float], T] = {}
-        # Reads that have not ended: one that hangs, as its disk does, is not joined by another of the same.
+        # Running reads. While a read hangs with its disk, the same read is not started again.
         self._under_way: set[tuple[str, float]] = set()
 
     @property
@@ -77,7 +77,7 @@ class LookBack(Generic[T]):
         return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
-        # Here, since a worker may be cancelled before its thread begins.
+        # Added here, not by the caller, since a worker may be cancelled before its thread starts.
         self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)

@@ -33,7 +33,7 @@ _JOB = "job"  # what a rank is offered before any signal
 
 
 class ProcessPage(Reading):
-    """A process in full; values of its variables that may be secrets are shown by a key, where `may_show`."""
+    """The full page of a process; if `may_show`, a key shows values that may be secret."""
 
     BINDINGS = [
         Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
@@ -56,7 +56,7 @@ class ProcessPage(Reading):
         self.draw_again()
 
     def hide_values(self) -> None:
-        """Hide the values again that may be secrets."""
+        """Hide values that may be secret."""
         if self.shows_all:
             self.action_show_values()
 
@@ -124,7 +124,7 @@ class ProcessList(Filtered):
         is_new = (cards, pids) != (self._cards, self._pids)
         self._cards, self._pids = cards, pids
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # One that hangs, as a process can make it that hangs itself, is not joined by others.
+        # A hung process can make the read hang too; no second read starts then.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), {index: self.session.monitor.sm_percents(index) for index in cards})
@@ -165,7 +165,7 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return for how long the system has not answered, where that is long, and the list so old; else ""."""
+        """Return how old the list is if the system has not answered for long; "" otherwise."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""

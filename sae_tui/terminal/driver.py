@@ -1,6 +1,6 @@
 """The terminal driver of Textual, which restores the terminal only once all output of the app is written.
 
-While it has the terminal, nothing else writes there: standard error leads to a log.
+While the app has the terminal, nothing else writes there: standard error goes to a log.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from textual.drivers.linux_driver import LinuxDriver
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 from trainer.contract.paths import open_private
 
-# The input thread of the driver makes its own parser and decoder, by the names that its module has for them.
+# Textual's input thread takes the classes of its parser and decoder from these names of its module.
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2
-# The log starts again when it has this size, which is looked at each time that so much was drawn.
+# Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
 
 class StderrAside:
-    """Standard error as it was, to draw on, while descriptor 2 leads to a log.
+    """The original standard error, on which the app draws, while descriptor 2 goes to a log.
 
-    Libraries such as NVML and the C library write there without asking Python, over what is drawn.
+    Libraries such as NVML and the C library write to descriptor 2 directly, which would spoil the screen.
     """
 
     def __init__(self, log: Path | None) -> None:
-        """Lead descriptor 2 to this file, or nowhere where that is None or cannot be written."""
+        """Redirect descriptor 2 to this file, or to /dev/null if it is None or cannot be written."""
         before = sys.__stderr__
         assert before is not None
         self.screen = open(  # noqa: SIM115
@@ -52,13 +52,13 @@ class StderrAside:
         os.close(sink)
 
     def keep_short(self) -> None:
-        """Empty the log where it has grown too large, as by a driver that complains all day."""
+        """Empty the log if it has grown too large, as with a driver that complains all day."""
         with contextlib.suppress(OSError):
             if os.fstat(_STDERR).st_size > _MOST_LOGGED:
                 os.ftruncate(_STDERR, 0)
 
     def end(self) -> None:
-        """Lead descriptor 2 back."""
+        """Restore descriptor 2."""
         os.dup2(self.screen.fileno(), _STDERR)
         with contextlib.suppress(OSError):  # the terminal is gone
             self.screen.close()
@@ -92,7 +92,7 @@ class TerminalDriver(LinuxDriver):
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
             self._file = self._aside.screen
-        elif os.isatty(1):  # standard error was sent elsewhere by the user
+        elif os.isatty(1):  # the user has redirected standard error
             self._file = sys.__stdout__
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()

@@ -1,8 +1,8 @@
-"""What the terminal sends, made into messages: which keys arrived together, and pasted text however it was cut.
+"""Turns terminal input into messages: which keys arrived together, and pasted text in any number of pieces.
 
-A terminal sends any bytes: letters of another encoding, reports of the mouse in a form that a program before this one
-asked for, answers to questions that it asked. Textual 8.2 ends at the first byte that is not UTF-8 and at some
-sequences, and takes the characters of a sequence that it does not know for keys.
+A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
+queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and reads an unknown sequence as
+keys.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ FEWEST_PASTED = 4
 # A paste of which nothing more comes for this time is taken for complete.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape and a key that came in one read, and not what terminals send for one key: alt with backspace, tab, b and f, by
-# which text fields move and delete.
+# Escape and a key in one read, except what terminals send for one key: alt with backspace, tab, b and f, which move and
+# delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
-# A whole sequence, by ECMA-48: those of keys, of the mouse and of answers. In this order: function keys of the Linux
-# console, the old report of the mouse (see `TerminalDecoder`), shifted keys of rxvt, which have no last letter, any
-# other; keys of the keypad; strings up to their end or to what breaks them off; a string's end without a string.
+# A complete ECMA-48 sequence: keys, mouse reports and replies. In this order: function keys of the Linux console; the
+# old mouse report (see `TerminalDecoder`); shifted keys of rxvt, which have no final letter; any other; keypad keys;
+# strings up to their terminator or to what interrupts them; a terminator without a string.
 _SEQUENCE = re.compile(
     r"(\x1b\[(?:\[(?:[A-E]|(?=[^A-E]))|M(?: {3}| {0,2}(?=[^ ]))|\d+\$(?![@-~])|(?![M\[])[ -?]*(?:[@-~]|(?=[^ -~])))"
     r"|\x1bO(?:[ -~]|(?=[^ -~]))"
     r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
     r"|\x1b\\)"
 )
-# The first part of a sequence, or of the marker before a paste, whose rest may be on its way.
+# An incomplete sequence or paste marker; the rest may still arrive.
 _BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
-# Textual knows these next to the sequences of keys.
+# Sequences other than keys that Textual handles.
 _KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
-# A string that a terminal sends unasked is waited for up to this many characters.
+# The parser waits for the end of an unrequested string up to this many characters.
 _LONGEST_STRING = 1024
-# No screen has more cells in a line, nor lines; a mouse in pixels is below 2^16.
+# No screen has more columns or lines; a mouse position in pixels is below 2^16.
 _MOST_CELLS, _MOST_PIXELS = 2000, 65535
 _OLD_REPORT = b"\x1b[M"
 
@@ -65,20 +65,20 @@ class Packet(events.Event, bubble=False):
 
 
 class TerminalDecoder:
-    """Decodes what a terminal sends: UTF-8, with U+FFFD for any other byte.
+    """Decodes terminal input: UTF-8, with U+FFFD for any other byte.
 
-    An old report of the mouse has three bytes that are no text, from 32 to 255: the button, the column and the line.
-    They become spaces, by which the report stays one of three characters.
+    An old mouse report has three bytes that are not text, from 32 to 255: button, column and line. They become spaces,
+    so that the report stays three characters long.
     """
 
     def __init__(self) -> None:
         self._decode = getincrementaldecoder("utf-8")("replace").decode
-        # The end of what was read that may begin a report; how many of a report's bytes are still to come.
+        # The trailing bytes that may begin a report, and how many bytes of a report are still missing.
         self._begun, self._n_left = b"", 0
         self._read_at = 0.0
 
     def decode(self, data: bytes, final: bool = False) -> str:
-        """Return the text of these bytes, as far as its characters are complete."""
+        """Return the text of these bytes, up to the last complete character."""
         now, before = time.monotonic(), self._read_at
         if now - before > constants.ESCAPE_DELAY:
             self._begun, self._n_left = b"", 0
@@ -135,16 +135,16 @@ class PacketParser(XTermParser):
             yield from super().feed(pending)  # alt and a key that also begins sequences
 
     def parse_mouse_code(self, code: str) -> Message | None:
-        """Return what a report of the mouse says; None for one of a place that no screen has."""
+        """Return the event of a mouse report; None if its position is on no screen."""
         if any(int(number) > _MOST_PIXELS for number in re.findall(r"\d+", code)):
             return None
         try:
             return super().parse_mouse_code(code)
-        except ZeroDivisionError:  # a terminal that says its size as 0 pixels
+        except ZeroDivisionError:  # a terminal that reports its size as 0 pixels
             return None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
-        """Return the keys that a sequence stands for; none where it has numbers that are no characters."""
+        """Return the keys of a sequence; none if its numbers are not characters."""
         try:
             keys = list(super()._sequence_to_key_events(sequence, alt))
             for key in keys:
@@ -167,14 +167,14 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 begun = _BEGUN.search(keys)
                 if begun and (begun[0] != _ESC or not marker):
-                    # Before a marker, what has begun has no end.
+                    # A sequence that is incomplete before a marker stays incomplete.
                     keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)
             data = rest
 
     def _keys(self, data: str) -> Iterator[Message]:
-        """Yield what these characters stand for, without the sequences that nothing here knows."""
+        """Yield the events of these characters; drop unknown sequences."""
         parts = _SEQUENCE.split(data)
         for text, sequence in zip(parts[::2], [*parts[1::2], ""], strict=True):
             yield from self._typed(text)

@@ -85,19 +85,19 @@ def _sign(char: str, letters: bool) -> str:
     return char if letters and char.isalnum() else "?" * cell_len(char)
 
 
-# Terminals that have no colours, by the beginnings of their TERMs.
+# Terminals without colours, by the beginning of TERM.
 _COLOURLESS_TERMS = ("dumb", "vt")
-# From how far apart, of 1, a background stands out of that of the app, and a text hardly does.
+# On a scale of 1: a background that differs more from the app's stands out; text that differs less from it is faint.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 
 def is_colourless(environ: Mapping[str, str]) -> bool:
-    """Tell whether to send no colours: NO_COLOR asks for that, or the terminal has none."""
+    """Return whether to send no colours: NO_COLOR is set, or the terminal has none."""
     return "NO_COLOR" in environ or environ.get("TERM", "").lower().startswith(_COLOURLESS_TERMS)
 
 
 class Colourless(LineFilter):
-    """Sends no colours at all: what has a background that stands out is reversed, faint text is dim."""
+    """Sends no colours: text on a background that stands out is reversed, faint text is dim."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [

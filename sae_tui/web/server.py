@@ -60,7 +60,7 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
 
     `tell` is called with the port and the address once it can be reached, `warn` with why a look has ended badly.
     """
-    # What a stranger sends is no news, and its bytes are not for this terminal.
+    # Requests of strangers are not logged, since their bytes must not reach this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
     asyncio.get_running_loop().set_exception_handler(_Complaints(warn))
     looks, listening = Looks(argv, warn), _listen(port)
@@ -149,7 +149,7 @@ class Looks:
         return response
 
     async def close(self) -> None:
-        """End every look, and answer every later request as one of a stranger."""
+        """End all sessions, and refuse every later request."""
         self._closed = True
         await asyncio.gather(*(look.close() for look in self._open))
 
@@ -280,7 +280,7 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._hanging_up: asyncio.TimerHandle | None = None
-        assert self._manager is not None  # until it is lost
+        assert self._manager is not None  # None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
             # Refused before aiohttp starts a task for it, which would fail as soon as the connection is gone.
             transport.abort()  # type: ignore[attr-defined]
@@ -307,9 +307,9 @@ class _Connection(web.RequestHandler):
 
 
 class _Complaints:
-    """Passes on what asyncio has to say of this program, each sentence once, and nothing of connections.
+    """Passes on asyncio's messages, each once, except those about connections.
 
-    A stranger could otherwise fill the terminal or the log of whoever serves.
+    Otherwise a stranger could fill the terminal or the log of the server.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ class Page(LineView, can_focus=True):
         self.draw_again()
 
     def draw_again(self) -> None:
-        """Make the lines again, since what they are made of has changed."""
+        """Build the lines again after their content has changed."""
         # A column is left for the bar that comes where there are more lines than rows.
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
@@ -57,8 +57,8 @@ class Reading(Dialog[None]):
         yield box
 
     def hide_values(self) -> None:
-        """Hide what is not to be in a picture; most texts have nothing of that kind."""
+        """Hide what must not appear in a screenshot; most texts have nothing to hide."""
 
     def draw_again(self) -> None:
-        """Make the lines again, since what they are made of has changed."""
+        """Build the lines again after their content has changed."""
         self.query_one(Page).draw_again()

@@ -26,7 +26,7 @@ def test_the_command_gets_the_alert_as_json_and_no_shell_sees_its_words(tmp_path
     assert session != os.getsid(0)
 
 
-def test_the_command_runs_though_the_disk_is_full(tmp_path, monkeypatch):
+def test_the_command_runs_even_if_the_disk_is_full(tmp_path, monkeypatch):
     file = tmp_path / "seen"
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     run_hook([sys.executable, "-c", KEEP, str(file)], {"words": "the disk is full"})

@@ -44,11 +44,11 @@ def test_without_a_time_it_changes_at_once():
 
 
 @pytest.mark.parametrize("away_s", [31, 300, 1700])
-def test_one_that_comes_and_goes_is_over_only_after_an_hour_without_it(away_s):
+def test_a_flapping_alert_ends_only_after_an_hour_in_the_good_state(away_s):
     state = Hysteresis(RULE)
     values = [(now, BAD if now % (away_s + 20) < 20 else GOOD) for now in range(24 * 3600)]
-    told = [now for now, value in values if state.changes(value, now)]
-    assert len(told) == 5
+    changed_at = [now for now, value in values if state.changes(value, now)]
+    assert len(changed_at) == 5
     assert state.flaps
     begun = values[-1][0]
     quiet = [now for now in range(begun, begun + 2 * 3600) if state.changes(GOOD, now)]
@@ -56,7 +56,7 @@ def test_one_that_comes_and_goes_is_over_only_after_an_hour_without_it(away_s):
     assert CALM_S - away_s <= quiet[0] - begun <= CALM_S
 
 
-def test_one_that_comes_back_after_more_than_half_an_hour_does_not_flap():
+def test_an_alert_that_returns_after_more_than_half_an_hour_does_not_flap():
     state = Hysteresis(RULE)
-    told = [now for now in range(24 * 3600) if state.changes(BAD if now % 2400 < 60 else GOOD, now)]
-    assert len(told) == 2 * 36
+    changed_at = [now for now in range(24 * 3600) if state.changes(BAD if now % 2400 < 60 else GOOD, now)]
+    assert len(changed_at) == 2 * 36

@@ -168,12 +168,12 @@ def test_an_alert_of_a_card_that_is_taken_away_is_over():
 
 
 def lost(*indices: int, of: int = 64) -> Look:
-    """Return a look at cards of which these are lost."""
+    """Return readings with these GPUs lost."""
     fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
     return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
 
 
-def test_cards_that_are_lost_together_are_one_alert_and_come_back_as_one():
+def test_gpus_that_are_lost_together_begin_and_end_as_one_alert():
     days = Days()
     said = days.last(5, lost()) + days.last(60, lost(*range(64)))
     assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
@@ -182,7 +182,7 @@ def test_cards_that_are_lost_together_are_one_alert_and_come_back_as_one():
     assert days.alerts.active == ()
 
 
-def test_cards_that_are_lost_one_after_the_other_are_told_every_few_seconds():
+def test_gpus_lost_one_after_another_are_reported_every_few_seconds():
     days, said = Days(), []
     for n_lost in range(1, 65):
         said += days.last(1, lost(*range(n_lost)))
@@ -193,7 +193,7 @@ def test_cards_that_are_lost_one_after_the_other_are_told_every_few_seconds():
     assert len(days.alerts.active) == 64
 
 
-def test_a_script_learns_how_many_cards_an_alert_stands_for():
+def test_the_message_to_a_script_has_the_number_of_gpus():
     days = Days()
     days.last(15, lost(1, 2, 3, 7))
     message = as_message(days.alerts.turn(lost(1, 2, 3, 7))[0])
@@ -201,12 +201,12 @@ def test_a_script_learns_how_many_cards_an_alert_stands_for():
     assert {name: message[name] for name in expected} == expected
 
 
-def test_cards_that_are_bad_in_different_ways_are_one_alert_that_says_how_the_last_is():
+def test_an_alert_for_gpus_with_different_faults_describes_the_last_one():
     hot = cards(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
     assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it slows down at 90 °C"]
 
 
-def test_a_flapping_card_is_one_alert_and_pushes_no_lasting_one_out(monkeypatch):
+def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
     monkeypatch.setattr(record, "MOST", 3)
     days, said = Days(), []
     for _ in range(300):
@@ -218,7 +218,7 @@ def test_a_flapping_card_is_one_alert_and_pushes_no_lasting_one_out(monkeypatch)
     assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable no more"]
 
 
-def test_a_sensor_that_stops_answering_keeps_its_alert_and_says_since_when():
+def test_a_sensor_that_stops_answering_keeps_its_alert_with_the_time():
     days = Days()
     days.last(20, cards(replace(FINE, temperature_c=95)))
     assert days.last(1000, cards(replace(FINE, temperature_c=None))) == []
@@ -229,14 +229,14 @@ def test_a_sensor_that_stops_answering_keeps_its_alert_and_says_since_when():
     assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
 
 
-def test_a_clock_that_is_far_ahead_for_a_while_deletes_no_alert():
+def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
     kept = [alert(cleared=BEGIN - 100), alert(kind="lost", cleared=BEGIN - 50)]
     days = Days(stored=(*kept,))
     days.now = 400 * DAY_S
     assert days.alerts.recent == kept
 
 
-def test_a_kind_that_cannot_be_looked_for_silences_no_other(monkeypatch):
+def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
     def fails(look: Look):
         raise ZeroDivisionError("a sensor")
 
@@ -373,7 +373,7 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     assert not data.alerts(alert().host).exists()
 
 
-def test_a_disk_that_does_not_answer_silences_no_other_alert_and_is_told(watch, data, monkeypatch):
+def test_a_hung_disk_is_reported_and_stops_no_other_alert(watch, data, monkeypatch):
     hangs = threading.Event()
     monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: hangs.wait(60))
     monkeypatch.setattr(watch_module, "DISK_LIMIT_S", 0.1)
@@ -389,7 +389,7 @@ def test_a_disk_that_does_not_answer_silences_no_other_alert_and_is_told(watch, 
     hangs.set()
 
 
-def test_the_disk_is_watched_though_the_driver_never_says_which_cards_there_are(data, monkeypatch):
+def test_the_disk_is_watched_even_if_the_driver_never_lists_its_gpus(data, monkeypatch):
     monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: Free(GIB))
     monkeypatch.setattr(watch_module, "KINDS", tuple(kind._replace(raise_s=0) for kind in KINDS))
     watcher = AlertWatcher(data, Settings(), lambda: None, Holders, lambda: None)
@@ -404,7 +404,7 @@ class Free(NamedTuple):
     free: int
 
 
-def test_a_fault_in_running_the_command_is_told_and_the_next_alert_runs_it(data, monkeypatch):
+def test_an_error_in_running_the_command_is_reported_and_the_next_alert_runs_it(data, monkeypatch):
     ran = []
 
     def run(command, message):

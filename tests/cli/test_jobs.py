@@ -274,7 +274,7 @@ def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
     assert waiting.wait(10) == 4
 
 
-def test_a_data_folder_that_is_not_known_to_be_local_is_told_at_launch_and_has_no_wal(shell):
+def test_launch_reports_a_data_folder_not_known_to_be_local_and_uses_no_wal(shell):
     root = shell.data.root
     root.mkdir(parents=True, exist_ok=True)
     launch = shlex.join(shell.argv("launch", shell.job_file, "--gpus", "cpu", "--hold"))
@@ -513,24 +513,24 @@ def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell
     assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
 
 
-def test_a_job_file_that_somebody_gave_one_runs_nothing_before_that_is_allowed_outside_of_it(shell) -> None:
+def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) -> None:
     python = answering(shell.folder / "given")
     ran = python.parents[1] / "asked"
     orders = f'python = "{python}"\nsbatch_options = ["--mem=1G", "--exp=ALL,BASH_ENV=/evil"]'
     shell.job_file.write_text(f'{shell.job_file.read_text()}[launch]\ngpus = "cpu"\n{orders}\n')
-    told = shell.json("validate", shell.job_file, code=1)
-    assert [line.partition(";")[0] for line in told["errors"]] == [
+    report = shell.json("validate", shell.job_file, code=1)
+    assert [line.partition(";")[0] for line in report["errors"]] == [
         f"launch.python: runs `{python} -P -m trainer rank ...` as you",
         'launch.sbatch_options: passes "--exp=ALL,BASH_ENV=/evil" to sbatch, which can run code as you',
     ]
-    assert told["memory_required"]
+    assert report["memory_required"]
     for command in ("launch", "doctor"):
         first, second = shell.errors(command, shell.job_file, code=1)
         assert str(python) in first
         assert "--allow-code" in second
     assert not ran.exists()
     assert not shell.data.control_db.exists()
-    # What else the command line says is no consent, and of two consents each is for itself.
+    # Other overrides are no consent, and each consent allows only what it names.
     one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
     assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
     assert ran.exists()

@@ -27,7 +27,7 @@ def test_a_warning_does_not_keep_a_job_from_running() -> None:
     assert errors([Problem("b", "y", "warning"), error]) == [error]
 
 
-def test_the_advice_of_torch_to_load_a_pickle_as_a_program_is_not_passed_on() -> None:
+def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_not_shown() -> None:
     class Own:
         def __reduce__(self) -> tuple[object, ...]:
             return os.system, ("true",)
@@ -39,5 +39,5 @@ def test_the_advice_of_torch_to_load_a_pickle_as_a_program_is_not_passed_on() ->
     assert first_line(refused.value) == "it holds a pickle of more than tensors, which could run code"
 
 
-def test_sizes_below_a_mebibyte_are_told_apart() -> None:
+def test_sizes_below_a_mebibyte_are_distinguished() -> None:
     assert distinct_sizes(90_000, 40_960) == ("87.9 KiB", "40.0 KiB")

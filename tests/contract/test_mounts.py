@@ -1,4 +1,4 @@
-"""Which file system holds a path, by the kernel's list of mounts."""
+"""Finding the file system of a path in the kernel's list of mounts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.store.database import network_file_system
 
 @pytest.fixture
 def as_if(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that gives the mount of the temporary folder another type in a copy of the kernel's list."""
+    """Return a function that changes the type of the temporary folder's mount in a copy of the kernel's list."""
 
     def write(kind: str) -> None:
         device = os.stat(tmp_path).st_dev
@@ -33,7 +33,7 @@ def as_if(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs"])
-def test_the_disks_of_one_machine_are_local(as_if, tmp_path: Path, kind: str) -> None:
+def test_disk_file_systems_are_local(as_if, tmp_path: Path, kind: str) -> None:
     as_if(kind)
     assert network_file_system(tmp_path) is None
 
@@ -47,19 +47,19 @@ def test_the_disks_of_one_machine_are_local(as_if, tmp_path: Path, kind: str) ->
         ("fuseblk", "FUSE"), ("a-file-system-of-next-year", "a-file-system-of-next-year"),
     ],
 )  # fmt: skip
-def test_everything_else_is_not_taken_for_local(as_if, tmp_path: Path, kind: str, name: str) -> None:
+def test_every_other_file_system_type_is_not_local(as_if, tmp_path: Path, kind: str, name: str) -> None:
     as_if(kind)
     (tmp_path / "file").touch()
     assert network_file_system(tmp_path) == network_file_system(tmp_path / "file") == name
 
 
-def test_what_cannot_be_looked_up_is_not_taken_for_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_whose_mount_is_unknown_is_not_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert network_file_system(tmp_path / "missing") == "an unknown file system"
     monkeypatch.setattr(mounts, "MOUNTS", tmp_path / "no-proc")
     assert network_file_system(tmp_path) == "an unknown file system"
 
 
-def test_the_device_is_the_one_by_which_the_kernel_names_locks(tmp_path: Path) -> None:
+def test_the_device_number_matches_that_in_proc_locks(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     with subprocess.Popen(["flock", lock, "sleep", "60"]) as holder:
         place = b""

@@ -44,7 +44,7 @@ def test_the_folder_is_absolute_and_home_is_spelled_out(tmp_path: Path, monkeypa
     assert data_dir("~nosuchuser/x").root == tmp_path / "~nosuchuser" / "x"
 
 
-def test_a_user_without_a_home_folder_gets_a_sentence_and_trains_without_a_data_folder(
+def test_a_user_without_a_home_folder_gets_a_sentence_and_can_train_without_a_data_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def nameless(uid: int) -> None:

@@ -104,7 +104,7 @@ def mounts() -> None:
 
 @pytest.fixture
 def without_locks(tmp_path: Path) -> Callable[[str], str]:
-    """Return a function that runs a script where every lock of a file fails with ENOLCK, and returns its output."""
+    """Return a function that runs a script whose file locks all fail with ENOLCK, and returns its output."""
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("a file system without locks is played by a library that is compiled")

@@ -40,7 +40,7 @@ def test_both_environments_are_told_and_torch_is_asked_of_the_one_that_trains(tm
     assert torch.sentence == "2.9.0+cpu, built without CUDA; jobs run on the CPU here"
 
 
-def test_which_trainer_is_imported_and_what_has_its_name_here_is_told(
+def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The user service that goes on with the queue after a restart."""
+"""The user service that restarts the queue after a restart of the machine."""
 
 from __future__ import annotations
 
@@ -20,28 +20,30 @@ def level(sandbox, home: Path) -> str:
     return finding.level
 
 
-def test_the_doctor_offers_a_service_where_there_is_systemd_and_says_what_it_lacks(sandbox, tmp_path: Path) -> None:
+def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbox, tmp_path: Path) -> None:
     assert level(sandbox, tmp_path) == "ok"
     sandbox.file("run/systemd/system/.keep")
     assert level(sandbox, tmp_path) == "note"
     wants = tmp_path / ".config/systemd/user/default.target.wants"
     mkdir, link = f"/bin/mkdir -p {shlex.quote(str(wants))}", f"/bin/ln -s ../{NAME} {shlex.quote(str(wants / NAME))}"
     sandbox.program("systemctl", f'[ "$*" = "--user enable {NAME}" ] && {mkdir} && {link}')
-    told = install(sandbox.box(HOME=str(tmp_path)))
-    assert told.startswith(f"{tmp_path}/.config/systemd/user/{NAME} starts the jobs that wait in {sandbox.data.root}")
+    message = install(sandbox.box(HOME=str(tmp_path)))
+    assert message.startswith(
+        f"{tmp_path}/.config/systemd/user/{NAME} starts the jobs that wait in {sandbox.data.root}"
+    )
     (finding,) = check_queue_service(sandbox.box(HOME=str(tmp_path)))
     assert (finding.level, finding.remedy) == ("note", "run `loginctl enable-linger`, once")
     sandbox.file("var/lib/systemd/linger/ada")
     assert level(sandbox, tmp_path) == "ok"
 
 
-def test_a_service_that_cannot_be_enabled_is_said(sandbox, tmp_path: Path) -> None:
+def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path) -> None:
     sandbox.program("systemctl", "echo 'Failed to connect to bus' >&2; exit 1")
     with pytest.raises(UserError, match="is written, but cannot be enabled: systemctl Failed to connect to bus"):
         install(sandbox.box(HOME=str(tmp_path)))
 
 
-def test_what_the_service_runs_starts_what_waits_and_ends(tmp_path: Path) -> None:
+def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -> None:
     data = DataDir(tmp_path / 'a "data" folder')
     data.create()
     (line,) = [line for line in unit(data).splitlines() if line.startswith("ExecStart=")]

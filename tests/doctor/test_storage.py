@@ -61,7 +61,7 @@ def test_a_local_disk_is_ok(sandbox) -> None:
     assert finding.level == "ok"
 
 
-def test_a_file_system_with_locks_is_ok(sandbox) -> None:
+def test_a_file_system_with_locks_passes(sandbox) -> None:
     (finding,) = check_file_locks(sandbox.box())
     assert finding.level == "ok"
 

@@ -1,4 +1,4 @@
-"""Bytes that are no keys, and those that libraries write: the app lives, its screen stays, and a crash is told."""
+"""Bytes that are not keys, and output of libraries: the app survives, its screen stays, and a crash is reported."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ def terminal(box: Box) -> Terminal:
 
 
 @pytest.mark.timeout(120)
-def test_bytes_of_other_encodings_and_libraries_spoil_nothing_and_a_crash_has_exit_code_1(
-    box: Box, terminal: Terminal
-) -> None:
+def test_foreign_bytes_and_library_output_do_no_harm_and_a_crash_exits_with_1(box: Box, terminal: Terminal) -> None:
     before = terminal.mode
     terminal.wait_for("RTX 3080", 60)
-    terminal.press("\x1b[M")  # of which the rest is lost
+    terminal.press("\x1b[M")  # the rest of this report is lost
     for data in (
         b"\xff",
         b"\x1b[M\x20\xc8\x2a",

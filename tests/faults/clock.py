@@ -58,9 +58,9 @@ def machine_restarted(root: Path, like: Result) -> float:
 
 
 def queue_restarted(root: Path) -> float:
-    """Restart the machine under a line of jobs, under another name; return the seconds until the line goes on.
+    """Restart a machine with queued jobs under another name; return the seconds until the queue runs again.
 
-    One runs, one comes after it, one is held. They keep their places, and train once the first is resumed.
+    One job runs, one comes after it, one is held. They keep their places; the second runs once the first is resumed.
     """
     with boxed(root) as box, stranger() as other:
         job = RealJob(box, n_steps=200).at_step(20)
@@ -88,7 +88,7 @@ def queue_restarted(root: Path) -> float:
 
 
 def renamed(root: Path) -> float:
-    """Kill a job's processes and give the machine another name; return the seconds until nothing of it is left."""
+    """Kill a job's processes and rename the machine; return the seconds until no process of the job is left."""
     with boxed(root) as box:
         job = _cut_power(RealJob(box).at_step(60))
         box.control.move(job.id, "its-name-before")

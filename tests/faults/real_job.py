@@ -39,9 +39,9 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 
 
 class RealJob:
-    """A job that was launched as the app does it.
+    """A job launched in the same way as by the app.
 
-    `train` and `launch` are settings of those sections; `place` holds options of its place in line.
+    `train` and `launch` are settings of those sections; `place` holds its `after` and `held` options.
     """
 
     def __init__(

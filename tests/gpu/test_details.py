@@ -43,7 +43,7 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# No error is reported, and activity takes two readings.
+# No error is reported, and activity needs two readings.
 UNKNOWN = {"xid", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = """
 import json

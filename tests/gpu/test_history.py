@@ -144,7 +144,7 @@ def test_a_card_that_cannot_be_read_leaves_no_rows(data_dir: DataDir, until: Unt
     assert {row["gpu_index"] for row in rows(data_dir)} == {0}
 
 
-def test_each_host_that_shares_the_folder_stores_the_history_of_its_own_gpus(
+def test_hosts_that_share_the_folder_store_separate_gpu_histories(
     data_dir: DataDir, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorders, files = [], []
@@ -164,7 +164,7 @@ def test_each_host_that_shares_the_folder_stores_the_history_of_its_own_gpus(
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_host_leaves_the_file_of_an_earlier_version_only_to_others_and_takes_its_own_history_along(
+def test_a_host_leaves_a_shared_history_file_and_copies_its_own_rows(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, is_shared: bool
 ) -> None:
     earlier = data_dir.root / "gpu.db"
@@ -481,7 +481,7 @@ def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
         assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
 
 
-def test_a_disk_that_hangs_and_what_nobody_foresaw_are_told_and_the_history_goes_on(
+def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
@@ -506,7 +506,7 @@ def test_a_disk_that_hangs_and_what_nobody_foresaw_are_told_and_the_history_goes
 
 @pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
 @pytest.mark.parametrize("before", ["this process began", "it jumped"])
-def test_a_clock_that_jumps_ahead_deletes_nothing_and_goes_on_where_it_is_set_right(
+def test_a_clock_that_jumps_ahead_deletes_nothing_and_recording_continues_once_it_is_corrected(
     data_dir: DataDir, ahead: float, before: str
 ) -> None:
     now = time.time()
@@ -523,7 +523,7 @@ def test_a_clock_that_jumps_ahead_deletes_nothing_and_goes_on_where_it_is_set_ri
         assert len(rows(data_dir)) == len(kept[0])
 
 
-def test_a_machine_that_was_off_for_a_month_deletes_again_after_half_an_hour(data_dir: DataDir) -> None:
+def test_a_machine_that_was_off_for_a_month_deletes_old_rows_after_half_an_hour(data_dir: DataDir) -> None:
     now = time.time()
     store(data_dir, 0, [now - 35 * DAY - 60 * minute for minute in range(30)])
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
@@ -638,7 +638,7 @@ def _set_version(path: Path, version: int) -> None:
         db.execute(f"PRAGMA user_version={version}")
 
 
-def test_a_clock_that_is_set_back_while_it_records_loses_no_reading(data_dir: DataDir, until: Until) -> None:
+def test_setting_the_clock_back_while_recording_loses_no_reading(data_dir: DataDir, until: Until) -> None:
     class Turned(Simulated):
         offset_s = 0.0
 

@@ -1,4 +1,4 @@
-"""Readings that cannot be: one impossible value is unknown, of its GPU alone."""
+"""Impossible readings: one impossible value is unknown, only for that sensor of that GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer.contract.paths import DataDir
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 GIB = 1 << 30
 MEMORY = {"memory_used_bytes", "memory_free_bytes"}
-# By fault of the driver, which fields of a sample are then unknown; a negative temperature is a good one.
+# By fault of the driver: the fields of a sample that become unknown. A negative temperature is valid.
 FAULTS = {
     "u32max": {"utilization", "temperature_c", "power_w", "power_limit_w"},
     "mem_max": MEMORY,
@@ -55,7 +55,7 @@ def test_an_impossible_value_is_unknown_for_that_sensor_alone(read_all: Callable
     assert odd[list(FAULTS).index("temp_neg")]["temperature_c"] == -5
 
 
-def test_the_queue_and_the_sums_see_the_other_gpus_beside_an_impossible_one(drivers: Path, tmp_path: Path) -> None:
+def test_the_queue_and_the_sums_include_the_other_gpus_after_an_impossible_value(drivers: Path, tmp_path: Path) -> None:
     env = environment(drivers, GPUS=4, FAULTS="0:u32max,1:mem_max,2:used_over,3:total_max")
     command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", "nvml"]
     output = subprocess.run(command, env=env, capture_output=True, timeout=60, check=True).stdout
@@ -79,7 +79,7 @@ def test_a_gpu_that_cannot_be_decoded_does_not_hide_the_others_from_the_queue(tm
     assert [sample.index for sample in reader.samples(60.0)] == [0, 2]
 
 
-def test_an_impossible_size_leaves_all_gpus_recorded(on_nvml: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_impossible_size_does_not_stop_the_recording_of_any_gpu(on_nvml: Callable[..., Any], tmp_path: Path) -> None:
     script = """
 import json, sqlite3, sys, time
 from pathlib import Path
@@ -111,7 +111,7 @@ print(json.dumps([rows, recorder.problem]))
     assert rows["0"] > 0
 
 
-def test_a_recorder_whose_sources_fail_says_it_and_goes_on(tmp_path: Path, until: Callable[..., Any]) -> None:
+def test_a_recorder_reports_failing_sources_and_continues(tmp_path: Path, until: Callable[..., Any]) -> None:
     data_dir = DataDir(tmp_path / "data")
     failing = [True]
 
@@ -144,7 +144,7 @@ ANY = st.one_of(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(LIMITS)), ANY, max_size=8))
-def test_whatever_a_driver_answers_readings_can_be_stored_and_decoded(values: dict[str, Any]) -> None:
+def test_readings_of_any_driver_answer_can_be_stored_and_decoded(values: dict[str, Any]) -> None:
     for kind, known in (
         (GpuSample, (0, "GPU-a", "H200", 1.0)),
         (Condition, ()),
@@ -165,13 +165,13 @@ def test_whatever_a_driver_answers_readings_can_be_stored_and_decoded(values: di
             assert used is None or total is None or used <= total
 
 
-def test_a_process_that_cannot_hold_so_much_holds_an_unknown_amount() -> None:
+def test_an_impossible_amount_of_memory_of_a_process_is_unknown() -> None:
     assert GpuProcess(1, None, None, U64).memory_used_bytes is None
     assert GpuProcess(1, None, None, -1).memory_used_bytes is None
     assert GpuProcess(1, None, None, 80 * GIB).memory_used_bytes == 80 * GIB
 
 
-def test_the_page_of_a_gpu_says_once_which_readings_are_impossible() -> None:
+def test_the_page_of_a_gpu_lists_each_impossible_reading_once() -> None:
     sample = GpuSample(0, "GPU-a", "H200", 1.0, utilization=U32, power_limit_w=0.0)
     details = GpuDetails(1.0, sm_clock_mhz=U32)
     entries = [entry for group in facts(sample, details) for entry in group]

@@ -197,8 +197,8 @@ def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
     assert container_of(1) == ""
 
 
-def test_a_file_that_never_answers_is_waited_for_once_and_not_for_long(tmp_path) -> None:
-    pipe = tmp_path / "cmdline"  # opening it waits for a writer, as the kernel does for a process that hangs
+def test_a_file_that_never_answers_blocks_one_short_read_only(tmp_path) -> None:
+    pipe = tmp_path / "cmdline"  # opening it waits for a writer, like reading /proc of a hung process
     os.mkfifo(pipe)
     n_before = threading.active_count()
     for limit_s in (0.05, 60, 60):
@@ -213,7 +213,7 @@ def test_a_file_that_never_answers_is_waited_for_once_and_not_for_long(tmp_path)
     assert read_file(pipe, 60) == b"at once"
 
 
-def test_a_process_whose_command_line_cannot_be_read_is_called_by_the_name_of_its_program(monkeypatch) -> None:
+def test_a_process_with_an_unreadable_command_line_is_shown_by_its_program_name(monkeypatch) -> None:
     def hangs(path, limit_s=0.0):
         raise TimeoutError
 
@@ -223,6 +223,6 @@ def test_a_process_whose_command_line_cannot_be_read_is_called_by_the_name_of_it
     assert read(GpuProcess(os.getpid(), None, None, GIB)).command == comm
 
 
-def test_command_lines_are_those_that_psutil_reads() -> None:
+def test_command_lines_equal_those_of_psutil() -> None:
     for pid in (os.getpid(), os.getppid()):
         assert proc_files.arguments_of(pid) == psutil.Process(pid).cmdline()

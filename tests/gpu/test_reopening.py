@@ -1,4 +1,4 @@
-"""Drivers that are unloaded and loaded again, GPUs that are exchanged or go away, and slices that are cut meanwhile."""
+"""Drivers that are reloaded, GPUs that are exchanged or removed, and slices that are created at run time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-# Follows a sampler for some seconds and prints each distinct picture of it: per GPU its UUID's end, and whether it is
+# Follows a sampler for some seconds and prints each distinct state: the end of each GPU's UUID, whether the GPU can be
 # read, and the sampler's problem.
 FOLLOW = """
 import json, os, time
@@ -39,9 +39,9 @@ def follow(on_nvml: Run, done: str, step: str = "pass", **options: Any) -> tuple
     return pictures, rings
 
 
-def test_a_driver_that_is_unloaded_and_loaded_again_is_followed_without_a_restart(on_nvml: Run) -> None:
+def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
     done = "len(pictures) > 2 and not pictures[-1][1] and all(healthy for _, healthy, _ in pictures[-1][0])"
-    # It cannot be opened until that was seen.
+    # The driver cannot be opened until the test has seen this.
     step = """
     if pictures and pictures[-1][0] and pictures[-1][0][0][1] and "FAKE_NVML_INIT_ERROR" not in os.environ:
         os.environ["FAKE_NVML_INIT_ERROR"] = "9"
@@ -53,21 +53,21 @@ def test_a_driver_that_is_unloaded_and_loaded_again_is_followed_without_a_restar
     assert problem == ""
     assert [uuid[:12] for uuid, *_ in last] == ["GPU-fa4e0000", "GPU-fa4e0001", "GPU-fa4e0002"]
     assert all(healthy for _, healthy, _ in last)
-    # Meanwhile every GPU keeps its row, which says why it cannot be read, and the driver's fault is said once.
+    # Meanwhile each GPU keeps its row, which says why it cannot be read. The driver's fault is reported once.
     between = [rows for rows, problem in pictures if "not loaded" in problem]
     assert between
     assert all(len(rows) == 3 and not healthy for rows in between for _, healthy, _ in rows)
     assert all("not loaded" in reason for _, _, reason in between[-1])
 
 
-def test_a_gpu_that_is_exchanged_has_its_own_identity_and_past(on_nvml: Run) -> None:
+def test_an_exchanged_gpu_has_its_own_identity_and_history(on_nvml: Run) -> None:
     done = "pictures[-1][0] and pictures[-1][0][1][0].startswith('GPU-fa4e0065')"
     pictures, rings = follow(on_nvml, done, GPUS=2, FAULTS="1:uuid=100@1")
     assert next(rows[1][0][:12] for rows, _ in pictures if rows and rows[1][1]) == "GPU-fa4e0001"
     assert len(rings[1]) < len(rings[0]) / 2
 
 
-def test_a_row_disappears_with_its_gpu_and_the_others_are_read_on(on_nvml: Run) -> None:
+def test_the_row_of_a_removed_gpu_disappears_and_the_others_are_still_read(on_nvml: Run) -> None:
     done = "len(pictures[-1][0]) == 2 and all(healthy for _, healthy, _ in pictures[-1][0])"
     pictures, _ = follow(on_nvml, done, GPUS=3, FAULTS="2:gone@1,0:unload@1-1.1")
     assert next(len(rows) for rows, _ in pictures if rows) == 3
@@ -75,7 +75,7 @@ def test_a_row_disappears_with_its_gpu_and_the_others_are_read_on(on_nvml: Run) 
 
 
 @pytest.mark.parametrize(("faults", "n_after"), [("0:mig=2@1", 4), ("0:mig=3@0-1", 2)])
-def test_slices_that_are_cut_or_taken_away_meanwhile_are_followed(on_nvml: Run, faults: str, n_after: int) -> None:
+def test_slices_that_are_created_or_destroyed_at_run_time_are_noticed(on_nvml: Run, faults: str, n_after: int) -> None:
     done = (
         f"len(pictures[-1][0]) == {n_after} and all(healthy for _, healthy, _ in pictures[-1][0]) and len(pictures) > 2"
     )
@@ -85,10 +85,10 @@ def test_slices_that_are_cut_or_taken_away_meanwhile_are_followed(on_nvml: Run, 
     assert [uuid[:4] for uuid, *_ in rows] == ["GPU-"] * 2 + ["MIG-"] * (n_after - 2)
 
 
-def test_a_gpu_that_was_reset_comes_back_though_the_driver_here_knows_it_as_lost(on_nvml: Run) -> None:
+def test_a_reset_gpu_comes_back_although_the_open_driver_reports_it_lost(on_nvml: Run) -> None:
     done = "len(pictures) > 2 and all(healthy for _, healthy, _ in pictures[-1][0])"
     pictures, rings = follow(on_nvml, done, GPUS=2, FAULTS="1:dropped@1-1.5")
     assert any(not healthy for rows, _ in pictures for _, healthy, _ in rows if rows)
     assert [healthy for _, healthy, _ in pictures[-1][0]] == [True, True]
-    # The other one was read all the time.
+    # The other GPU was read all the time.
     assert None not in rings[0]

@@ -66,7 +66,7 @@ def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 
-def test_readings_since_a_position_are_whole_rows_whatever_the_clock_did() -> None:
+def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() -> None:
     ring = Ring(capacity=4)
     ring.extend_history([Reading(1.0, 50)])
     for timestamp in (7, 8, 2):
@@ -79,7 +79,7 @@ def test_readings_since_a_position_are_whole_rows_whatever_the_clock_did() -> No
     assert len(ring.since(position - 100, "GPU-a")[0]) == 4
 
 
-def test_another_gpu_at_the_index_begins_without_the_past_of_the_one_before() -> None:
+def test_another_gpu_at_the_same_index_starts_without_the_old_readings() -> None:
     ring = Ring()
     ring.append(sample(1))
     other = replace(sample(2), uuid="GPU-b")

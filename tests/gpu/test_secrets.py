@@ -1,4 +1,4 @@
-"""Secrets in command lines and in variables, as programs document them."""
+"""Secrets in command lines and environment variables, in the forms that programs document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sae_tui.gpu.secrets import is_harmless, masked, masked_arguments
         ["t", "https://hooks.slack.com/services/T0/SECRET"], ["t", "--set", "train.api_key=SECRET"],
     ],
 )  # fmt: skip
-def test_a_command_line_is_shown_without_its_secrets(arguments: list[str]) -> None:
+def test_secrets_in_a_command_line_are_masked(arguments: list[str]) -> None:
     assert "SECRET" not in "".join(masked_arguments(arguments))
     assert "SECRET" not in command_line(arguments)
 
@@ -41,11 +41,11 @@ def test_a_command_line_is_shown_without_its_secrets(arguments: list[str]) -> No
         ["git", "clone", "https://github.com/a/b", "--depth", "1"],
     ],
 )
-def test_what_is_no_secret_is_shown_as_it_is(arguments: list[str]) -> None:
+def test_arguments_that_are_not_secret_are_shown_unchanged(arguments: list[str]) -> None:
     assert masked_arguments(arguments) == arguments
 
 
-def test_values_are_shown_of_variables_that_are_known_to_be_harmless_and_of_no_others() -> None:
+def test_only_values_of_variables_known_to_be_harmless_are_shown() -> None:
     for name in ("PATH", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID", "RANK", "LC_ALL", "HF_HOME", "PYTHONPATH",
                  "PWD", "TORCH_HOME"):  # fmt: skip
         assert is_harmless(name)
@@ -54,6 +54,6 @@ def test_values_are_shown_of_variables_that_are_known_to_be_harmless_and_of_no_o
         assert not is_harmless(name)
 
 
-def test_masking_takes_a_moment_whatever_the_text() -> None:
+def test_masking_any_text_is_fast() -> None:
     for text in ("a=" * 50_000, "://" * 50_000, "--x " * 50_000, "mysql " * 20_000, '"' * 100_000):
         assert masked(text)

@@ -1,4 +1,4 @@
-"""GPUs that must not be used, and GPUs whose memory is the machine's, from the driver to who may have them."""
+"""GPUs that must not be used, and GPUs that use the host's memory, from the driver to the list of choices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trainer.contract.machine_memory import machine_memory
 from trainer.contract.store.rows import Job, Lease
 
 GIB = 1 << 30
-# By fault of the driver, why the GPU is not offered.
+# By fault of the driver: why the GPU is not offered.
 FAULTS = {
     "cmode=2": "compute mode forbids all programs",
     "pending": "rows of its memory wait to be replaced",
@@ -70,14 +70,14 @@ def commands(drivers: Path, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_select_takes_only_gpus_that_may_be_used(commands: Callable[..., Any]) -> None:
+def test_select_returns_only_usable_gpus(commands: Callable[..., Any]) -> None:
     faults = "*:idle,0:cmode=2,1:ecc=1,2:pending"
     chosen = commands("select", "--count", "4", FAULTS=faults, GPUS=4)
     assert [one["index"] for one in chosen["gpus"]] == [3]
     assert "compute mode" in chosen["reasons"]["0"]
 
 
-def test_a_gpu_without_memory_of_its_own_has_the_machines_and_is_offered(commands: Callable[..., Any]) -> None:
+def test_a_gpu_without_its_own_memory_shows_the_hosts_and_is_offered(commands: Callable[..., Any]) -> None:
     spark = {"NAME": "NVIDIA GB10", "FAULTS": "0:no_memory_info,0:idle", "GPUS": 1}
     (gpu,) = commands("gpus", **spark)
     assert gpu["memory_total"] == machine_memory().total_bytes
@@ -98,7 +98,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_machines_and_is_offered(command
         ("NVIDIA GeForce RTX 5090", False, False),
     ],
 )
-def test_chips_that_share_the_machines_memory_are_known_by_name(
+def test_chips_that_share_the_hosts_memory_are_recognised_by_name(
     name: str, is_integrated: bool, is_coherent: bool, on_nvml: Callable[..., Any]
 ) -> None:
     class Silent:
@@ -108,9 +108,7 @@ def test_chips_that_share_the_machines_memory_are_known_by_name(
     assert (kind.is_integrated, kind.is_coherent) == (is_integrated, is_coherent)
 
 
-def test_the_page_cache_in_a_gpus_memory_is_free_and_used_by_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_in_a_gpus_memory_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Memory:
         used, free, total = 70 * GIB, 26 * GIB, 96 * GIB
 
@@ -130,7 +128,7 @@ def test_the_page_cache_in_a_gpus_memory_is_free_and_used_by_nobody(
     assert choices([working], Holders())[0].state == "busy"
 
 
-def test_a_gpu_that_takes_one_process_is_taken_by_the_smallest_and_never_shared() -> None:
+def test_an_exclusive_gpu_is_busy_with_even_the_smallest_process_and_never_shared() -> None:
     alone = Condition(compute_mode="one process")
     small = GpuProcess(1 << 21, "mallory", "python", 10 << 20)
     sample = GpuSample(0, "GPU-a", "H200", 1.0, 0, 1 * GIB, 80 * GIB, processes=(small,), condition=alone)
@@ -152,7 +150,7 @@ def test_a_gpu_that_takes_one_process_is_taken_by_the_smallest_and_never_shared(
         assert card.takes_now(job) is may_share
 
 
-def test_a_machine_with_gpus_of_another_maker_hears_which_are_supported(tmp_path: Path) -> None:
+def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_makers(tmp_path: Path) -> None:
     assert "install the NVIDIA driver" in no_library(tmp_path).remedy
     device = tmp_path / "card0" / "device"
     device.mkdir(parents=True)
@@ -165,7 +163,7 @@ def test_a_machine_with_gpus_of_another_maker_hears_which_are_supported(tmp_path
     assert "install the NVIDIA driver" in no_library(tmp_path).remedy
 
 
-def test_gpus_for_others_are_one_line_at_the_end() -> None:
+def test_gpus_only_for_other_users_share_one_line_at_the_end() -> None:
     blocked = {"healthy": False, "withheld": True, "reason": "the operating system blocks this GPU"}
     samples = [GpuSample(i, f"GPU-{i}", "H200", 1.0, **(blocked if i in (0, 2, 3) else {})) for i in range(5)]
     rows = fold_withheld([GpuRow(sample, "", "dim", lambda name, n: []) for sample in samples])
@@ -173,7 +171,7 @@ def test_gpus_for_others_are_one_line_at_the_end() -> None:
     assert rows[-1].fault == ("– GPUs 0, 2-3: the operating system blocks this GPU", "dim")
 
 
-def test_throttle_reasons_without_a_name_are_told_by_their_bits(on_nvml: Callable[..., Any]) -> None:
+def test_unknown_throttle_reasons_are_shown_as_bits(on_nvml: Callable[..., Any]) -> None:
     script = """
 import json
 from sae_tui.gpu.nvml import Nvml

@@ -116,7 +116,7 @@ def test_leaving_ends_the_process_on_the_way_there(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_a_host_that_falls_silent_is_told_shows_no_values_and_is_connected_again(tmp_path: Path, monkeypatch) -> None:
+def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
     halted = GOOD.replace("stay()", "import os; os.kill(os.getpid(), 19)")
     speaks = GOOD.replace("stay()", "[(say({'type': 'log'}), time.sleep(0.01)) for _ in iter(int, 1)]")
@@ -134,9 +134,7 @@ def test_a_host_that_falls_silent_is_told_shows_no_values_and_is_connected_again
         assert wait_for(lambda view: view.is_connected and view.cards)
 
 
-def test_a_host_that_goes_on_after_a_silence_is_connected_again_by_its_next_message(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
     goes_on = tmp_path / "go on"
     later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(goes_on)!r}), True)]"
@@ -148,7 +146,7 @@ def test_a_host_that_goes_on_after_a_silence_is_connected_again_by_its_next_mess
     assert len(runs_of(tmp_path)) == 1
 
 
-def test_a_login_that_never_comes_to_a_greeting_is_ended(tmp_path: Path, monkeypatch) -> None:
+def test_a_login_without_a_greeting_is_ended(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "GREETING_S", 0.3)
     with followed(tmp_path, "stay()") as wait_for:
         view = wait_for(lambda view: view.stage is Stage.FAILED)

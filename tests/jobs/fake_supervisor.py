@@ -10,7 +10,7 @@ from sae_tui.jobs.supervisor.supervise import main
 
 
 def plant_a_mistake() -> None:
-    """Have the supervisor fail, as by a mistake in its own code, once the ranks make steps."""
+    """Make the supervisor fail with an error in its own code once the ranks make steps."""
     from sae_tui.jobs.supervisor import attempt, follow_run
 
     class Buggy(follow_run.Watch):

@@ -1,4 +1,4 @@
-"""A process that goes on in the background, and how it ends."""
+"""A process that continues in the background, and its exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
         ("from trainer.contract.errors import UserError; raise UserError('no store')", 1, "no store"),
     ],
 )
-def test_a_process_in_the_background_that_fails_says_so_by_its_exit_code(rest, code, said):
+def test_a_background_process_that_fails_has_exit_code_1(rest, code, said):
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(rest=rest)], capture_output=True, text=True)
     assert done.stdout.split() == [str(code)], done.stderr
     assert said in done.stderr

@@ -90,7 +90,7 @@ def test_a_held_job_that_comes_after_another_says_both_and_keeps_both(box):
     assert tries(box, second) == f"comes after job {first}, which is held"
 
 
-def test_a_job_after_one_that_was_deleted_starts_only_where_that_had_finished(box):
+def test_a_job_after_a_deleted_job_starts_only_if_that_had_finished(box):
     finished, failed = in_line(box), in_line(box)
     second, third = in_line(box, after=(finished,)), in_line(box, after=(finished, failed))
     box.control.transition(finished, JobState.STARTING)

@@ -260,7 +260,7 @@ def test_no_command_reads_or_writes_through_a_link(box, tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_what_is_opened_below_a_data_folder_is_opened_without_following_a_link(tmp_path: Path, depth: int) -> None:
+def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, depth: int) -> None:
     data, private = DataDir(tmp_path / "data"), tmp_path / "private"
     below = ["runs", "1", "logs", "x"]
     (private / "/".join(below[depth:-1])).mkdir(parents=True)
@@ -278,7 +278,7 @@ def test_what_is_opened_below_a_data_folder_is_opened_without_following_a_link(t
         with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
             use()
     assert as_it_is(private) == before
-    # The same by the path that leads to it, and where the data folder itself is a link.
+    # The same for paths through the data folder when that is itself a link.
     assert open_plain(private / "/".join(below[depth:])).read() == b"private"
     (tmp_path / "again").symlink_to(private)
     follow_no_link_below(tmp_path / "again")

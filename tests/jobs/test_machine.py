@@ -1,4 +1,4 @@
-"""Jobs of this machine under another name, and of other machines that share the data folder."""
+"""Jobs of this machine under another name, and jobs of other machines that share the data folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GONE = r"its host gpu7 has not been heard of for .*; if gpu7 is gone, `sae-tui r
 
 @pytest.fixture
 def on_network(monkeypatch):
-    """Put the data folder on a file system that hosts share."""
+    """Pretend that the data folder is on a network file system."""
     monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
 
 
 def away(box, silent_s: float = 3600.0, **fields) -> int:
-    """Record a job of another host that was heard of so long ago."""
+    """Record a job of another host whose last sign of life is this old."""
     job_id = box.record(**AWAY | fields)
     paths = box.data.run(job_id)
     paths.create()
@@ -40,7 +40,7 @@ def away(box, silent_s: float = 3600.0, **fields) -> int:
     return job_id
 
 
-def test_a_job_of_this_boot_is_ours_whatever_name_the_machine_had(box):
+def test_a_job_of_this_boot_is_on_this_machine_under_any_name(box):
     gone = {"supervisor_pid": os.getpid(), "supervisor_start": 1, "boot_id": boot_id()}
     job_id = box.record(host="its-name-before", state=JobState.RUNNING, **gone)
     box.data.run(job_id).create()
@@ -49,20 +49,20 @@ def test_a_job_of_this_boot_is_ours_whatever_name_the_machine_had(box):
 
 
 @pytest.mark.parametrize(("theirs", "is_ours"), [("another", False), ("mine", True), (None, True)])
-def test_after_a_restart_the_name_decides_unless_another_machine_has_it_too(box, monkeypatch, theirs, is_ours):
+def test_after_a_restart_the_name_decides_unless_the_machine_id_differs(box, monkeypatch, theirs, is_ours):
     monkeypatch.setattr(machine, "machine_id", lambda: "mine")
     job = box.job(box.record(host=socket.gethostname(), boot_id="another-boot", machine_id=theirs))
     assert machine.is_here(job) == is_ours
 
 
-def test_machines_made_from_one_image_are_not_taken_for_each_other(box, monkeypatch):
+def test_machines_made_from_one_image_are_distinguished(box, monkeypatch):
     monkeypatch.setattr(machine, "machine_id", lambda: "of-the-image")
     job_id = box.record(state=JobState.RUNNING, machine_id="of-the-image", **AWAY)
     assert reconcile(box.data) == []
     assert box.job(job_id).state == JobState.RUNNING
 
 
-def test_nothing_is_claimed_to_happen_to_a_job_whose_host_is_silent(box):
+def test_requests_to_a_job_on_a_silent_host_are_refused(box):
     job_id = away(box, state=JobState.RUNNING)
     for act in (edits.stop, edits.kill, edits.pause, edits.finish):
         with pytest.raises(UserError, match=f"job {job_id} is not here, and nothing was done: {GONE}"):
@@ -78,7 +78,7 @@ def test_nothing_is_claimed_to_happen_to_a_job_whose_host_is_silent(box):
     assert box.job(held).held
 
 
-def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box, on_network):
+def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     going = {"state": JobState.RUNNING, "step": 10, "total_steps": 20, "tokens": 100, "tokens_per_s": 1.0}
     job_id, heard = away(box, **going), away(box, silent_s=5, **going)
     reader = JobsReader(box.data)
@@ -94,7 +94,7 @@ def test_lists_say_of_a_job_whose_host_is_silent_that_it_is_and_no_time_left(box
     one.close()
 
 
-def test_a_job_whose_host_is_heard_of_is_asked_and_its_host_named(box, on_network):
+def test_a_request_to_a_job_on_a_live_host_is_recorded_and_names_the_host(box, on_network):
     job_id = away(box, silent_s=5, state=JobState.RUNNING)
     message = edits.stop(box.data, job_id)
     assert message.startswith(f"job {job_id} saves a checkpoint and stops at its next step, once gpu7 has seen")
@@ -104,7 +104,7 @@ def test_a_job_whose_host_is_heard_of_is_asked_and_its_host_named(box, on_networ
     ]
 
 
-def test_repair_names_silent_hosts_and_ends_the_jobs_of_the_one_that_is_named(box, on_network):
+def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_network):
     job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
     other = away(box, state=JobState.RUNNING, host="gpu8")
     assert len([step for step in repair(box.data) if "is left as it is: its host gpu" in step]) == 2
@@ -115,8 +115,8 @@ def test_repair_names_silent_hosts_and_ends_the_jobs_of_the_one_that_is_named(bo
     assert box.job(job_id).error == "its host gpu7 has not been heard of for 1 h 00 min"
 
 
-def test_repair_ends_a_job_at_once_where_no_other_machine_can_have_it(box):
-    # As after a restart of a machine that has another name since: its disk is its own.
+def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
+    # As after a restart of a renamed machine: no other machine can have its disk.
     dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
     with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
         edits.stop(box.data, dead)
@@ -134,7 +134,7 @@ def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
     assert box.job(job_id).state == JobState.FINISHED
 
 
-def test_a_supervisor_gives_signs_of_life_and_takes_the_new_name_of_its_host(box):
+def test_a_supervisor_gives_signs_of_life_and_records_a_new_host_name(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     job = box.job(job_id)

@@ -1,4 +1,4 @@
-"""Jobs in line that have lost their supervisors, as after a restart of the machine."""
+"""Queued jobs that have lost their supervisors, as after a restart of the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDLESS = "steps=100000"
 
 
 def restart_of_the_machine(box) -> None:
-    """End all processes of all jobs; their rows are of another boot from then on."""
+    """End all processes of all jobs, and set their rows to an earlier boot."""
     jobs = box.control.active_jobs()
     ranks = [rank.process for job in jobs for rank in box.control.ranks(job.id)]
     for process in (*(job.supervisor for job in jobs), *ranks):
@@ -31,7 +31,7 @@ def restart_of_the_machine(box) -> None:
         box.control._db.execute(f"UPDATE {table} SET boot_id = 'before-the-restart'")
 
 
-def test_after_a_restart_the_queue_is_as_it_was_and_goes_on_in_its_order(box):
+def test_after_a_restart_the_queue_continues_in_the_same_order(box):
     runs = box.launch(ENDLESS)
     box.wait_steps(runs)
     after = box.launch("steps=1", place={"after": (runs,)})
@@ -70,7 +70,7 @@ def test_any_command_starts_a_missing_supervisor(box):
 
 
 def waits_alone(box, **fields) -> int:
-    """Record a job in line whose supervisor died with the machine."""
+    """Record a queued job whose supervisor died in the restart."""
     gone = {"boot_id": "before-the-restart", "supervisor_pid": 1, "supervisor_start": 1}
     job_id = box.record(**gone | fields)
     box.data.run(job_id).create()
@@ -78,7 +78,7 @@ def waits_alone(box, **fields) -> int:
     return job_id
 
 
-def test_only_the_user_of_a_job_starts_its_supervisor(box):
+def test_only_the_owner_of_a_job_restarts_its_supervisor(box):
     theirs = waits_alone(box, user="somebody-else")
     started = []
     assert revive.start_all(box.data, lambda _, job_id: started.append(job_id)) == started == []
@@ -86,7 +86,7 @@ def test_only_the_user_of_a_job_starts_its_supervisor(box):
     assert box.job(theirs).state == JobState.QUEUED
 
 
-def test_a_supervisor_that_does_not_start_is_the_reason_to_wait(box, capfd):
+def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_to_wait(box, capfd):
     def fails(*_):
         raise UserError("no process can be made")
 
@@ -97,7 +97,7 @@ def test_a_supervisor_that_does_not_start_is_the_reason_to_wait(box, capfd):
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
-def test_a_resumed_job_keeps_its_place_in_line_unless_it_has_begun(box, attempt):
+def test_a_resumed_job_keeps_after_and_held_unless_it_has_begun(box, attempt):
     first = box.launch(ENDLESS)
     job_id = box.launch("steps=1", place={"after": (first,), "hold": True})
     box.job(job_id).supervisor.send(signal.SIGKILL)

@@ -43,7 +43,7 @@ def _say(message: Any) -> None:
 
 
 def _stay() -> None:
-    """Say every second that there is nothing new, until standard input ends."""
+    """Report every second that nothing changed, until standard input ends."""
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         _say({"type": "log"})
 

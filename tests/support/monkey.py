@@ -59,7 +59,7 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
-# What terminals send besides keys, to which random bytes are added: nothing, reports of the mouse, answers, letters.
+# Terminal input other than keys, to which random bytes are added: nothing, mouse reports, replies, letters.
 BYTES = [
     b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
     b"\xe2",

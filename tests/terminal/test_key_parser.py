@@ -58,7 +58,7 @@ def seen(message: Message) -> str:
 
 
 def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]:
-    """Return the events that come of bytes in these pieces, by the decoder and the parser of the driver."""
+    """Return the events that the driver's decoder and parser make of these pieces of bytes."""
     parser, decoder = PacketParser(), TerminalDecoder()
     messages: list[Message] = []
     for piece in pieces:
@@ -118,7 +118,7 @@ def test_a_digit_after_escape_is_alt_with_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
 
 
-# What terminals send, whole and in parts, from which random bytes are put together.
+# Terminal input, whole and in parts, from which random bytes are composed.
 BYTES = [
     b"\xff", b"\xe9", b"\xc3", b"\x9b", b"\0", b"\r", b"q", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[M\x20\xff\xff",
     b"\x1b[<35;168;10M", b"\x1b[<0;99999999999999;-1M", b"\x1b[32;400;2M", b"\x1b[200~", b"\x1b[201~", b"\x1b]11;rgb:",
@@ -129,15 +129,13 @@ BYTES = [
 
 
 @given(st.lists(st.one_of(st.sampled_from(BYTES), st.binary(max_size=8)), max_size=12), st.booleans())
-def test_no_bytes_end_the_input_and_the_key_after_them_is_taken(clock: Clock, parts: list[bytes], apart: bool) -> None:
+def test_no_bytes_stop_the_input_and_the_key_after_them_is_read(clock: Clock, parts: list[bytes], apart: bool) -> None:
     pieces = parts if apart else [b"".join(parts)]
     assert sent_bytes(clock, *pieces, *[b""] * 5, b"?", pause_s=0.8)[-1] == "question_mark"
 
 
 @given(st.binary(min_size=3, max_size=3), st.sets(st.integers(1, 6)))
-def test_an_old_report_of_the_mouse_is_no_key_whatever_its_bytes_and_pieces(
-    clock: Clock, place: bytes, cuts: set[int]
-) -> None:
+def test_an_old_mouse_report_is_never_read_as_keys(clock: Clock, place: bytes, cuts: set[int]) -> None:
     data = b"a\x1b[M" + place + b"b"
     pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *sorted(cuts), len(data)])]
     assert sent_bytes(clock, *pieces) == ["a", "b"]
@@ -152,18 +150,18 @@ UNKNOWN = [
 
 
 @given(st.lists(st.sampled_from(UNKNOWN), min_size=1, max_size=4), st.integers(1, 40))
-def test_sequences_that_nothing_here_knows_are_dropped_whole(clock: Clock, sequences: list[bytes], size: int) -> None:
+def test_unknown_sequences_are_dropped_as_a_whole(clock: Clock, sequences: list[bytes], size: int) -> None:
     data = b"".join(sequences)
     pieces = [data[at : at + size] for at in range(0, len(data), size)]
     after = [name for name in sent_bytes(clock, *pieces, b"d", pause_s=0.01) if name != "replacement_character"]
     assert after == ["d"]
 
 
-def test_letters_of_another_encoding_are_replaced_in_what_is_typed_and_pasted(clock: Clock) -> None:
+def test_letters_in_another_encoding_are_replaced_in_typed_and_pasted_text(clock: Clock) -> None:
     assert sent_bytes(clock, b"\x1b[200~caf\xe9\x1b[201~", b"\xe9", b"x") == [
         "pasted 'caf\ufffd'", "replacement_character", "x",
     ]  # fmt: skip
 
 
-def test_a_letter_of_several_bytes_may_come_in_pieces(clock: Clock) -> None:
+def test_a_multi_byte_letter_may_arrive_in_pieces(clock: Clock) -> None:
     assert sent_bytes(clock, *(bytes([byte]) for byte in "日".encode())) == ["日"]

@@ -66,7 +66,7 @@ def test_a_terminal_without_blocks_is_known_and_the_user_is_followed() -> None:
     assert (is_plain("plain", "xterm"), is_plain("full", "vt100")) == (True, False)
 
 
-async def test_without_colours_a_choice_is_reversed_and_no_colour_is_sent(
+async def test_without_colours_the_selection_is_reversed_and_no_colour_is_sent(
     tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same_everywhere(monkeypatch)
@@ -90,5 +90,5 @@ async def test_without_colours_a_choice_is_reversed_and_no_colour_is_sent(
     ("environ", "without"),
     [({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, True), ({"TERM": "vt100"}, True), ({"TERM": "xterm"}, False)],
 )
-def test_terminals_without_colours_are_known(environ: dict[str, str], without: bool) -> None:
+def test_terminals_without_colours_are_recognised(environ: dict[str, str], without: bool) -> None:
     assert is_colourless(environ) is without

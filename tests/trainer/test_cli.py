@@ -115,7 +115,7 @@ def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_fil
     assert result["best_sae"] == "k=4"
 
 
-# What Ctrl-C sends, what batch systems send, and what a closed terminal sends to the whole group.
+# The signals of Ctrl-C, of batch systems, and of a closed terminal to the whole group.
 BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
 
 

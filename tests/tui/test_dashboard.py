@@ -357,9 +357,7 @@ async def test_a_newer_store_is_said_in_the_status_line_and_the_gpus_go_on(make_
         assert len(cards(app)) == 4
 
 
-async def test_a_disk_that_hangs_is_said_in_the_status_line_with_how_old_the_list_is(
-    make_app, data, monkeypatch
-) -> None:
+async def test_the_status_line_reports_a_hung_disk_and_the_age_of_the_list(make_app, data, monkeypatch) -> None:
     goes_on, poll = threading.Event(), watcher.JobsReader.poll
     monkeypatch.setattr(watcher.JobsReader, "poll", lambda reader: (goes_on.wait(60), poll(reader))[1])
     monkeypatch.setattr(watcher, "SILENT_AFTER_S", 0.1)

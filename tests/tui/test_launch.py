@@ -913,7 +913,7 @@ def test_an_inspection_is_told_whole_in_any_width() -> None:
         assert "".join(lines[-9:]).replace(" ", "").endswith("warning:3rowsareodd;leavethemout")
 
 
-async def test_a_job_file_that_runs_code_is_asked_about_before_the_form_takes_it_over(make_app, tmp_path) -> None:
+async def test_the_form_asks_before_it_takes_over_a_job_file_that_runs_code(make_app, tmp_path) -> None:
     python = stand_in(tmp_path / "given", f"touch {tmp_path}/ran; exit 1")
     file = tmp_path / "job.toml"
     file.write_text(f'name = "given"\n[data]\nsource = "synthetic"\nd_in = 8\n[launch]\npython = "{python}"\n')

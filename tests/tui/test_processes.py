@@ -108,7 +108,7 @@ async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> Non
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-async def test_a_process_is_shown_in_full_and_its_secrets_by_a_key(make_app, on_cards, two, readonly) -> None:
+async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app, on_cards, two, readonly) -> None:
     app = make_app(monitor=on_cards, readonly=readonly)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
@@ -123,7 +123,7 @@ async def test_a_process_is_shown_in_full_and_its_secrets_by_a_key(make_app, on_
         await pilot.pause()
         assert (VALUE in page.plain) is not readonly
         assert app.screen.shows_all is not readonly
-        # A picture is passed on.
+        # Screenshots are shared, so they hide values.
         assert VALUE not in app.export_screenshot()
         assert VALUE not in page.plain
 
@@ -200,9 +200,7 @@ async def test_a_box_without_gpus_says_what_tells_why(make_app) -> None:
         await opened(pilot, "There is no GPU here; d says why.")
 
 
-async def test_reads_that_hang_are_told_do_not_pile_up_and_keep_no_action_from_beginning(
-    make_app, on_cards, monkeypatch
-) -> None:
+async def test_hung_reads_are_reported_do_not_pile_up_and_block_no_action(make_app, on_cards, monkeypatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(ProcessReader, "read", lambda *_: released.wait(60) and ())
     monkeypatch.setattr(process_list, "_READ_EVERY_S", 0.0)
@@ -224,7 +222,7 @@ async def test_reads_that_hang_are_told_do_not_pile_up_and_keep_no_action_from_b
         released.set()
 
 
-async def test_an_action_that_finds_no_thread_or_fails_in_an_unforeseen_way_is_told(make_app, monkeypatch) -> None:
+async def test_an_action_without_a_free_thread_or_with_an_unforeseen_error_is_reported(make_app, monkeypatch) -> None:
     monkeypatch.setattr(front, "_BEGINS_WITHIN_S", 0.01)
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:

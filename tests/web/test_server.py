@@ -111,7 +111,7 @@ async def test_a_few_look_at_a_time_and_one_more_is_told(serve_fake: ServeFake) 
             await later.wait_for("here")
 
 
-def test_a_crowd_of_connections_is_hung_up_on_without_a_word_where_it_is_served(serve_fake: ServeFake) -> None:
+def test_too_many_connections_are_dropped_without_a_message_of_the_server(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
     requests = (
         b"",
@@ -127,7 +127,7 @@ def test_a_crowd_of_connections_is_hung_up_on_without_a_word_where_it_is_served(
                 with suppress(OSError):
                     stranger.connect(("127.0.0.1", served.port))
                     stranger.sendall(requests[n % len(requests)])
-                    if n % 2:  # a reset in place of an end
+                    if n % 2:  # a reset instead of an orderly end
                         stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with ExitStack() as stack:
         for _ in range(MOST_CONNECTIONS):
@@ -143,7 +143,7 @@ def test_a_crowd_of_connections_is_hung_up_on_without_a_word_where_it_is_served(
     assert served.process.stderr.read() == ""
 
 
-async def test_a_server_that_was_closed_lets_no_one_in() -> None:
+async def test_a_closed_server_refuses_all_requests() -> None:
     looks = Looks([sys.executable, "-c", "raise SystemExit"], lambda line: None)
     runner = web.ServerRunner(web.Server(looks.answer))
     await runner.setup()

@@ -1,4 +1,4 @@
-"""Which file system holds a path, from the kernel's list of mounts: that starts no process and asks no disk."""
+"""Finds the file system of a path in the kernel's list of mounts, without a process or a disk access."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOUNTS = Path("/proc/self/mountinfo")
-# Types, as the kernel names them, whose files only this machine can open. A type that is missing here is treated like
-# a network file system, since a wrong guess damages a store that two hosts write.
+# File system types whose files only this machine can open. A type that is missing here is treated like a network file
+# system, since a wrong guess damages a store that two hosts write.
 LOCAL = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
 )
@@ -26,12 +26,12 @@ class Mount(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether it is known that only this machine can open its files."""
+        """Whether only this machine can open its files."""
         return self.kind in LOCAL
 
     @property
     def name(self) -> str:
-        """The name of the file system for people: `NFS`, `FUSE (sshfs)`."""
+        """The name to show to users: `NFS`, `FUSE (sshfs)`."""
         base, _, program = self.kind.partition(".")
         if base in ("fuse", "fuseblk"):
             return f"FUSE ({program})" if program else "FUSE"
@@ -39,9 +39,9 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: Path) -> Mount:
-    """Return the mount that holds a path; raise `OSError` where the path or the list of mounts cannot be read.
+    """Return the mount of a path; raise `OSError` if the path or the list of mounts cannot be read.
 
-    The mount is looked up by its number: the device of `stat` is another one on btrfs.
+    The mount is found by its id, since `stat` returns another device number on btrfs.
     """
     number = _number(path)
     for line in MOUNTS.read_text(errors="replace").splitlines():
@@ -53,10 +53,10 @@ def mount_of(path: Path) -> Mount:
 
 
 def _number(path: Path) -> str:
-    """Return the number of the mount of a path; "" where the kernel does not say it."""
+    """Return the mount id of a path; "" if the kernel does not report it."""
     flags = os.O_PATH | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags | os.O_DIRECTORY)  # which mounts what is mounted on demand
+        descriptor = os.open(path, flags | os.O_DIRECTORY)  # this triggers automounts
     except NotADirectoryError:
         descriptor = os.open(path, flags)
     try:

@@ -20,7 +20,7 @@ from trainer.contract.printable import printable_lines
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
-# What the command has done that must not be done twice, in words; see `has_done`.
+# What the command has done that must not be repeated; see `has_done`.
 _DONE: list[str] = []
 
 # How argparse begins a message on an argument, such as `argument -n/--count: `.
@@ -76,9 +76,9 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
 
 
 def has_done(what: str) -> None:
-    """Record what a command has done, such as "job 3 is launched", before it says so.
+    """Record what a command has done, such as "job 3 is launched", before printing it.
 
-    Where its output is lost, the exit code is `Exit.UNTOLD`: a script that tried again would have two jobs.
+    If the output is lost, the exit code is `Exit.UNTOLD`, so that a script does not repeat the command.
     """
     _DONE.append(what)
 
@@ -116,7 +116,7 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _without_output(teller: str, why: str, code: Exit) -> Exit:
-    """Say on standard error what was done and why the output is lost; nothing where only the reader is gone."""
+    """Print to standard error what was done and why the output is lost; nothing if only the reader is gone."""
     _drop(sys.stdout)
     if _DONE or code != Exit.UNREAD:
         complain(f"{teller}{printable_lines('; '.join([*_DONE, why]))}\n")

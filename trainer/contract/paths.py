@@ -17,7 +17,7 @@ ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
 # A file next to the checkpoints that reserves space until the last one is written.
 RESERVE = ".reserved-for-the-last"
-# The folders below which no link is followed: other people may write there. They themselves may be links.
+# Folders below which no link is followed, since other users may write there. They may be links themselves.
 _KEPT: set[str] = set()
 
 
@@ -116,12 +116,12 @@ class DataDir:
 
     @property
     def host_word(self) -> str:
-        """The name of this host, fit for names of files: hosts may share the folder, and each has files of its own."""
+        """This host's name as part of file names, since hosts that share the folder have separate files."""
         return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
 
     @property
     def gpu_db(self) -> Path:
-        """The history of this host's GPUs; where it has none of its own, `gpu.db` of a version that had one for all."""
+        """This host's GPU history; without a file of its own, the `gpu.db` that earlier versions shared among hosts."""
         own, of_all = self.own_gpu_db, self.root / "gpu.db"
         return of_all if of_all.exists() and not own.exists() else own
 
@@ -140,7 +140,7 @@ class DataDir:
 
     @property
     def app_log(self) -> Path:
-        """The file of what libraries write to standard error while this user's app has the terminal."""
+        """The log of what libraries write to standard error while this user's app has the terminal."""
         return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
@@ -202,7 +202,7 @@ def numbered(folder: Path) -> list[Path]:
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder.
 
-    Raise `UserError` where that lies in a home folder that does not exist, as in a container for a user without a name.
+    Raise `UserError` if this needs a home folder that does not exist, as for a user without a name in a container.
     """
     path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
     if str(path) == "~" or str(path).startswith("~/"):
@@ -223,7 +223,7 @@ def _usual_data_folder() -> str:
 
 
 def box_file() -> Path | None:
-    """Return the file of this machine's measured speeds; None where the user has no data folder."""
+    """Return the file of this machine's measured speeds; None if the user has no data folder."""
     try:
         return data_dir().box_file
     except UserError:
@@ -245,18 +245,18 @@ def file_mode(folder: Path) -> int:
 
 
 def follow_no_link_below(root: Path) -> None:
-    """Have `open_below` and all that opens by it follow no link below this folder, in this process."""
+    """Make `open_below`, and all that uses it, follow no link below this folder, in this process."""
     _KEPT.add(os.path.abspath(root))
 
 
 def keep_run(path: Path) -> None:
-    """Follow no link below the data folder of a run or SAE, or below the run itself where it lies in none.
+    """Follow no link below the data folder of a run or SAE, or below the run itself if it has none.
 
-    `path` is the run or something in it; anything else is left as it is.
+    `path` is the run or something in it. Any other path is ignored.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # The outermost: others may have put a file of this name into a folder within.
+    # The outermost one, since other users may have put a file of this name into an inner folder.
     data = [folder for folder in around if os.path.lexists(folder / "control.db")][-1:]
     runs = [folder for folder in around if os.path.lexists(folder / "job.toml")][-1:]
     for folder in data or runs:
@@ -264,9 +264,9 @@ def keep_run(path: Path) -> None:
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
-    """Open a file or folder like `os.open`; raise `OSError` for a link at any place below a kept folder.
+    """Open a file or folder like `os.open`; raise `OSError` for a link anywhere below a kept folder.
 
-    Each folder is opened relative to the one before, so that none can be exchanged for a link on the way.
+    Each folder is opened relative to its parent, so that no folder on the way can be replaced by a link.
     """
     whole = os.path.abspath(path)
     root = min((one for one in _KEPT if whole.startswith(f"{one}/")), key=len, default=None)
@@ -289,7 +289,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
     try:
         return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
     except OSError as error:
-        # Of a link where a folder is wanted, Linux says that it is no folder.
+        # For a link in place of a folder, Linux reports ENOTDIR.
         if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
             reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
             raise OSError(errno.ELOOP, reason, place) from None
@@ -298,7 +298,7 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
 
 
 def refuse_links_on_the_way(path: Path) -> None:
-    """Raise `OSError` if a folder that leads to a path is a link below a kept folder; what is not there is no link."""
+    """Raise `OSError` if a folder on the way to a path is a link below a kept folder; ignore missing folders."""
     with contextlib.suppress(FileNotFoundError):
         os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 MARK = "�"
-# What Markdown takes for more than text.
+# Characters with a meaning in Markdown.
 MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 # Characters that no name may hold: control characters of C0 and C1, which steer a terminal, line separators, and the
 # marks that change the direction of reading.
@@ -29,7 +29,7 @@ def printable_lines(text: str) -> str:
 
 
 def in_markdown(text: str, longest: int = 120) -> str:
-    """Write a foreign text so that Markdown shows it as it is, on one line and cut to `longest` characters."""
+    """Escape a foreign text for Markdown, on one line and cut to `longest` characters."""
     cut = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return MARKDOWN.sub(r"\\\1", printable(cut))
 

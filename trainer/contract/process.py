@@ -66,8 +66,8 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
-# What asks a process to save and stop: SIGTERM, and what schedulers send some time before the end of a job: SIGUSR1 and
-# SIGUSR2 (`#SBATCH --signal`, Grid Engine, LSF), SIGXCPU where the time of the CPU is used up, once a second.
+# Signals to save and stop: SIGTERM, and what schedulers send some time before the end of a job: SIGUSR1 and SIGUSR2
+# (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU once a second when the CPU time is used up.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
 
 
@@ -94,9 +94,9 @@ def boot_id() -> str:
 
 @functools.cache
 def machine_id() -> str:
-    """Return the id that an installation of Linux keeps over restarts; "" where there is none.
+    """Return the machine id, which a Linux installation keeps over restarts; "" if it has none.
 
-    A container has that of its image, which others have as well, so it counts as having none.
+    Containers of one image share its id, so a container counts as having none.
     """
     if in_container():
         return ""

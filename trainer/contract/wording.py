@@ -66,7 +66,7 @@ def number(value: float) -> str:
 
 def count(value: float) -> str:
     """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow it."""
-    # From where the next smaller unit would be rounded to four digits before the point.
+    # Limits from which the smaller unit would round to four digits before the decimal point.
     for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / one:.1f}{unit}"
@@ -74,7 +74,7 @@ def count(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Write a fraction of 1 in percent, as the log has it: `12.5%`, `<0.1%`, `>99.9%`, `0%`."""
+    """Write a fraction as a percentage, as in the log: `12.5%`, `<0.1%`, `>99.9%`, `0%`."""
     if 0 < value < 0.0005:
         return "<0.1%"
     if 0.9995 <= value < 1:
@@ -83,7 +83,7 @@ def share(value: float) -> str:
 
 
 def done(progress: float) -> str:
-    """Write how much of something is done, in percent: `100%` once it is all."""
+    """Write a progress as a percentage: `100%` only if it is complete."""
     return f"{min(round(100 * progress), 100 if progress >= 1 else 99)}%"
 
 

@@ -58,7 +58,7 @@ def evaluate(
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
-    A model's own code, which the job file of a run or of `model` asks for, is only run if `allows_code`.
+    A model's own code, which the job file of a run or of `model` asks for, runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
     With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the

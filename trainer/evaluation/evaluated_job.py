@@ -15,7 +15,7 @@ from trainer.contract.settings.toml import read_own_text, read_plain_text
 def evaluated_job(file: Path, *, allows_code: bool = False) -> JobConfig:
     """Return the job of a run, in fp32.
 
-    Raise `UserError` where it says to run a model's own code, and that is not allowed, or others may write the file.
+    Raise `UserError` if it runs a model's own code and that is not allowed, or other users may write the file.
     """
     job = load_run_job(file, read=read_plain_text)
     if any(isinstance(knobs, ModelKnobs) and knobs.remote_code for knobs in job.hooks.values()):

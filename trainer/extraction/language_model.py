@@ -297,7 +297,7 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
     try:
         refuse_odd_files(Path(name))
         if extra:
-            # Its package takes seconds to read the head of such a file.
+            # The gguf package takes seconds to read the header of such a file.
             size = model_size(settings.path)
             config = {"num_hidden_layers": size.n_layers} if size else {}
         else:

@@ -1,4 +1,4 @@
-"""Looks at the files of a language model before anything is built by them: they may come from anywhere."""
+"""Checks the files of a language model before anything is built from them, since they may come from anywhere."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.knobs import show
 
-# Bytes. The largest known have 30 kB, a tokenizer.json has 35 MB.
+# Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
 _CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-# Each block and expert is built as modules of its own: millions take hours and all memory. The most that models have
-# are 200 and 512.
+# Each block and expert is built as modules of its own: millions take hours and all memory. The largest known models
+# have 200 blocks and 512 experts.
 _MOST_LAYERS, _MOST_EXPERTS = 2048, 8192
-# Settings that count them, such as n_layer, num_hidden_layers, depths and num_local_experts, but not block_size.
+# Settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but not
+# block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
 
 
 def refuse_odd_files(folder: Path) -> None:
-    """Raise `UserError` where files of a model's folder are too large, or lead out of it."""
+    """Raise `UserError` if files of a model's folder are too large, or point outside it."""
     for file in sorted(folder.glob("*.json")):
         largest = _LARGEST_CONFIG if file.name in _CONFIGS else _LARGEST_JSON
         if file.stat().st_size > largest:
@@ -34,7 +35,7 @@ def refuse_odd_files(folder: Path) -> None:
 
 
 def _refuse_outside(index: Path) -> None:
-    """Raise `UserError` where the list of weights names a file of another folder."""
+    """Raise `UserError` if the index of weights names a file outside its folder."""
     names = (read_json(index, dict[str, Any]) or {}).get("weight_map")
     for name in set(map(str, names.values())) if isinstance(names, dict) else ():
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -42,7 +43,7 @@ def _refuse_outside(index: Path) -> None:
 
 
 def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
-    """Raise `UserError` where a configuration asks for code of the hub, or for impossibly many blocks or experts."""
+    """Raise `UserError` if a configuration asks for code from the hub, or for impossibly many blocks or experts."""
     n_weights = _n_weights(folder)
     for name, value in _facts(config):
         asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
@@ -61,10 +62,10 @@ def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: b
 
 
 def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the settings with those of the parts, such as of a vision model."""
+    """Yield the settings, including those of nested parts such as a vision model."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < 4:
-            # An implementation may be named for each part of a model.
+            # Each part of a model may name an implementation.
             yield from ((f"{name}.{inner}", one) for inner, one in _facts(value, depth + 1))
         elif isinstance(value, list) and _COUNTS.fullmatch(str(name)):
             yield str(name), max([len(value), *(one for one in value if isinstance(one, int))])
@@ -73,13 +74,13 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def _n_weights(folder: Path) -> int:
-    """Return how many tensors the safetensors files of a folder hold; 0 where that is not known."""
+    """Return the number of tensors in the safetensors files of a folder; 0 if unknown."""
     files, n = sorted(folder.glob("*.safetensors")), 0
     try:
         for file in files:
             with safe_open(file, "pt") as tensors:
                 n += len(tensors.keys())
     except Exception:
-        # Whoever loads them says what is wrong.
+        # Loading the weights reports the error.
         return 0
     return n

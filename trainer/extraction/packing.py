@@ -19,7 +19,7 @@ Ids = NDArray[np.int64]
 PADDING = -1
 # Documents that a tokenizer gets at once, which it shares over the cores.
 _AT_ONCE = 64
-# Seconds. A template takes milliseconds; as a program that comes with the model it could also run for ever.
+# Seconds. A template takes milliseconds, but it is a program from the model's author and may never end.
 _TEMPLATE_S = 3.0
 
 

@@ -25,15 +25,15 @@ MASK = "attention_mask"
 _ROLES = {"human": "user", "gpt": "assistant"}
 # Bytes. A longer text file is taken as several documents, cut at the ends of lines: it need not fit into memory.
 _LONGEST = 2**20
-# Bytes, or characters. A row of more is refused: it would be held many times over while it becomes tokens.
+# Bytes, or characters. A longer row is refused, since tokenizing holds it several times in memory.
 _LONGEST_ROW = 16 * 2**20
-# Bytes. A JSON file is held as a whole.
+# Bytes. A JSON file is held in memory as a whole.
 _LARGEST_JSON = 256 * 2**20
-# Rows of Parquet or Arrow that are read at once, and of how many bytes they are still made texts together: the values
-# of a dictionary may be as many times larger as there are rows.
+# Rows of Parquet or Arrow read at once, and the bytes up to which they become texts together: dictionary values may be
+# larger by a factor of up to the number of rows.
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
-# Bytes that a row group may take when it is read, and how many times more than is stored: a few bytes can stand for
-# billions of equal numbers.
+# Bytes that a row group may take in memory, and how many times its stored size: a few bytes can encode billions of
+# equal numbers.
 _LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
 _TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; cut it into several"
 
@@ -102,7 +102,7 @@ def _of_file(file: Path, text: Text) -> Iterator[Document]:
 
 
 def _pieces(file: Path) -> Iterator[str]:
-    # A line of any length is cut, at a whole character.
+    # Long lines are cut at a whole character.
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_plain(file) as stream:
         while lines := stream.read(_LONGEST) + stream.readline(_LONGEST_ROW):
@@ -140,7 +140,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
     parquet = pyarrow.parquet.ParquetFile(file)
     texts = [column.path for column in parquet.schema if column.physical_type == "BYTE_ARRAY"]
-    # Values that are stored once stay so: a file of 2 kB could take all memory.
+    # Keep dictionary encoding: expanded, the repeated values of a 2 kB file could take all memory.
     parquet = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
     wanted = {*COLUMNS} if column == "auto" else {column}
     names = [name for name in parquet.schema_arrow.names if name in wanted]
@@ -153,7 +153,7 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
 
 
 def _refuse_bomb(group: Any, file: Path) -> None:
-    """Raise `UserError` for a row group whose numbers take far more memory than it has bytes."""
+    """Raise `UserError` for a row group whose numbers take far more memory than stored bytes."""
     for place in range(group.num_columns):
         column = group.column(place)
         taken, stored = 8 * column.num_values, max(1, column.total_uncompressed_size)
@@ -163,7 +163,7 @@ def _refuse_bomb(group: Any, file: Path) -> None:
 
 
 def _plain_rows(rows: Any) -> Iterator[Any]:
-    """Yield the rows of an Arrow table or batch, few at a time where they are large."""
+    """Yield the rows of an Arrow table or batch, one at a time if they are large."""
     step = len(rows) if rows.nbytes <= _BYTES_AT_ONCE else 1
     for start in range(0, len(rows), step or 1):
         yield from _as_python(rows.slice(start, step))

@@ -339,7 +339,7 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block `STOP_SIGNALS` until a thread waits for them; ignore SIGINT and SIGHUP, which the starting process gets."""
+    """Block `STOP_SIGNALS`, which a thread waits for; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
@@ -353,7 +353,7 @@ def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: f
 
 
 def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
-    """Ask the training to stop at every such signal; from the first on, exit the process if it is stuck or orphaned."""
+    """Ask the training to stop at each such signal; after the first, also exit if it is stuck or orphaned."""
     signal.sigwait(STOP_SIGNALS)
     stop.set()
     threading.Thread(target=_end_if_stuck, args=(progress, stuck_after_s, parent), name="stuck", daemon=True).start()

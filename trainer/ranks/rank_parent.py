@@ -29,7 +29,7 @@ def fork_rank(mark_file: Path) -> None:
 
 
 def _watch(child: int, mark_file: Path) -> None:
-    """Wait until the rank has ended, passing `STOP_SIGNALS` on to it, record its exit code and exit; never return."""
+    """Wait for the rank, forwarding `STOP_SIGNALS`, record its exit code and exit; never return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process = ProcessRef.of(child) or ProcessRef(child, 0, boot_id())
@@ -44,7 +44,7 @@ def _watch(child: int, mark_file: Path) -> None:
 
 
 def _wait_for_exit(child: int, process: ProcessRef) -> int:
-    """Wait for the rank, passing `STOP_SIGNALS` on to it, and return its exit code; -N where signal N ended it."""
+    """Wait for the rank, forwarding `STOP_SIGNALS`, and return its exit code; -N if signal N ended it."""
     while True:
         if signal.sigwait(_AWAITED) in STOP_SIGNALS:
             process.send(signal.SIGTERM)

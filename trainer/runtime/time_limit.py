@@ -1,4 +1,4 @@
-"""A limit on how long a program of others may run in this process, in any thread."""
+"""Limits the run time of foreign code in this process, in any thread."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 
 
 class TookTooLong(BaseException):
-    """What ran has not ended in time; not an `Exception`, which it might catch itself."""
+    """The code did not end in time. Not an `Exception`, since the code might catch that."""
 
 
 @contextlib.contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """End the body with `TookTooLong` after so many seconds, at the next instruction of Python.
+    """Raise `TookTooLong` in the body after this time, at the next Python instruction.
 
-    A signal could do that in the main thread alone. A single call of C is not interrupted.
+    A signal could do this only in the main thread. A single call of C is not interrupted.
     """
     thread, lock, is_over = threading.get_ident(), threading.Lock(), False
 
@@ -32,6 +32,6 @@ def ended_after(seconds: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        # Once this is held, no exception comes any more.
+        # While this lock is held, no exception can come any more.
         with lock:
             is_over = True

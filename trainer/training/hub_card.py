@@ -83,10 +83,10 @@ def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection
 
 
 def _card_text(card: Path) -> str:
-    """Return a model card that `eval` wrote; "" for another. A run that was received may hold one by its writer."""
+    """Return a model card written by `eval`; "" for any other. A received run may hold text by its author."""
     with contextlib.suppress(OSError), open_plain(card) as stream:
         content = stream.read(_LARGEST_CARD + 1)
-        # Cards of ours have no HTML: each < in them is escaped.
+        # Cards written by `eval` contain no HTML, so each < is escaped.
         return (
             _HTML.sub(r"\\<", printable_lines(content.decode(errors="replace")))
             if len(content) <= _LARGEST_CARD

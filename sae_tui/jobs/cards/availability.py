@@ -23,9 +23,9 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
-    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
-    uses it: less than the total, of which the driver keeps some. `vendor` is that of the sample; a card for
-    others only is `withheld`.
+    `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is what jobs have on an unused GPU:
+    less than the total, since the driver keeps some. `vendor` is the sample's. `withheld`: only other users may use the
+    GPU.
     """
 
     index: int
@@ -168,12 +168,12 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
 
 
 def takes_one_process(sample: GpuSample) -> bool:
-    """Tell whether only one process at a time may compute on a card (its compute mode is exclusive)."""
+    """Return whether only one process at a time may compute on a GPU (exclusive compute mode)."""
     return sample.condition is not None and sample.condition.compute_mode == ONE_PROCESS
 
 
 def _taken_alone(sample: GpuSample, held: Holders) -> str:
-    """Return who has a card that takes one process at a time, however little memory that has; "" where nobody has."""
+    """Return who uses a GPU that takes one process at a time, however little memory it uses; "" for no process."""
     alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
     return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 

@@ -52,7 +52,7 @@ class GpuLocks:
                 if not path.parent.exists():
                     private_folder(path.parent)
                 taken.append(open_lock(path))
-                # A file that was removed meanwhile could be held by one, and its successor by another.
+                # If the file was replaced meanwhile, another process can hold the lock of the new file.
                 is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
                 why = ""
             except OSError as error:
@@ -90,7 +90,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source == "none":
         return data.locks, ""
     if gpu_source.partition(":")[0] == "simulated":
-        # They have the same UUIDs on each host that shares the folder.
+        # Simulated GPUs have the same UUIDs on all hosts that share the folder.
         return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
@@ -107,19 +107,19 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
 
 
 def lock_holder(path: Path) -> int | None:
-    """Return the pid that took the lock of a file; None where there is none, or it is of another namespace."""
+    """Return the pid that holds the lock of a file; None if it is free, or held from another PID namespace."""
     return _holders({"": path}).get("")
 
 
 def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
-    """Return by name the pid that took the lock of each file; all files lie in one folder."""
+    """Return by name the pid that holds the lock of each file; all files must be in one folder."""
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
     held = {}
     with contextlib.suppress(OSError):
-        # Inodes are unique only within it.
+        # Inode numbers are unique only within one device.
         device = mount_of(next(iter(paths.values())).parent).device if paths and pids else ""
         for name, path in paths.items() if device else ():
             with contextlib.suppress(OSError):

@@ -139,7 +139,7 @@ def python_of(data: DataDir, job_id: int) -> str:
 
 
 def _runs_code(data: DataDir, job_id: int) -> bool:
-    """Tell whether the job runs a model's own code, which was allowed when it was launched."""
+    """Return whether the job runs a model's own code, which was allowed at its launch."""
     file = data.run(job_id).job_file
     return file.exists() and any(code.path == "data.remote_code" for code in code_in(read_toml(file, read_plain_text)))
 

@@ -38,7 +38,7 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Ca
 
 @functools.cache
 def _reader(root: Path, source: str) -> CardReader:
-    """Return the reader of a source, always the same one: it knows for how long another process has kept it waiting."""
+    """Return the one reader of a source, which remembers for how long another process has blocked it."""
     return CardReader(DataDir(root), source)
 
 

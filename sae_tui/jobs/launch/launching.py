@@ -130,7 +130,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Star
 
 
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` where a job file of others, by `distrust`, says what can run code, or any sbatch option."""
+    """Raise `JobFileError` if a job file that others may write (`distrust`) sets code to run or sbatch options."""
     # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
     table = to_table(job)
     refusals = refused(table, Consent(overrides=tuple(overrides)))

@@ -60,7 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     has_checkpoint: bool = True
     # The last step of a training that has a checkpoint.
     total_steps: int | None = None
-    # What keeps a job that never began from starting: `it is held until it is released`.
+    # Why a job that never began does not start yet: `it is held until it is released`.
     in_line: str = ""
 
     @property
@@ -190,9 +190,9 @@ def _not_ended_message(data: DataDir, job: Job) -> str:
 
 
 def _with_its_place(job: Job) -> Job:
-    """Return the job as it is in line again: one that never began still comes after others, and is held.
+    """Return the job as it is queued again: a job that never began keeps `after` and `held`.
 
-    A job that has begun has had its turn. One that its user stopped is released, as by `resume` while it is held.
+    A job that has begun loses both. A job that its user stopped is not held any more, as `resume` releases a held job.
     """
     if job.attempt:
         return msgspec.structs.replace(job, held=False, after=())
@@ -200,13 +200,13 @@ def _with_its_place(job: Job) -> Job:
 
 
 def _in_line(job: Job) -> str:
-    """Return what keeps a job from starting: it comes after others, or is held; "" for nothing."""
+    """Return why a queued job does not start: it comes after others, or is held; "" if nothing prevents it."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
 
 
 def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> None:
-    """Raise `JobFileError` where the job would be pinned to GPUs of the host that it ran on, which this host lacks."""
+    """Raise `JobFileError` if the job is pinned to GPUs of its former host that this host does not have."""
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
         return

@@ -110,7 +110,7 @@ def _die_with(supervisor: int) -> None:
 
     Run in the rank before its program.
     """
-    # Until the program is there, the supervisor's own handlers would take them.
+    # Until exec, the supervisor's own handlers would receive these signals.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)

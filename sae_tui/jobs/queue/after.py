@@ -20,7 +20,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 
 
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
-    """Describe the jobs in line that come after jobs which have not finished and are to be deleted; "" for none.
+    """Describe the queued jobs that come after unfinished jobs which are to be deleted; return "" for none.
 
     `job 2 comes after job 1 and would not start by itself any more`
     """
@@ -39,7 +39,7 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
     """Describe the first job that this one comes after and that has not finished, or return "".
 
-    A job that had finished when it was deleted is not named any more; one that is named was deleted without that.
+    Deleting a finished job removes it from `after`; a deleted job that is still listed there had not finished.
     """
     for other in job.after:
         try:

@@ -34,11 +34,11 @@ FRESH_S = 5.0
 NAMED_S = 86_400.0
 # Python's own start, and what opening the driver and reading a card may take.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
-# How much older samples may be than asked for while another process reads them.
+# Seconds by which samples may exceed the requested age while another process reads the GPUs.
 LATE_S = 5.0
-# A process that has answered ends at once.
+# Seconds; a process that has answered ends at once.
 END_S = 1.0
-# Seconds until the next reading where one hangs in the driver; doubled for each further one that hangs.
+# Seconds until the next read after one hangs in the driver; doubled for each further one.
 STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
@@ -52,20 +52,20 @@ class CardReader:
         self._lock = data.locks / f"cards-{data.host_word}.lock"
         # Processes that hang in the driver.
         self._stuck_file = self._file.with_suffix(".stuck")
-        # Since when another process has the lock, as seconds and as a time of day.
+        # Since when another process holds the lock: monotonic time and time of day.
         self._refused: tuple[float, str] | None = None
-        # Why there are no samples, in words.
+        # Why there are no samples.
         self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
-        """Return samples no older than `fresh_s`, or `LATE_S` more where another process is reading the GPUs.
+        """Return samples no older than `fresh_s`, or `LATE_S` more while another process reads the GPUs.
 
-        Return () where there are none so young; `problem` says why.
+        Return () without such samples; `problem` says why.
         """
         self.problem = ""
         if not 0 <= self._age_s() <= fresh_s:
             self._read()
-        # `abs`: a clock that was set back does not make an old reading a young one.
+        # `abs`, since an old reading must not count as fresh after the clock was set back.
         if abs(self._age_s()) > fresh_s + LATE_S:
             self.problem = self.problem or "the reading is not written"
             return ()
@@ -79,9 +79,9 @@ class CardReader:
             return math.inf
 
     def _read(self) -> None:
-        """Read the GPUs, unless another process does so just now.
+        """Read the GPUs, unless another process is reading them.
 
-        The lock only saves readings: where its holder is halted or hangs, the GPUs are read without it.
+        The lock only avoids repeated reads. If its holder is stopped or hangs, the GPUs are read without it.
         """
         with open(open_lock(self._lock)) as lock:
             if _is_ours(lock.fileno()):
@@ -128,7 +128,7 @@ class CardReader:
 
 
 def _is_ours(lock: int) -> bool:
-    """Take the lock; return False where another process has it. A file system without locks keeps nobody waiting."""
+    """Take the lock; return False if another process holds it, True if the file system has no locks."""
     try:
         return try_lock(lock)
     except OSError:
@@ -136,7 +136,7 @@ def _is_ours(lock: int) -> bool:
 
 
 def _is_there(process: ProcessRef) -> bool:
-    """Tell whether a process is still listed: one thread of it that hangs keeps a process that has ended."""
+    """Return whether a process still exists; a thread that hangs in the driver keeps a killed process."""
     return process.boot_id == boot_id() and state_of(process.pid) != ""
 
 
@@ -145,9 +145,9 @@ def _who(pid: int | None) -> str:
 
 
 def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
-    """Return the line that a process writes, ending with its newline where it is whole, and its complaints.
+    """Return the line that a process prints, with its newline if it is complete, and its standard error.
 
-    The end of its output is not waited for: a thread that hangs keeps the pipe open.
+    Do not wait for end of file, since a thread that hangs keeps the pipe open.
     """
     assert reader.stdout is not None
     assert reader.stderr is not None
@@ -167,7 +167,7 @@ def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, 
 
 
 def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
-    """Give a process a second to end by itself, then kill it; return False where not even that ends it."""
+    """Wait 1 s for a process to end, then kill it; return False if that does not end it either."""
     for end in (reader.kill, lambda: None):
         try:
             reader.wait(END_S)

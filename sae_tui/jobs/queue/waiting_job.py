@@ -23,11 +23,11 @@ from trainer.contract.store.states import JobState
 
 # A job whose turn has come reads the cards again, unless somebody has within this time.
 JUST_NOW_S = 1.0
-# A supervisor looks every 10 s at least.
+# A supervisor checks its turn at least every 10 s.
 SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
-# For so long a reason to wait is not recorded as an event again.
+# Seconds for which the same reason to wait is not recorded as an event again.
 TOLD_FOR_S = 600.0
 
 
@@ -35,7 +35,7 @@ class Line:
     """One job's place in the queue; `job` is its row as last read, `locks` are those of the GPUs it has got."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
-        """Take a place in line; `is_ready` is asked before locks are taken, and may start this program again."""
+        """Enter the queue; `is_ready` is called before locks are taken, and may restart this program."""
         self._data = data
         self._control = control
         self.job = job
@@ -45,7 +45,7 @@ class Line:
         self._again_at = 0.0
         self._told_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
-        # Jobs by their ids: since when they could have started, and those that have lost their turn, as they were then.
+        # By job id: since when a job could have started, and the rows of jobs that lost their turn.
         self._could_since: dict[int, float] = {}
         self._silent: dict[int, Job] = {}
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
@@ -69,9 +69,9 @@ class Line:
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
-        """Tell whether the job waits for something else, and has not said so within `TOLD_FOR_S`.
+        """Return whether the reason to wait is new, and was not recorded within `TOLD_FOR_S`.
 
-        A job may be in line for a month, and what its neighbours run may change every minute.
+        A job may wait for a month while the other processes on its GPUs change every minute.
         """
         now = time.monotonic()
         if kind == before or now - self._told_at.get(kind, -TOLD_FOR_S) < TOLD_FOR_S:
@@ -125,9 +125,9 @@ class Line:
         return planned[self.job.id]
 
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
-        """Take the turn from jobs that could have started for 30 s and have not, until their rows change.
+        """Skip jobs that could have started for 30 s but have not, until their rows change.
 
-        Their supervisors live, but are halted or hang, as on a file server that does not answer.
+        Their supervisors are alive but stopped or hung, as on a file server that does not answer.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
@@ -189,5 +189,5 @@ class Line:
 
 
 def _kind(obstacle: str) -> str:
-    """Remove numbers and what stands in brackets: free memory and what others run change all the time."""
+    """Remove numbers and text in brackets, since free memory and other users' processes change all the time."""
     return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

@@ -90,7 +90,7 @@ class OneAttempt:
         return self._outcome(attempt, requests)
 
     def _let_save(self, attempt: Attempt) -> None:
-        """Let the ranks save and stop, as when a user asks for it, though this program has failed; then end them."""
+        """After an error of this program, let the ranks save and stop as on a user's request; then end them."""
         attempt.ask_to_stop()
         with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")

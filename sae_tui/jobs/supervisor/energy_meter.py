@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Job
 # So seldom that it costs nothing, and so often that a job whose supervisor is killed has lost next to nothing.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
-# By how many seconds a clock jumps ahead; less is a clock that is adjusted.
+# Seconds. A smaller step ahead is an ordinary adjustment of the clock.
 JUMP_S = 60.0
 
 
@@ -43,7 +43,7 @@ class EnergyMeter:
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
-        # What was taken before: by earlier attempts, and by this one before its clock jumped.
+        # The energy used before: by earlier attempts, and by this one before its clock jumped.
         self._before: Used | None = None
 
     def turn(self) -> None:

@@ -1,4 +1,4 @@
-"""The sign of life of a supervisor, which other hosts see as well, and the name of its host."""
+"""A supervisor's sign of life, which other hosts can see, and the name of its host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Sign:
         self._due = 0.0
 
     def turn(self) -> None:
-        """Give a sign twice a minute; leases are found by the host's name, which can change while the job runs."""
+        """Give a sign of life every 30 s, and record a new host name, since leases are found by it."""
         if time.monotonic() < self._due:
             return
         self._due = time.monotonic() + SIGN_EVERY_S

@@ -25,7 +25,7 @@ class Orders:
         self.stop()
 
     def stop(self) -> None:
-        """Record a request that may come again and again, as SIGXCPU does once a second."""
+        """Record a request that may repeat, as SIGXCPU does every second."""
         self.to_end_since = self.to_end_since or time.monotonic()
 
     @property

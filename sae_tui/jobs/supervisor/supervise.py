@@ -82,14 +82,14 @@ class Supervisor:
             signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        # It may be another host than the job was launched on: a container made again, a machine with a new name.
+        # The host may differ from the one at launch: a container created again, or a renamed machine.
         fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Take the job through its whole life; return when nothing of it is left.
+        """Run the job from the queue to its end; return when none of its processes is left.
 
         Record an error of this program itself as the job's failure, then raise it.
         """
@@ -124,8 +124,8 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _fail(self, error: Exception) -> None:
-        """Record that this program failed, and run the user's command; nothing is left of the ranks."""
-        # A module of another version than those that are loaded may be the reason; the new version has none of that.
+        """End all ranks, record that this program failed, and run the user's command."""
+        # The package may have been replaced, which mixes modules of two versions; the restarted program has only one.
         if self._is_waiting:
             self._installed.restart_if_replaced()
         end_descendants()

@@ -1,6 +1,6 @@
-"""Notices that the package was replaced under a waiting process, as by `pip install -U`, and starts its program again.
+"""Detects that the package was replaced under a waiting process, as by `pip install -U`, and restarts its program.
 
-A supervisor loads many modules only when its job starts. Those of another version would not fit the ones it has.
+A supervisor loads many modules only when its job starts. Modules of another version would not fit the loaded ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import trainer
 
 PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
-# What a supervisor loads on the way to a job's end.
+# The modules that a supervisor loads until its job ends.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
 
@@ -30,14 +30,14 @@ class Installed:
         self._try_at = 0.0
 
     def is_current(self) -> bool:
-        """Tell whether the files are still those of the start; takes about 4 ms."""
+        """Return whether the files are unchanged since the start; takes about 4 ms."""
         return _state() == self._at_start
 
     def restart_if_replaced(self) -> bool:
-        """Start the program of this process again where its package was replaced.
+        """Restart the program of this process if its package was replaced.
 
-        It keeps pid, log and environment, and gives up its locks. Return False where the package was replaced but does
-        not start, as halfway through an upgrade.
+        The process keeps pid, log and environment, and gives up its locks. Return False if the package was replaced but
+        does not load, as halfway through an upgrade.
         """
         if self.is_current():
             return True
@@ -49,12 +49,12 @@ class Installed:
 
 
 def _state() -> int:
-    # Not by a set of all entries, which would take a waiting supervisor half a MB.
+    # XOR of hashes, since a set of all entries would take 0.5 MB in each waiting supervisor.
     return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
 
 
 def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, time and size of every module below a folder; of one that is just being replaced, what is there."""
+    """Yield path, time and size of each module below a folder, as far as it exists during an upgrade."""
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -68,7 +68,7 @@ def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
 
 
 def _loads() -> bool:
-    """Tell whether a new process can load what a supervisor needs."""
+    """Return whether a new process can load what a supervisor needs."""
     command = [sys.executable, "-P", "-c", _PROGRAM]
     try:
         done = subprocess.run(

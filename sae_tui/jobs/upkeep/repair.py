@@ -35,7 +35,7 @@ from trainer.contract.wording import gibibytes
 def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield what was done; nothing is deleted.
 
-    With `host` end the jobs of that other host, which is gone for good.
+    With `host`, also end the jobs of that other host, which must be gone for good.
 
     Raise `StoreError` where it cannot be done.
     """

@@ -9,7 +9,7 @@ from trainer.contract.store.database import network_file_system
 
 
 def store_warning(data: DataDir) -> str:
-    """Return why the stores are slower here than on a local disk; "" where they are not."""
+    """Return why the stores are slower here than on a local disk; "" if they are not."""
     folder = next(folder for folder in (data.root, *data.root.parents) if os.path.exists(folder))
     name = network_file_system(folder)
     if name is None:

@@ -50,12 +50,12 @@ class LogReader:
             try:
                 self._follow()
             except Exception as error:
-                # This thread must outlive whatever a log or the disk does.
+                # This thread must survive every error of a log or the disk.
                 self._on_lines((LogLine("supervisor", f"(the logs cannot be read: {error!r})"),))
                 self._stopped.wait(AGAIN_S)
 
     def _follow(self) -> None:
-        """Hand over what there is and what is added, until the reader is stopped."""
+        """Pass on existing and new lines until the reader is stopped."""
         followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():

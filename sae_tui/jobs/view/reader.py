@@ -44,11 +44,11 @@ class News(msgspec.Struct, frozen=True):
 class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
 
-    `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
-    `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
-    of metrics that the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the
-    highest. `evaluation` is the running evaluation of its SAEs. `silent` says since when nothing has been heard of
-    another host that has the job; how it goes on is then not known.
+    `dropped` counts the rows of metrics that the run could not store; None where its file was not read. `best_sae` is
+    the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values of metrics that
+    the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the highest.
+    `evaluation` is the running evaluation of its SAEs. `silent` says for how long the host that has the job has given
+    no sign of life; the state of the job is then unknown.
     """
 
     phase: str = ""
@@ -214,7 +214,7 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
 
 
 class _Silent:
-    """Which jobs are on other hosts of which nothing has been heard for long."""
+    """The jobs on other hosts that have long been silent."""
 
     def __init__(self, data: DataDir) -> None:
         self._data = data
@@ -222,7 +222,7 @@ class _Silent:
         self._again_at = 0.0
 
     def poll(self, jobs: Iterable[Job]) -> bool:
-        """Look again, every 10 s, and tell whether anything changed; without jobs of other hosts it reads no file."""
+        """Check every 10 s and return whether anything changed; read no file if no job is on another host."""
         if time.monotonic() < self._again_at:
             return False
         self._again_at = time.monotonic() + SILENT_EVERY_S
@@ -240,7 +240,7 @@ class JobReader:
     """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
     def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
-        """Read a job of this data folder; with `mends`, make roll-ups of its values once where they are missing."""
+        """Read a job of this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
         self.job_id = job_id
         self._data, self._mends = data, mends
         self.view: JobView | None = None
@@ -323,7 +323,7 @@ class JobReader:
 
 
 def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
-    """Make the roll-ups that a run's store lacks, unless the run lives or the store cannot be written."""
+    """Rebuild missing roll-ups in a run's store, unless the run is alive or the store cannot be written."""
     paths = data.run(job_id)
     if reader.is_rolled_up() or is_held(paths.lock_file):
         return

@@ -47,7 +47,7 @@ class Watcher:
     def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
         """Watch the jobs of a data folder.
 
-        Unless `readonly`, start lost supervisors of queued jobs again, and roll up values that lack their roll-ups.
+        Unless `readonly`, restart lost supervisors of queued jobs, and rebuild missing roll-ups.
         """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
@@ -69,7 +69,7 @@ class Watcher:
 
     @property
     def problem(self) -> str:
-        """Why the jobs cannot be read, or for how long the disk has not answered; "" while all is well."""
+        """Why the jobs cannot be read, or for how long the disk has not answered; "" without a problem."""
         silent_s = time.monotonic() - self._answered
         if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
             return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"

@@ -1,4 +1,4 @@
-"""What of a job file runs code, and what allows it."""
+"""The code in job files, and what allows it to run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TABLE = {
      "--prolog=/x", "--bcast", "--input=/x", "--propagate", "--comm=x", "--me=1", "--mem-", "--qos\n--export=x", 7,
      "--mailtype=x", "-x", "--bb=#x", "--burst-buffer-file=/x", "--test-only", "--network=x"],
 )  # fmt: skip
-def test_an_option_of_sbatch_that_is_not_known_to_be_harmless_needs_consent(option: object) -> None:
+def test_an_sbatch_option_not_known_to_be_harmless_needs_consent(option: object) -> None:
     assert [code.name for code in code_in({"launch": {"sbatch_options": [option]}})] == [str(option)]
 
 
-def test_options_that_choose_resources_need_none() -> None:
+def test_sbatch_options_that_choose_resources_need_no_consent() -> None:
     options = ["--qos=high", "--mem=64G", "--constraint=a100", "--exclude=n1", "--gres=gpu:2", "--mail-user=me@x"]
     assert not [*code_in({"launch": {"sbatch_options": options}})]
 
@@ -35,19 +35,19 @@ def test_each_consent_allows_what_it_names_and_nothing_else() -> None:
         assert [code.path for code in refused(TABLE, Consent(names=(name,)))] == rest
         assert [code.path for code in refused(TABLE, NO_CONSENT.given([f" {given} = x", "sae.k=2"]))] == rest
     assert not refused(TABLE, Consent(to_all=True))
-    # Whoever else may write the file could change what was consented to.
+    # Other users who may write the file could change it after the consent.
     assert len(refused(TABLE, Consent(to_all=True, names=("org/model",)), "others may write to it")) == 3
     assert not refused(without(TABLE, refused(TABLE, NO_CONSENT)), NO_CONSENT)
     assert TABLE["launch"]["python"]
 
 
-def test_a_table_of_any_shape_is_looked_through() -> None:
+def test_code_is_found_in_a_table_of_any_shape() -> None:
     for odd in ({"launch": 3}, {"model": ["x"]}, {"launch": {"sbatch_options": "--export=x"}}, {"data": None}):
         assert not refused(odd, NO_CONSENT)
     assert refused({"data": {"remote_code": "yes"}}, NO_CONSENT)
 
 
-def test_the_sentence_names_what_runs_and_the_ways_to_allow_it() -> None:
+def test_the_error_names_the_code_and_the_ways_to_allow_it() -> None:
     for problem, name in zip(problems_of(refused(TABLE, NO_CONSENT)), ("python", "org/model", "--export"), strict=True):
         assert name in problem.message
         assert "; add --allow-code, or list " in problem.message

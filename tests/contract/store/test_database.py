@@ -392,14 +392,14 @@ def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("reader", [open_reader, open_writer])
-def test_what_a_killed_writer_left_half_written_is_undone_by_the_next_who_reads(tmp_path, monkeypatch, reader) -> None:
+def test_the_next_reader_rolls_back_what_a_killed_writer_left_half_written(tmp_path, monkeypatch, reader) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     with contextlib.closing(reader(path, "control")) as connection:
         assert {row[0] for row in connection.execute("SELECT message FROM events")} == {"kept"}
     assert not path.with_name("control.db-journal").exists()
 
 
-def test_who_may_not_repair_a_half_written_store_reads_who_may(tmp_path, monkeypatch) -> None:
+def test_a_reader_that_may_not_repair_a_half_written_store_names_the_user_who_may(tmp_path, monkeypatch) -> None:
     path = leave_hot_journal(tmp_path, monkeypatch)
     monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
     with pytest.raises(
@@ -409,12 +409,12 @@ def test_who_may_not_repair_a_half_written_store_reads_who_may(tmp_path, monkeyp
 
 
 def read_only_connect(connect):
-    """Return a way to connect as on a file system that is mounted read-only."""
+    """Return a connect function that behaves as on a read-only file system."""
     return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
 
 
 def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Kill a writer inside a transaction whose pages have reached the file, on a file system without WAL."""
+    """Kill a writer in a transaction whose pages have reached the file, on a file system without WAL."""
     monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
     path = folder / "control.db"
     with contextlib.closing(open_writer(path, "control")) as connection:

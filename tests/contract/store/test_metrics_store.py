@@ -162,7 +162,7 @@ def test_a_long_history_has_as_many_points_as_asked_for(shared: Store) -> None:
     "lost",
     ["level >= 1", "level = 2", "level = 1", "bucket >= 3", "level = 1 AND bucket % 5 = 0", "level = 2 AND bucket < 4"],
 )
-def test_roll_ups_that_are_lost_are_missed_done_without_and_made_again(run: Store, lost: str) -> None:
+def test_reads_are_correct_without_lost_roll_ups_which_are_detected_and_rebuilt(run: Store, lost: str) -> None:
     run.writer.write(rows("loss", {3 * step: math.sin(step) if step % 7 else math.nan for step in range(9_000)}))
     run.writer.write(rows("few", {8: 1.0, 30_000: 2.0}, rank=1))
     asked = [("loss", 0, most) for most in (1, 20, 500, 10_000)] + [("few", 1, 500)]
@@ -180,7 +180,7 @@ def test_roll_ups_that_are_lost_are_missed_done_without_and_made_again(run: Stor
     assert [run.reader.history(name, rank, most=most) for name, rank, most in asked] == before
 
 
-def test_rows_that_another_writer_appended_without_roll_ups_do_not_come_one_by_one(run: Store) -> None:
+def test_rows_appended_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
     run.writer.write(rows("loss", {1: 1.0}))
     with contextlib.closing(sqlite3.connect(run.path)) as other, other:
         other.execute("DELETE FROM rollups WHERE bucket > 0")

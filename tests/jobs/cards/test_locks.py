@@ -88,7 +88,7 @@ def test_a_machine_s_folder_of_another_user_is_not_trusted(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
-def test_a_lock_file_that_is_removed_as_it_is_taken_holds_no_card(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
 
     def remove_and_lock(descriptor: int, *, shared: bool) -> bool:
@@ -128,7 +128,7 @@ def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path
             subprocess.run(["umount", folder], check=True)
 
 
-def test_a_lock_file_that_is_replaced_while_it_is_opened_gives_no_second_holder(tmp_path: Path, monkeypatch) -> None:
+def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
     open_lock = subject.open_lock
 

@@ -92,7 +92,7 @@ def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypat
     ]
 
 
-def test_a_reading_is_not_taken_for_fresh_because_another_process_has_the_lock(box, on_driver):
+def test_an_old_reading_does_not_count_as_fresh_while_another_process_has_the_lock(box, on_driver):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     assert len(CardReader(box.data, "nvml").samples()) == 1
@@ -100,12 +100,12 @@ def test_a_reading_is_not_taken_for_fresh_because_another_process_has_the_lock(b
     os.utime(file, (time.time() - 15,) * 2)
     with flock(box) as holder:
         assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
-        assert len(CardReader(box.data, "nvml").samples(12)) == 1  # a reading that is a little late will do
+        assert len(CardReader(box.data, "nvml").samples(12)) == 1  # a slightly older reading is enough
         os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
         assert CardReader(box.data, "nvml").samples(12) == ()
 
 
-def test_a_halted_reader_keeps_a_job_waiting_only_for_as_long_as_a_reading_may_take(box, on_driver, monkeypatch):
+def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_of_a_read(box, on_driver, monkeypatch):
     on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
     waiting = in_line(box)
     with flock(box) as holder:
@@ -122,16 +122,16 @@ answer_of = card_reader._answer_of
 
 @contextlib.contextmanager
 def flock(box):
-    """Hold the lock of the readers by another process."""
+    """Hold the lock of the reader in another process."""
     command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         holder.stdout.readline()
         yield holder
-        holder.kill()  # and its program ends with the pipe
+        holder.kill()  # its program ends with the pipe
 
 
-def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_other_gpus(box, monkeypatch, tmp_path):
-    """It cannot be ended, as a thread in the driver cannot; the next ones are started ever more rarely."""
+def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
+    """A thread in the driver keeps the reader alive; further readers start ever less often."""
     box.data.create()
     started = []
 
@@ -150,7 +150,7 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
     monkeypatch.setattr(subprocess, "Popen", Unkillable)
     reader = CardReader(box.data, "nvml")
     assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
-    assert reader.samples(0.0)  # a little older, since it is not read again
+    assert reader.samples(0.0)  # slightly older, since it is not read again
     assert len(started) == 1
     assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
     reader._file.unlink()
@@ -164,7 +164,7 @@ def test_a_reader_that_hangs_after_its_answer_keeps_neither_the_lock_nor_the_oth
         one.send_signal(signal.SIGKILL)
         one.wait()
     reader._file.unlink()
-    reader.samples()  # none hangs any more
+    reader.samples()  # no reader hangs any more
     assert len(started) == 3
     started[-1].send_signal(signal.SIGKILL)
     started[-1].wait()
@@ -183,7 +183,7 @@ def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
 
 
-def test_the_reading_of_another_host_that_shares_the_folder_is_not_taken_for_ours(box, monkeypatch):
+def test_readings_of_another_host_that_shares_the_folder_are_ignored(box, monkeypatch):
     box.data.create()
     for host, n_cards in (("gpu7", 2), ("gpu8", 1)):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)

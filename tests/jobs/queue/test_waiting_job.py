@@ -76,7 +76,7 @@ def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
 
 @pytest.fixture
 def halted(monkeypatch):
-    """Start a supervisor that lives and does nothing."""
+    """Start a process that stands in for a supervisor, and stop it by SIGSTOP."""
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
     monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
     supervisor = subprocess.Popen(["sleep", "60"])
@@ -86,7 +86,7 @@ def halted(monkeypatch):
     supervisor.wait()
 
 
-def test_a_job_whose_supervisor_is_halted_loses_its_turn_until_it_goes_on(box, halted, monkeypatch):
+def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box, halted, monkeypatch):
     first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
     second, third = (line(box, queued(box)) for _ in range(2))
     assert not second.try_start()
@@ -95,7 +95,7 @@ def test_a_job_whose_supervisor_is_halted_loses_its_turn_until_it_goes_on(box, h
     assert second.try_start()
     assert not third.try_start()
     assert len(box.control.events(first)) == 1
-    # Its supervisor goes on, finds the GPU taken, and is first in line again.
+    # Its supervisor continues, finds the GPU taken, and is first in the queue again.
     assert not line(box, first).try_start()
     assert "GPU 0 is held by job" in box.job(first).waits_for
     second.locks.release()
@@ -113,7 +113,7 @@ def test_a_reason_to_wait_is_told_once(box):
     assert box.job(first).state == JobState.QUEUED
 
 
-def test_what_neighbours_run_is_no_event_each_time_it_changes(box, monkeypatch):
+def test_changing_processes_of_other_users_are_not_an_event_each_time(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     for number in range(20):
@@ -122,13 +122,13 @@ def test_what_neighbours_run_is_no_event_each_time_it_changes(box, monkeypatch):
         monkeypatch.setattr(entry, "_try_take_gpus", lambda reason=reason: reason)
         assert not entry.try_start()
         assert box.job(job_id).waits_for == reason
-    told = [event.message for event in box.control.events(job_id) if event.kind == "waiting"]
-    assert [message.split(" (")[0] for message in told] == [
+    reasons = [event.message for event in box.control.events(job_id) if event.kind == "waiting"]
+    assert [message.split(" (")[0] for message in reasons] == [
         "waits: GPU 0 is used by bob", "waits: GPU 0 is used by alice",
     ]  # fmt: skip
 
 
-def test_strangers_that_come_and_go_do_not_fill_the_history_of_a_job_in_line(box, monkeypatch):
+def test_short_processes_of_other_users_do_not_fill_the_history_of_a_queued_job(box, monkeypatch):
     job_id = queued(box)
     entry = line(box, job_id)
     commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]

@@ -83,7 +83,7 @@ def test_a_clock_that_is_set_back_loses_nothing_of_what_was_measured(box, job_id
     assert (job.energy_s, job.energy_known_s) == pytest.approx((300, 300))
 
 
-def test_a_clock_that_jumps_ahead_by_a_day_and_back_adds_no_time_that_was_not_measured(box, job_id):
+def test_a_clock_that_jumps_ahead_by_a_day_and_back_adds_no_unmeasured_time(box, job_id):
     day = 86_400
     store(box, [*range(101), *range(day + 100, day + 201), *range(201, 301)], 360.0)
     now, steady = [NOW], [50.0]

@@ -289,9 +289,7 @@ def test_the_metrics_of_a_run_are_whole_after_its_end(box):
     reader.close()
 
 
-def test_a_mistake_in_the_supervisor_s_own_code_fails_its_job_with_the_reason_once_its_ranks_have_saved(
-    box, monkeypatch
-):
+def test_an_error_in_the_supervisor_fails_its_job_with_the_reason_after_its_ranks_have_saved(box, monkeypatch):
     monkeypatch.setenv("FAKE_BUG", "1")
     box.data.create()
     save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >told']))

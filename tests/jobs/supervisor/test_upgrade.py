@@ -1,4 +1,4 @@
-"""A package that is replaced while a job waits."""
+"""Upgrades of the package while a job waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a copy of the packages, which programs that are started from now on use."""
+    """Install a copy of the packages, which all programs started from now on use."""
     folder = tmp_path / "installed"
     for name in ("sae_tui", "trainer"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("data"))
@@ -27,14 +27,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rename(package: Path, name: str, new_name: str) -> None:
-    """Give a function another name wherever it is used, as a new version may."""
+    """Rename a function everywhere, as a new version may."""
     for file in package.rglob("*.py"):
         text = file.read_text()
         if name in text:
             file.write_text(text.replace(name, new_name))
 
 
-def test_jobs_that_wait_while_the_package_is_upgraded_start_and_stop_in_the_new_version(box, installed):
+def test_jobs_that_wait_during_an_upgrade_start_and_stop_in_the_new_version(box, installed):
     runs, stops = (box.launch("steps=1", place={"hold": True}) for _ in range(2))
     before = {job_id: box.job(job_id).supervisor for job_id in (runs, stops)}
     rename(installed / "sae_tui", "is_gone", "folder_is_gone")
@@ -45,7 +45,7 @@ def test_jobs_that_wait_while_the_package_is_upgraded_start_and_stop_in_the_new_
     assert all(box.job(job_id).supervisor != supervisor for job_id, supervisor in before.items())
 
 
-def test_a_job_waits_while_half_of_the_package_is_there(box, installed):
+def test_a_job_waits_while_the_package_is_half_installed(box, installed):
     job_id = box.launch("steps=1", place={"hold": True})
     left = installed / "sae_tui" / "jobs" / "supervisor" / "attempt.py"
     text = left.read_text()
@@ -56,7 +56,7 @@ def test_a_job_waits_while_half_of_the_package_is_there(box, installed):
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
-def test_files_that_did_not_change_are_no_upgrade():
+def test_unchanged_files_are_not_an_upgrade():
     state = "from sae_tui.jobs.supervisor.upgrade import Installed; print(Installed().restart_if_replaced())"
     done = subprocess.run([sys.executable, "-c", state], capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"

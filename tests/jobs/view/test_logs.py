@@ -11,7 +11,7 @@ from sae_tui.jobs.view import logs
 from sae_tui.jobs.view.logs import LogLine, LogReader
 
 
-def test_a_reader_of_logs_that_fails_says_so_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_reader_reports_an_error_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "0.log"
     log.write_text("step 1\n")
     read, failures = logs.tail, [OSError("stale file handle")]
@@ -23,11 +23,11 @@ def test_a_reader_of_logs_that_fails_says_so_and_goes_on(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(logs, "tail", tail)
     monkeypatch.setattr(logs, "AGAIN_S", 0.01)
-    told: queue.SimpleQueue[tuple[LogLine, ...]] = queue.SimpleQueue()
-    reader = LogReader({"0": log}, lambda lines: told.put(tuple(lines)))
+    batches: queue.SimpleQueue[tuple[LogLine, ...]] = queue.SimpleQueue()
+    reader = LogReader({"0": log}, lambda lines: batches.put(tuple(lines)))
     reader.start()
-    (first,) = told.get(timeout=10)
+    (first,) = batches.get(timeout=10)
     assert "cannot be read" in first.text
     assert "stale file handle" in first.text
-    assert [line.text for line in told.get(timeout=10)] == ["step 1"]
+    assert [line.text for line in batches.get(timeout=10)] == ["step 1"]
     reader.stop()

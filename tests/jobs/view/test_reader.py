@@ -374,7 +374,7 @@ def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
     assert follower.new_lines() == ["the end", "next"]
 
 
-def test_lost_roll_ups_of_a_run_that_has_ended_are_made_again_but_not_by_a_look_that_only_reads(box):
+def test_lost_roll_ups_of_an_ended_run_are_rebuilt_except_by_a_read_only_reader(box):
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()

@@ -35,7 +35,7 @@ def write(file: Path, more: str, mode: int) -> Path:
     return file
 
 
-def test_code_that_a_model_brings_is_only_run_where_it_is_allowed_and_nobody_else_may_write_the_file(
+def test_a_models_own_code_runs_only_with_consent_and_if_only_the_user_may_write_the_file(
     file: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"job\.toml"):
@@ -49,7 +49,7 @@ def test_code_that_a_model_brings_is_only_run_where_it_is_allowed_and_nobody_els
 
 
 @pytest.mark.parametrize("command", ["run", "extract", "join", "bench", "resume"])
-def test_no_command_runs_a_model_s_own_code_unasked(file: Path, command: str, capsys) -> None:
+def test_no_command_runs_a_models_own_code_without_consent(file: Path, command: str, capsys) -> None:
     write(file, "remote_code = true", 0o600)
     section = "data"
     if command == "extract":
@@ -59,8 +59,8 @@ def test_no_command_runs_a_model_s_own_code_unasked(file: Path, command: str, ca
     out = ["--out", str(file.parent / "out")] if command in ("run", "join") else []
     given = file.parent if command == "resume" else file
     assert main([command, str(given), *out]) == EXIT_USAGE
-    told = capsys.readouterr().err
-    assert told.startswith(f'{section}.remote_code: runs the Python code that comes with "theirs/model" as you; add ')
+    error = capsys.readouterr().err
+    assert error.startswith(f'{section}.remote_code: runs the Python code that comes with "theirs/model" as you; add ')
     assert sorted(file.parent.iterdir()) == [file]
 
 

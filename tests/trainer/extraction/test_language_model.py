@@ -170,7 +170,7 @@ def test_a_configuration_that_asks_for_too_much_is_refused_before_anything_is_bu
     assert " cannot be loaded: its configuration " in str(refused.value)
 
 
-def test_files_of_a_model_that_lead_outside_of_its_folder_or_are_enormous_are_refused(copy) -> None:
+def test_model_files_that_point_outside_the_folder_or_are_too_large_are_refused(copy) -> None:
     folder = copy("gpt2")
     (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
     index = {"metadata": {}, "weight_map": {"wte.weight": "../outside.safetensors"}}

@@ -163,25 +163,25 @@ def test_a_chat_that_the_template_refuses_is_one_sentence(tiny) -> None:
         list(Tokenizer(loaded).tokens([[{"role": "user", "content": "cat"}]]))
 
 
-def test_a_template_that_never_ends_is_one_sentence_in_any_thread(tiny, monkeypatch) -> None:
+def test_a_template_that_never_ends_is_a_one_sentence_error_in_any_thread(tiny, monkeypatch) -> None:
     monkeypatch.setattr(packing, "_TEMPLATE_S", 0.2)
     loaded = transformers.AutoTokenizer.from_pretrained(tiny("qwen3"))
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
     loaded.chat_template = loops
-    told: list[str] = []
+    errors: list[str] = []
 
     def read() -> None:
         try:
             list(Tokenizer(loaded).tokens([[{"role": "user", "content": "cat"}]]))
         except UserError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
     read()
     thread = threading.Thread(target=read)
     thread.start()
     thread.join()
     sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; take another template"
-    assert told == [sentence, sentence]
+    assert errors == [sentence, sentence]
 
 
 def test_a_context_without_room_for_text_is_refused(load) -> None:

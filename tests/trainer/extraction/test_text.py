@@ -201,7 +201,7 @@ def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
         read(write(tmp_path / "a.json", "[" * 100_000))
 
 
-def test_a_few_bytes_of_parquet_that_stand_for_all_memory_are_one_sentence(tmp_path: Path, monkeypatch) -> None:
+def test_a_small_parquet_file_that_expands_to_all_memory_is_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
     one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
     nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
     numbers = pyarrow.array([[7] * 2**19] * 4)
@@ -220,7 +220,9 @@ def test_a_few_bytes_of_parquet_that_stand_for_all_memory_are_one_sentence(tmp_p
     assert len(read(file)) == 4096
 
 
-def test_a_row_of_json_of_any_length_is_one_sentence_and_a_line_of_text_is_cut(tmp_path: Path, monkeypatch) -> None:
+def test_a_too_long_json_row_is_a_one_sentence_error_and_a_long_line_of_text_is_cut(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(text, "_LONGEST_ROW", 1000)
     monkeypatch.setattr(text, "_LARGEST_JSON", 2000)
     monkeypatch.setattr(text, "_LONGEST", 999)

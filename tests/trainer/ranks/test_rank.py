@@ -200,7 +200,7 @@ print("each time")
 """
 
 
-def test_each_signal_to_stop_is_a_request_of_its_own() -> None:
+def test_each_stop_signal_is_a_separate_request() -> None:
     done = subprocess.run([sys.executable, "-c", _STOPPED_AGAIN], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("each time\n", "")
 

@@ -14,7 +14,7 @@ import pytest
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 
-# Like a rank, the child keeps signals to stop blocked and waits for it.
+# Like a rank, the child blocks the stop signals and waits for one.
 CHILD = """
 import os, signal, sys
 from pathlib import Path

@@ -115,9 +115,7 @@ def test_the_card_of_the_hub_has_the_figures_and_what_the_hub_lists_an_sae_by(
 HOSTILE = "# x\n\n<script>alert(1)</script>\n---\nbase_model: evil\n![a](http://h/\x1b]52;c;AA\x07\u202e" + "y" * 500
 
 
-def test_what_a_received_run_says_of_itself_is_only_text_in_the_card_of_the_hub(
-    make_run: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_model_card_escapes_all_text_of_a_received_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
     run = make_run()
     assert main(["eval", str(run)]) == EXIT_FINISHED
     readme = run / "sae" / "README.md"
@@ -130,10 +128,10 @@ def test_what_a_received_run_says_of_itself_is_only_text_in_the_card_of_the_hub(
     judged = hub_card([checkpoint], "saelens", "ada/my-sae")
     readme.unlink()
     plain = hub_card([checkpoint], "saelens", "ada/my-sae")
-    for card, told in ((judged, "img src"), (plain, "evil")):
+    for card, text in ((judged, "img src"), (plain, "evil")):
         _, front, body = card.split("---\n", 2)
         assert "base_model" not in yaml.safe_load(front)
-        assert told in body
+        assert text in body
         assert not re.search(r"(?<!\\)<|^(# x|---|base_model)|!\[a|[\x1b\u202e]|y{200}", body, re.MULTILINE)
 
 

@@ -1,6 +1,6 @@
-"""Finds what a job file runs as code, which takes effect only with consent from outside the file.
+"""Finds the code that a job file would run, which needs consent from outside the file.
 
-A job file may come from somebody else. Who owns it says nothing: what is unpacked from an archive is its receiver's.
+A job file may come from another person. Its owner proves nothing: unpacked files belong to the user who unpacks them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ FLAG = "--allow-code"
 FLAG_HELP = "let the job file run code as you: its launch.python, remote_code and any options of sbatch"
 SETTING = "trusted_code"
 PYTHON, SBATCH = "launch.python", "launch.sbatch_options"
-# Where a job file names a language model, and whether the model's own code is run.
+# Settings that run a model's own code, and the setting next to each that names the model.
 _MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
-# Options of sbatch that choose resources and run nothing. Abbreviations are not among them.
+# Options of sbatch that choose resources and run no code. Abbreviations are not included.
 _HARMLESS = re.compile(
     "--(acctg-freq|begin|comment|constraint|contiguous|core-spec|cores-per-socket|cpu-freq|cpus-per-(gpu|task)|deadline"
     "|delay-boot|distribution|exclude|exclusive|gpu-freq|gpus|gpus-per-(node|socket)|gres|gres-flags|hint|licenses"
@@ -30,7 +30,7 @@ _HARMLESS = re.compile(
 
 
 class Code(NamedTuple):
-    """A setting that runs code, the name by which its code may be trusted, and what it does in words."""
+    """A setting that runs code, the name by which users can trust this code, and a description."""
 
     path: str
     name: str
@@ -38,14 +38,14 @@ class Code(NamedTuple):
 
 
 class Consent(NamedTuple):
-    """What was allowed outside of the file: all of it, code by name, or settings that `--set` gives."""
+    """What is allowed from outside the file: all code, code by name, or settings given by `--set`."""
 
     to_all: bool = False
     names: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
 
     def given(self, overrides: Iterable[str]) -> Consent:
-        """Return the consent with what these `--set` give."""
+        """Return the consent with these `--set` overrides added."""
         return self._replace(overrides=(*self.overrides, *overrides))
 
 
@@ -53,12 +53,12 @@ NO_CONSENT = Consent()
 
 
 def sets(overrides: Iterable[str], *paths: str) -> bool:
-    """Tell whether overrides like `train.lr=3e-4` give one of these settings."""
+    """Return whether overrides like `train.lr=3e-4` set one of these settings."""
     return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
 def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
-    """Yield what the table of a job file would run as code of its writer's choice."""
+    """Yield the code that a job file would run at its writer's choice."""
     if python := _at(table, PYTHON):
         whole = os.path.expanduser(str(python))
         yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
@@ -73,7 +73,7 @@ def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
 
 
 def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
-    """Return what a job file would run without consent; of a file that others may write only `--set` allows any."""
+    """Return the code that a job file runs without consent; if others may write the file, only `--set` allows code."""
     if distrust:
         consent = Consent(overrides=consent.overrides)
     trusted = {os.path.expanduser(name) for name in consent.names if name}
@@ -85,7 +85,7 @@ def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> l
 
 
 def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
-    """Write refused code as problems of the job file, with the ways to allow it."""
+    """Describe refused code as problems of the job file, with the ways to allow it."""
     if distrust:
         paths = dict.fromkeys(code.path for code in refusals)
         return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in paths]
@@ -99,9 +99,9 @@ def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: b
 
 
 def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` where a job file would run a model's own code, and neither flag nor `--set` allows that.
+    """Raise `JobFileError` if a job file runs a model's own code and neither the flag nor `--set` allows it.
 
-    For the trainer alone, which acts on no other code of a job file.
+    Only for the trainer, which runs no other code of a job file.
     """
     refusals = [code for code in refused(table, Consent(allows, (), tuple(overrides))) if code.path in _MODELS]
     if refusals:
@@ -109,7 +109,7 @@ def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[s
 
 
 def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
-    """Return the table without the settings that were refused, which leaves their harmless defaults."""
+    """Return the table without the refused settings, so that their harmless defaults apply."""
     left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
     for code in refusals:
         section, _, key = code.path.partition(".")
@@ -118,7 +118,7 @@ def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any
 
 
 def _quoted(name: str) -> str:
-    # Whole, since a part of a path does not say what is run.
+    # Not shortened, since a part of a path does not show what runs.
     return json.dumps(name, ensure_ascii=False)
 
 

@@ -28,7 +28,7 @@ LARGEST_IDLE_LOG = 8 << 20
 OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 # Suffixes of the files that SQLite keeps beside a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# A killed writer has left a rollback journal, or a write-ahead log that has to be read again.
+# Codes if a killed writer left a rollback journal, or a write-ahead log to be recovered.
 _TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
@@ -76,7 +76,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
         except sqlite3.OperationalError as error:
             if _code(error) not in _TO_RECOVER:
                 raise
-        # A read-only connection may not complete or undo what a killed writer has begun.
+        # A read-only connection cannot complete or roll back the transaction of a killed writer.
         with _connect(f"file:{_quote(path)}?mode=rw") as connection:
             _version(connection)
             connection.close()
@@ -86,7 +86,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
     with _connect(f"file:{_quote(path)}?mode=ro") as connection:
         connection.execute("PRAGMA query_only=ON")
-        # Version 0: its writer has made the file, but not yet the tables.
+        # Version 0: the writer has created the file, but not yet the tables.
         if _refuse_newer(connection, path, schema) == 0:
             raise StoreMissing(f"there is no store at {path} yet")
         return connection
@@ -154,7 +154,7 @@ def explain_errors(path: Path) -> Iterator[None]:
 
 
 def _code(error: sqlite3.Error) -> int:
-    """Return SQLite's extended code of an error; 0 for one that Python's module has raised itself."""
+    """Return SQLite's extended error code; 0 for an error that Python's module raised itself."""
     return getattr(error, "sqlite_errorcode", 0)
 
 
@@ -226,9 +226,9 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def no_locks(folder: Path) -> str:
-    """Return why files in a folder cannot be locked; "" where they can. It tries, on a file without a name.
+    """Return why files in a folder cannot be locked, "" if they can, by locking an unnamed file.
 
-    SQLite says of a file system without locks (an NFS mount whose lock service does not answer) that a store is busy.
+    On a file system without locks (an NFS mount whose lock service does not answer), SQLite only reports a busy store.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -243,9 +243,9 @@ def no_locks(folder: Path) -> str:
 
 
 def network_file_system(path: Path) -> str | None:
-    """Return the name of the file system that holds the path; None where it is known to be local.
+    """Return the name of the file system of a path; None if it is known to be local.
 
-    WAL needs memory that all processes share which open the store: on a file system of several hosts there is none.
+    WAL needs memory that all processes using the store share, which processes on different hosts do not have.
     """
     try:
         mount = mount_of(path)

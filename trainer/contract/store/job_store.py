@@ -126,7 +126,7 @@ class Control:
     def forget(self, job_id: int) -> bool:
         """Delete an ended job and all that belongs to it from the store; return False where it is still active.
 
-        If it has finished, jobs that come after it no longer wait for it. Otherwise they go on waiting.
+        If the job had finished, jobs that come after it no longer wait for it. Otherwise they keep waiting.
         """
         with self._write() as db:
             state = _state(db, job_id)
@@ -205,7 +205,7 @@ class Control:
             _update(db, job_id, fields)
 
     def move(self, job_id: int, host: str) -> None:
-        """Set the name of a job's host, in its row and its leases."""
+        """Set the host name in a job's row and its leases."""
         with self._write() as db:
             for table, key in (("jobs", "id"), ("leases", "job_id")):
                 db.execute(f"UPDATE {table} SET host = ? WHERE {key} = ?", (host, job_id))

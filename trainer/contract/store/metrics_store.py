@@ -106,7 +106,7 @@ class SeriesWriter:
         self.write(rewritten, heartbeat)
 
     def roll_up_missing(self) -> None:
-        """Make the roll-ups that another writer has left out or that were lost, a part of the rows at a time."""
+        """Rebuild missing roll-ups in batches of rows: lost ones, and ones that another writer did not make."""
         with explain_errors(self.path):
             keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
             for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
@@ -205,7 +205,7 @@ class SeriesReader:
         return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
 
     def is_rolled_up(self) -> bool:
-        """Tell whether all series have their roll-ups; without them a long history takes a second per million rows."""
+        """Return whether all series have their roll-ups; without them a long history takes 1 s per million rows."""
         with explain_errors(self.path):
             return all(self._is_rolled_up({"name": name, "rank": rank}) for name, rank in self.series())
 
@@ -282,8 +282,8 @@ _EXTENT = (
 )
 _N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
 _N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
-# The buckets of level 2 with rows and without a roll-up, or one of which level 1 has not all. It jumps from one bucket
-# of the rows to the next, which takes 5 ms for 10 million rows.
+# The buckets of level 2 that have rows but no roll-up, or whose level 1 is incomplete. The query jumps from one bucket
+# to the next, which takes 5 ms for 10 million rows.
 _MISSING = (
     "WITH RECURSIVE found(bucket) AS ("
     f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"

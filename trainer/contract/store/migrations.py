@@ -59,7 +59,7 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
-# Of a row whose list is damaged, which `repair` mends later: 0.
+# 0 for a row with a damaged list, which `repair` fixes later.
 _N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
 
 
@@ -117,9 +117,9 @@ def control_007(db: Database) -> None:
 
 
 def control_008(db: Database) -> None:
-    """Add the id of a job's machine, and drop deleted jobs from those that a job comes after.
+    """Add the machine id of a job, and remove deleted jobs from the lists of jobs that others come after.
 
-    Until now a deleted job counted as finished; from now on a job that is still named is waited for.
+    Before this version a deleted job counted as finished; now a job still waits for each job in its list.
     """
     db.table("jobs").add_column("machine_id", str)
     kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'

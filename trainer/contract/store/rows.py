@@ -104,7 +104,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     heldout_l0: float | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
-    # The machine it is on, whose name may change; "" or None where it has no id.
+    # The id of its machine, since the host name may change; "" or None if unknown.
     machine_id: str | None = None
 
     @property
