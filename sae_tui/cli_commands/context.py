@@ -107,7 +107,7 @@ class Context:
 
 
 def _jobs_named(flags: argparse.Namespace) -> list[int]:
-    given = [getattr(flags, "id", None), *getattr(flags, "ids", ()), getattr(flags, "log", None)]
+    given = [getattr(flags, "id", None), *(getattr(flags, "ids", None) or ()), getattr(flags, "log", None)]
     run = str(getattr(flags, "run", ""))
     return [one for one in (*given, int(run) if run.isdecimal() else None) if isinstance(one, int)]
 

@@ -30,7 +30,7 @@ def check_environments(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "trainer", f"{look(box.python).words}: {printable(box.python_path)}")
 
 
-def check_trainer_package(_box: Box) -> Iterator[Finding]:
+def check_trainer_code(_box: Box) -> Iterator[Finding]:
     """Report what `import trainer` finds, which packages own its files, and what `python -m trainer` runs here."""
     folder = Path(exits.__file__).parents[1]
     others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})

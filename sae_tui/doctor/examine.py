@@ -53,7 +53,7 @@ CHECKS: tuple[Check, ...] = (
     session.check_logout,
     queue_service.check_queue_service,
     environments.check_environments,
-    environments.check_trainer_package,
+    environments.check_trainer_code,
     torch_build.check_torch,
 )
 # Checks that run only on request, since they put work on the GPUs.

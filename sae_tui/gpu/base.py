@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, Protocol
 
+import msgspec
 from msgspec import Meta
 
 from sae_tui.gpu.limits import IMPOSSIBLE, drop_impossible, is_possible
+from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
@@ -190,6 +193,18 @@ class GpuSample:
             return True
         computes = not self.processes and (self.utilization or 0) > IDLE_PERCENT
         return computes and (unexplained is None or unexplained > CONTEXT_BYTES)
+
+
+def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
+    """Decode the printed samples, one GPU at a time.
+
+    A GPU that cannot be decoded is left out and does not hide the others.
+    """
+    samples = []
+    for one in output:
+        with contextlib.suppress(ValueError):
+            samples.append(decode_as(bytes(one), GpuSample))
+    return tuple(samples)
 
 
 def is_identified(sample: GpuSample) -> bool:

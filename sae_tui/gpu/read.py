@@ -6,13 +6,13 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import msgspec
 
 from sae_tui.gpu import load_source
-from sae_tui.gpu.base import GpuSample, SourceUnavailable
+from sae_tui.gpu.base import SourceUnavailable, samples_of
 from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
@@ -20,18 +20,6 @@ from trainer.contract.json_file import decode_as
 # Seconds from a loss to the first probe. The pause doubles after each probe, since one costs 0.3 s of a core.
 PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
 PROBE_LIMIT_S = 30.0
-
-
-def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
-    """Decode the printed samples, one GPU at a time.
-
-    A GPU that cannot be decoded is left out and does not hide the others.
-    """
-    samples = []
-    for one in output:
-        with contextlib.suppress(ValueError):
-            samples.append(decode_as(bytes(one), GpuSample))
-    return tuple(samples)
 
 
 class Probe:

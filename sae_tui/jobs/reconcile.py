@@ -242,8 +242,9 @@ def _is_of_the_run(rank: Rank, lock: Path) -> bool:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        _, *arguments, _end = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
-        return [os.fsdecode(word) for word in arguments] == expected
+        # Empty while a process starts, or once it has ended.
+        words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
+        return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.environments import TORCH, answer, answering, stand_in
 
 from sae_tui.doctor.base import Box
-from sae_tui.doctor.environments import both, check_environments, check_trainer_package
+from sae_tui.doctor.environments import both, check_environments, check_trainer_code
 from sae_tui.doctor.torch_build import check_torch
 from sae_tui.gpu.none import NoGpus
 from trainer.contract import exits
@@ -45,14 +45,14 @@ def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ours = Path(exits.__file__).parents[1]
-    (imported,) = check_trainer_package(box_of(tmp_path))
+    (imported,) = check_trainer_code(box_of(tmp_path))
     assert (imported.level, imported.sentence) == ("ok", f"`import trainer` finds {ours}, of sae-tui")
     (tmp_path / "trainer.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     (tmp_path / "site" / "trainer-0.0.36.dist-info").mkdir(parents=True)
     (tmp_path / "site" / "trainer-0.0.36.dist-info" / "METADATA").write_text("Name: trainer\nVersion: 0.0.36\n")
     (tmp_path / "site" / "trainer-0.0.36.dist-info" / "top_level.txt").write_text("trainer\n")
-    other, here = check_trainer_package(box_of(tmp_path))
+    other, here = check_trainer_code(box_of(tmp_path))
     assert (other.level, here.level) == ("warning", "note")
     assert other.sentence.startswith(f"{ours} has files of trainer too")
     assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"

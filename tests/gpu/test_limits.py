@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from support.driver import environment
 
 from sae_tui.gpu.aggregate import aggregate
-from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
+from sae_tui.gpu.base import Condition, GpuProcess, GpuSample, samples_of
 from sae_tui.gpu.details import GpuDetails
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.limits import LIMITS
-from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.queue.card_reader import CardReader

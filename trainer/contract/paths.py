@@ -298,8 +298,8 @@ def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
 
 
 def refuse_links_on_the_way(path: Path) -> None:
-    """Raise `OSError` if a folder on the way to a path is a link below a kept folder; ignore missing folders."""
-    with contextlib.suppress(FileNotFoundError):
+    """Raise `OSError` if a folder on the way to a path is a link below a kept folder; ignore what is no folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
 
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.gpu import AUTO, resolve
-from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample
-from sae_tui.gpu.read import samples_of
+from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, samples_of
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices, takes_one_process
 from sae_tui.jobs.cards.locks import lock_holder, open_lock
 from sae_tui.jobs.queue.order import Card

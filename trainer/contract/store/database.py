@@ -11,7 +11,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -230,6 +229,9 @@ def no_locks(folder: Path) -> str:
 
     On a file system without locks (an NFS mount whose lock service does not answer), SQLite only reports a busy store.
     """
+    # Only here: it takes 1 MiB of a waiting supervisor.
+    import tempfile
+
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as SQLite locks its files
