@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -119,3 +121,36 @@ def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path:
 def test_a_byte_order_mark_before_json_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"name": "x"}')
     assert load_json(tmp_path / "a.json", Record) == json_file.decode_as('\ufeff{"name": "x"}', Record) == Record("x")
+
+
+FIRST_USES = """
+import enum, sys, threading
+import msgspec
+from trainer.contract.json_file import decode_as
+from trainer.contract.store.rows import convert
+
+sys.setswitchinterval(1e-7)
+for number in range(200):
+    word = enum.StrEnum("Word", ["a", "b"])
+    inner = msgspec.defstruct("Inner", [("word", word), ("n", int, 0)])
+    kind = msgspec.defstruct("Kind", [("inner", inner), ("more", list[inner], [])])
+    begin = threading.Barrier(4)
+
+    def use(n, kind=kind, begin=begin):
+        begin.wait()
+        if n % 2:
+            convert({"inner": {"word": "a"}}, kind)
+        else:
+            decode_as(b'{"inner": {"word": "b"}}', kind)
+
+    threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_be_the_first_to_use_a_type_together() -> None:
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

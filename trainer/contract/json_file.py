@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,10 +21,32 @@ _LONGEST_REASON = 300
 
 T = TypeVar("T")
 
+# Types that msgspec has looked into.
+_prepared: set[Any] = set()
+_preparing = threading.RLock()
+
+
+def prepare(kind: Any) -> None:
+    """Make msgspec look into a type in one thread; raise `TypeError` for a type that it does not support.
+
+    msgspec does so at the first use of a type, and crashes if two threads are the first to use it (seen with 0.22).
+    """
+    if kind not in _prepared:
+        with _preparing:
+            msgspec.json.Decoder(kind)
+            _prepared.add(kind)
+
+
+def convert_as(value: Any, kind: type[T]) -> T:
+    """Convert a value to this type like `msgspec.convert`, safely in any thread."""
+    prepare(kind)
+    return msgspec.convert(value, kind)
+
 
 def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """Decode JSON as a value of this type; raise `ValueError` with the reason where it is not valid."""
     try:
+        prepare(kind)
         return msgspec.json.decode(_without_mark(text), type=kind, dec_hook=dec_hook)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

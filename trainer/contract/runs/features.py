@@ -15,6 +15,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
+from trainer.contract.json_file import convert_as
 from trainer.contract.runs.characters import runs_of_tokens, whole_characters, without_cut_ends
 from trainer.contract.settings.shards import read_header
 
@@ -124,7 +125,7 @@ class Features:
         try:
             header, self._begin = read_header(file)
             header.pop("__metadata__", None)
-            self._entries = msgspec.convert(header, dict[str, _Entry])
+            self._entries = convert_as(header, dict[str, _Entry])
             with open_plain(file) as stream:
                 self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             self._check()

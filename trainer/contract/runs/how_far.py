@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.json_file import convert_as
 from trainer.contract.runs.checkpoint_manifest import Best, State
 from trainer.contract.settings.schedule import Schedule
 from trainer.contract.store.rows import Count
@@ -118,6 +119,6 @@ def from_metadata(metadata: Mapping[str, Any]) -> HowFar | None:
     measured = {name: metadata.get(name) for name in ("fvu", "heldout_fvu")}
     known = {"step": table["steps"], "best": best, **measured}
     try:
-        return msgspec.convert({**table, **known}, HowFar)
+        return convert_as({**table, **known}, HowFar)
     except msgspec.ValidationError:
         return None

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.json_file import convert_as
 from trainer.contract.planning.rates import full_rate
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
@@ -79,7 +80,7 @@ def recipe_of(
 def read_recipe(metadata: dict[str, Any]) -> Recipe | None:
     """Return the recipe in an SAE's metadata; None where it is missing or cannot be read."""
     try:
-        return msgspec.convert(metadata[RECIPE], Recipe)
+        return convert_as(metadata[RECIPE], Recipe)
     except (KeyError, msgspec.ValidationError, RecursionError):
         return None
 

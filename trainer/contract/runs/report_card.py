@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.runs.features import CARD, Context, Features
 from trainer.contract.runs.how_far import HowFar
 from trainer.contract.runs.recipe import Recipe, asked_l0, misses_l0, recipe_lines
@@ -313,7 +313,7 @@ def read_card(folder: Path) -> Card | None:
 def card_from(table: dict[str, Any]) -> Card | None:
     """Return the card in a table that was read from JSON; None where it is not valid."""
     try:
-        return msgspec.convert(_without_unknown(table), Card)
+        return convert_as(_without_unknown(table), Card)
     except (msgspec.ValidationError, RecursionError):
         return None
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
+from trainer.contract.json_file import convert_as
 from trainer.contract.settings.typed import parse_number, parse_value
 
 Value = Any  # a TOML value: str, int, float, bool, list or None
@@ -83,7 +84,7 @@ class Knob(msgspec.Struct, frozen=True):
         """Convert a value to the field's type; raise `ValueError` saying what would be valid."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
-                return msgspec.convert(value, self.annotation)
+                return convert_as(value, self.annotation)
         raise ValueError(self._objection(value))
 
     def _objection(self, value: Value) -> str:

@@ -15,7 +15,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import convert_as, read_json
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.parquet_file import read_parquet_file
@@ -98,7 +98,7 @@ def documents_in(shard: Shard) -> Documents | None:
         return None
     try:
         header, begin = read_header(shard.file)
-        column = msgspec.convert(header[DOCUMENT], _Column)
+        column = convert_as(header[DOCUMENT], _Column)
     except (KeyError, ValueError, OSError):
         return None
     (n_rows,), (first, last) = column.shape, column.data_offsets
@@ -248,7 +248,7 @@ def _read(file: Path, field: str) -> list[Rows]:
 def _read_safetensors(file: Path, field: str) -> Rows:
     try:
         header, begin = read_header(file)
-        tensors = {name: msgspec.convert(one, _Tensor) for name, one in header.items() if name != "__metadata__"}
+        tensors = {name: convert_as(one, _Tensor) for name, one in header.items() if name != "__metadata__"}
     except ValueError:
         raise _problem(field, file, "is not a whole safetensors file; copy it again") from None
     tensor = tensors[choose_tensor(TENSOR, {name: (one.dtype, one.shape) for name, one in tensors.items()})]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from trainer.contract.json_file import decode_as
+from trainer.contract.json_file import convert_as, decode_as
 from trainer.contract.process import Pid, ProcessRef
 from trainer.contract.store.states import JobState
 
@@ -189,7 +189,7 @@ def to_job(row: dict[str, Any]) -> Job:
 def convert(value: Any, kind: type[R]) -> R:
     """Convert a row or a column to this type; raise `ValueError` where it holds something else than we write."""
     try:
-        return msgspec.convert(value, kind)
+        return convert_as(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
