@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.driver import Driver
+from textual.filter import Monochrome
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
 from sae_tui.alerts.watch import AlertWatcher
 from sae_tui.app_parts.colours import Colours
 from sae_tui.app_parts.effects import Effects, MakeHosts
-from sae_tui.app_parts.front import AppFront
+from sae_tui.app_parts.front import AppFront, OwnThreads
 from sae_tui.app_parts.job_ends import tell_alert, tell_end, tell_news
 from sae_tui.app_parts.navigator import Navigator
 from sae_tui.app_parts.redraw import AlertsChanged, JobsChanged, Redraw
@@ -29,8 +31,10 @@ from sae_tui.settings import Settings
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
-from sae_tui.terminal.plain import Plain
+from sae_tui.terminal.plain import Colourless, Plain
+from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import Problem
+from trainer.contract.exits import Exit
 from trainer.contract.paths import DataDir
 
 if TYPE_CHECKING:
@@ -71,6 +75,7 @@ class SaeApp(KeysInOrder, Notices):
         *,
         readonly: bool = False,
         plain: Plain | None = None,
+        colourless: bool = False,
         hosts: Hosts | None = None,
         make_hosts: MakeHosts | None = None,
         given: Mapping[str, str] | None = None,
@@ -78,8 +83,13 @@ class SaeApp(KeysInOrder, Notices):
         super().__init__()
         # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
-        self._filters += [Printable(), *([plain] if plain else [])]
-        watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        # Where the driver writes the standard error of libraries; None discards it.
+        self.log_file = None if readonly else data.app_log
+        # Textual's filter turns colours into greys; without colours the app must send none at all.
+        filters = [one for one in self._filters if not isinstance(one, Monochrome)]
+        self._filters = [*filters, Printable(), *([plain] if plain else [])]
+        self._filters += [Colourless()] if colourless or self.no_color else []
+        watcher = Watcher(data, lambda: self.post_message(JobsChanged()), readonly=readonly)
         front = AppFront(self, watcher.poke)
         self.session = Session(data, monitor, watcher, settings, front, readonly=readonly, hosts=hosts, given=given)
         self.session.alerts = AlertWatcher(
@@ -106,7 +116,13 @@ class SaeApp(KeysInOrder, Notices):
         driver = super().get_driver_class()
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
+    def panic(self, *renderables: RenderableType) -> None:
+        """Print the error and exit with code 1, which Textual 8.2 does not set for some errors."""
+        self._return_code = Exit.FAILED
+        super().panic(*renderables)
+
     def on_mount(self) -> None:
+        asyncio.get_running_loop().set_default_executor(OwnThreads())
         self.session.monitor.start()
         self.session.watcher.start()
         self.session.alerts.start()
@@ -152,6 +168,12 @@ class SaeApp(KeysInOrder, Notices):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         return commands(screen, self.session, self._colours.choose)
+
+    def export_screenshot(self, **options: Any) -> str:
+        """Draw the screen as SVG. Hide values of environment variables first, since screenshots are shared."""
+        if isinstance(self.screen, Reading):
+            self.screen.hide_values()
+        return super().export_screenshot(**options)
 
     def action_new_job(self) -> None:
         self.navigator.new_job()

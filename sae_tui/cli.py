@@ -1,6 +1,11 @@
 """`sae-tui`: without a command it opens the app; the commands do the same from a script."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from sae_tui import own_trainer
+
+own_trainer.refuse_another()
 
 import argparse
 import gc

@@ -20,6 +20,7 @@ from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.output import extracts
+from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.promised import promised_by_active, writers_of
 from sae_tui.jobs.states import ENDED, describe_state, is_cooling, phase_words, stands
 from sae_tui.jobs.upkeep import trash
@@ -246,6 +247,8 @@ class JobActions:
         elif jobs:
             which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
             question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
+            if waiting := waiting_for(self._known.jobs, [job.id for job in jobs]):
+                question += f"\n\n{waiting[0].upper()}{waiting[1:]}."
             self.ask(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
 
     def _delete(self, job_ids: list[int]) -> str:

@@ -12,6 +12,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.paths import is_shared
+from trainer.contract.settings.consent import SETTING
 from trainer.contract.settings.job import PYTHONS
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
@@ -21,7 +22,7 @@ from trainer.contract.settings.toml import Judged, parse_toml
 _LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
 # Those that run a program or lead to another machine.
-_PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python")
+_PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
 # tomlkit takes seconds for more.
 _MOST_CHANGED = 64 << 10
 # What is drawn with is settled before there is an app.
@@ -98,6 +99,16 @@ class Settings(msgspec.Struct, frozen=True):
         float,
         about("Alert where a GPU cannot be read for so long; 0 for none.", group=_ALERTS, unit="s", ge=0, le=86400),
     ] = 15.0
+    alert_errors_s: Annotated[
+        float,
+        about(
+            "Alert where a GPU reports memory errors, failing rows or a fatal Xid for so long; 0 for none.",
+            group=_ALERTS,
+            unit="s",
+            ge=0,
+            le=86400,
+        ),
+    ] = 1.0
     alert_memory_percent: Annotated[
         float,
         about("Alert where so much of a GPU's memory is in use; 0 for none.", group=_ALERTS, unit="%", ge=0, le=100),
@@ -136,6 +147,15 @@ class Settings(msgspec.Struct, frozen=True):
             "The Python of another environment that trains new jobs; empty: the app's.", group=_LAUNCH, wanted=PYTHONS
         ),
     ] = ""
+    trusted_code: Annotated[
+        list[str],
+        about(
+            "What a job file may run without a question: Pythons, models with code of their own, options of sbatch.",
+            group=_LAUNCH,
+            wanted='a list like ["/home/me/env/bin/python", "org/model", "--network=x"]',
+            commas=True,
+        ),
+    ] = []
     price_per_kwh: Annotated[
         float, about("What a kWh costs, for the price of a job; 0 shows none.", group=_ENERGY, ge=0, le=1000)
     ] = 0.0

@@ -19,7 +19,7 @@ from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
 from sae_tui.settings import Settings, load_settings, save_settings
-from sae_tui.terminal.plain import Look, Plain, is_plain
+from sae_tui.terminal.plain import Look, Plain, is_colourless, is_plain
 from trainer.contract.errors import Problem, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.output import can_show
@@ -81,6 +81,7 @@ def run_app(
         first_words,
         readonly=readonly,
         plain=look,
+        colourless=not in_browser and is_colourless(os.environ),
         hosts=others,
         make_hosts=hosts_of,
         given=_given(plain, look, settings, hosts),
@@ -115,8 +116,9 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
     given = {}
     if look and settings.look != "plain":
         given["look"] = f"plain now, by {'--plain' if plain else 'this terminal'}"
-    if "NO_COLOR" in os.environ:
-        given["theme"] = "without colours now, by NO_COLOR"
+    if is_colourless(os.environ):
+        cause = "NO_COLOR" if "NO_COLOR" in os.environ else "this terminal"
+        given["theme"] = f"without colours now, by {cause}"
     if hosts:
         given["hosts"] = f"and {join_words(list(hosts))} now, by --host"
     return given

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 
 from sae_tui.gpu.once import THREAD_NAME
+from trainer.contract import paths
 
 # Threads wait for each other by spinning, and several processes of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +40,12 @@ def _hung_drivers() -> Iterator[None]:
     for thread in threading.enumerate():
         if thread.name == THREAD_NAME:
             thread.name = f"{THREAD_NAME} of a test that is over"
+
+
+@pytest.fixture(autouse=True)
+def _kept_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget below which folders other tests of this process follow no links."""
+    monkeypatch.setattr(paths, "_KEPT", set())
 
 
 @pytest.hookimpl(trylast=True)

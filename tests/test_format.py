@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from sae_tui import format as say
+from trainer.contract import wording
 
 
 @given(st.text(max_size=40), st.integers(0, 30), st.booleans())
@@ -62,7 +63,33 @@ def test_durations_are_read_at_a_glance(seconds, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, "–"), (0, "0"), (950, "950"), (9999, "9999"), (12_345, "12.3k"), (4e6, "4.0M")]
+    ("value", "expected"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (950, "950"),
+        (9999, "9999"),
+        (12_345, "12.3k"),
+        (4e6, "4.0M"),
+        (9999.6, "10.0k"),
+        (999_949, "999.9k"),
+        (999_960, "1.0M"),
+        (999_960_000, "1.0G"),
+        (-999_960, "-1.0M"),
+    ],
 )
 def test_counts_keep_three_digits(value, expected) -> None:
     assert say.count(value) == expected
+
+
+def test_only_complete_progress_is_100_percent() -> None:
+    assert [wording.done(progress) for progress in (0.0, 0.29, 0.994, 0.9999, 1.0)] == [
+        "0%",
+        "29%",
+        "99%",
+        "99%",
+        "100%",
+    ]
+    assert [wording.share(part) for part in (0.0, 1e-5, 0.125, 0.9994, 0.99996, 1.0)] == [
+        "0%", "<0.1%", "12.5%", "99.9%", ">99.9%", "100%",
+    ]  # fmt: skip

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from trainer.contract.exits import Exit
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.failure import asks_for_json, show_failure
 from trainer.contract.output import OutputLost, complain, run_command, show_text
-from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
+from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.workload import ranks_of
@@ -39,9 +39,10 @@ from trainer.contract.runs.rank_spec import (
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_any, load_extraction, load_job
+from trainer.contract.settings.job_file import AnyJob, load_any, load_extraction, load_job, to_table
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 _WITHOUT_TORCH = ("estimate", "rank")
 # The default folder of runs.
 RUNS = Path("runs")
+J = TypeVar("J", bound=AnyJob)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +81,9 @@ def _main(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
         flags = make_parser().parse_args(given)
-        leave_deleted_folder(_paths(flags))
+        leave_deleted_folder(paths := _paths(flags))
+        for path in paths.values():
+            keep_run(path)
         if flags.command not in _WITHOUT_TORCH:
             refuse_without_trainer()
         return _COMMANDS[flags.command](flags)
@@ -121,7 +125,7 @@ def _paths(flags: argparse.Namespace) -> dict[str, Path]:
 
 
 def _run(flags: argparse.Namespace) -> int:
-    job = here(load_job(flags.job, flags.overrides))
+    job = here(_allowed(load_job(flags.job, flags.overrides), flags))
     gpus = [] if job.on_cpu else visible_gpus()
     run_dir = (flags.out or RUNS / _folder_name(job.name)).absolute()
     refuse_bad(job, gpus, run_dir)
@@ -142,10 +146,17 @@ def _run(flags: argparse.Namespace) -> int:
         return _train(job, spec, lock, flags)
 
 
+def _allowed(job: J, flags: argparse.Namespace) -> J:
+    """Return the job; raise `JobFileError` if it runs a model's own code without the consent of a flag."""
+    # The Python and the options of sbatch need no check here, since only `sae-tui` uses them.
+    refuse_code(to_table(job), allows=flags.allow_code, overrides=flags.overrides)
+    return job
+
+
 def _extract(flags: argparse.Namespace) -> int:
     from trainer.ranks.foreground_extraction import run
 
-    return run(load_extraction(flags.job, flags.overrides), as_json=flags.json)
+    return run(_allowed(load_extraction(flags.job, flags.overrides), flags), as_json=flags.json)
 
 
 def _inspect(flags: argparse.Namespace) -> int:
@@ -160,7 +171,7 @@ def _inspect(flags: argparse.Namespace) -> int:
 def _join(flags: argparse.Namespace) -> int:
     from trainer.ranks.torchrun import join
 
-    job = load_job(flags.job, flags.overrides)
+    job = _allowed(load_job(flags.job, flags.overrides), flags)
     run_dir = flags.out.absolute()
     refuse_bad(job, [], run_dir, only=("data.", "sae.", "train."))
     return join(job, run_dir)
@@ -175,7 +186,7 @@ def _train(job: JobConfig, spec: RankSpec, lock: RunLock, flags: argparse.Namesp
 
 def _resume(flags: argparse.Namespace) -> int:
     run_dir = flags.run_dir.absolute()
-    was, job = stored_job(run_dir, []), stored_job(run_dir, flags.overrides)
+    was, job = stored_job(run_dir, []), _allowed(stored_job(run_dir, flags.overrides), flags)
     with RunLock(run_dir) as lock:
         run = stored_run(run_dir)
         if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
@@ -338,6 +349,7 @@ def _eval(flags: argparse.Namespace) -> int:
         is_probed=flags.probe,
         n_sets=flags.sets,
         keeps_rows=flags.keep_rows,
+        allows_code=flags.allow_code,
     )
     for card in [] if flags.json else cards:
         _say("\n".join(card["lines"]))
@@ -353,6 +365,8 @@ def _eval(flags: argparse.Namespace) -> int:
 def _bench(flags: argparse.Namespace) -> int:
     from trainer.measuring.bench import bench_job, measure, table
 
+    if flags.job:
+        _allowed(load_job(flags.job, flags.overrides), flags)
     job, shape = bench_job(flags.job, flags.overrides)
     job = here(job)
     gpus = [] if job.on_cpu else visible_gpus()

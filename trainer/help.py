@@ -48,7 +48,7 @@ a sweep trains several SAEs from one pass over the data; a list makes one of a s
 the run folder holds job.toml (complete, runs again), checkpoints/ (the newest and the best), metrics.db, logs/,
 attempt1/environment.json (versions, commit, hardware, command) and at the end sae/, which SAELens loads.
 
-Ctrl-C, SIGTERM or a lost terminal save a checkpoint and stop; a second Ctrl-C ends at once.
+Ctrl-C, SIGTERM, SIGUSR1, SIGUSR2, SIGXCPU or a lost terminal save a checkpoint and stop; a second Ctrl-C ends at once.
 {_EXITS}
 """
 
@@ -212,7 +212,7 @@ examples:
 JOIN = f"""\
 Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
 Given again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
-hosts that meet by the static form do not restart together. SIGTERM saves and stops.
+hosts that meet by the static form do not restart together. SIGTERM, SIGUSR1, SIGUSR2 and SIGXCPU save and stop.
 
 example, with --node-rank 0 on host0 and 1 on the other:
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\

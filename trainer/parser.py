@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainer.contract.output import Parser
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.help import (
     BENCH,
     ESTIMATE,
@@ -66,10 +67,13 @@ def make_parser() -> Parser:
     stop.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     _add_export(add("export", "write the SAE of a checkpoint for other tools", EXPORT))
     _add_import(add("import", "make a run of an SAE that another tool has trained", IMPORT))
-    _add_eval(add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL))
+    judge = add("eval", "the report card of a trained SAE, on rows that it has not seen", EVAL)
+    _add_eval(judge)
     _add_job(add("estimate", "memory per GPU and time of a job, before anything runs", ESTIMATE))
     bench = add("bench", "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
     _add_job(bench, nargs="?")
+    for command in (run, extract, join, resume, judge, bench):
+        command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     bench.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to time; default 20")
     probe = add("probe", "how fast every device is, and the bus between them", PROBE)
     probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')

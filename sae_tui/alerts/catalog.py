@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from sae_tui.alerts.hysteresis import Rule
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import Condition, GpuSample
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.cards.idle import IDLE_AFTER_S
 from sae_tui.settings import Settings
@@ -102,8 +102,35 @@ def _throttling(look: Look) -> Iterator[Measured]:
 
 def _lost(look: Look) -> Iterator[Measured]:
     for sample in look.samples:
-        is_lost = not sample.healthy and sample.reason != faults.NO_ANSWER_YET
+        # A GPU that only other users may use is not lost.
+        is_lost = not sample.healthy and not sample.withheld and sample.reason != faults.NO_ANSWER_YET
         yield _on_card(sample, float(is_lost), f"cannot be read: {sample.reason}", look.held)
+
+
+def _ecc(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        count = sample.condition.ecc_uncorrected if sample.condition else None
+        words = f"has uncorrected memory errors (ECC): {count} since its last reset"
+        yield _on_card(sample, None if count is None else float(count > 0), words, look.held)
+
+
+def _rows(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        condition = sample.condition or Condition()
+        states = [one for one in (condition.rows_failed, condition.rows_pending) if one is not None]
+        words = (
+            "could not replace a row of its memory"
+            if condition.rows_failed
+            else "needs a reset to replace rows of its memory"
+        )
+        yield _on_card(sample, float(any(states)) if states else None, words, look.held)
+
+
+def _xid(look: Look) -> Iterator[Measured]:
+    for sample in look.samples:
+        xid = sample.condition.xid if sample.condition else None
+        value = float(xid.is_fatal) if xid else 0.0 if sample.condition else None
+        yield _on_card(sample, value, f"reports {xid.words if xid else ''}", look.held)
 
 
 def _memory(look: Look) -> Iterator[Measured]:
@@ -131,6 +158,9 @@ KINDS = (
     Kind("heat", "heat", "alert_heat_c", _heat, "below", raise_s=10, clear_s=60, slack=5),
     Kind("throttling", "slowed down", "alert_throttling_s", _throttling, "flag", clear_s=60),
     Kind("lost", "unreadable", "alert_lost_s", _lost, "flag", clear_s=10),
+    Kind("ecc", "memory errors", "alert_errors_s", _ecc, "flag", clear_s=60),
+    Kind("rows", "failing memory rows", "alert_errors_s", _rows, "flag", clear_s=60),
+    Kind("xid", "fatal error", "alert_errors_s", _xid, "flag", clear_s=60),
     Kind("memory", "memory full", "alert_memory_percent", _memory, "above", raise_s=30, clear_s=30, slack=3),
     Kind("idle", "held and idle", "alert_idle_minutes", _idle, "flag", clear_s=60, unit_s=60, passed_s=IDLE_AFTER_S),
     Kind("disk", "disk full", "alert_disk_gib", _disk, "below", raise_s=30, clear_s=30, slack=1),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -17,18 +17,19 @@ KILL_AFTER_S = 5
 def run_hook(command: Sequence[str], message: Mapping[str, object], limit_s: float = LIMIT_S) -> None:
     """Run a command, without a shell and in a session of its own; raise `UserError` where it fails or takes too long.
 
-    `timeout` ends it also where this process has gone, and the file is read by it whenever it comes to that.
+    `timeout` ends the command even after this process has ended. The message is kept in memory, not in a temporary
+    file, since the disk may be full.
     """
     bounded = ["timeout", "-k", f"{KILL_AFTER_S}", f"{limit_s:g}", *command]
-    with tempfile.TemporaryFile() as file:
-        file.write(msgspec.json.encode(message) + b"\n")
-        file.seek(0)
-        try:
+    try:
+        with os.fdopen(os.memfd_create("alert"), "wb+", buffering=0) as file:
+            file.write(msgspec.json.encode(message) + b"\n")
+            file.seek(0)
             process = subprocess.Popen(
                 bounded, stdin=file, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
             )
-        except (OSError, ValueError) as error:
-            raise UserError(f"on_alert: {error}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"on_alert: {error}") from None
     if code := process.wait():
         raise UserError(f"on_alert: {_FAILURES.get(code, f'{command[0]} ended with exit code {code}')}")
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import NamedTuple
+
+# The value for a place that no longer exists, such as a removed GPU.
+GONE = -math.inf
+# An alert that begins three times within an hour flaps. It ends only after an hour in the good state.
+FLAPS_AT, CALM_S = 3, 3600.0
 
 
 class Rule(NamedTuple):
@@ -21,20 +28,37 @@ class Hysteresis:
         self.is_raised = is_raised
         self._rule = rule
         self._since: float | None = None
+        self._raised: deque[float] = deque(maxlen=FLAPS_AT)
 
     def changes(self, value: float | None, now: float) -> bool:
-        """Take a value, None where it is unknown, and tell whether there is an alert from now on, or none any more."""
+        """Take a value (None: unknown); return whether an alert begins or ends with it.
+
+        An unknown value neither begins nor ends an alert.
+        """
         if not self._is_leaving(value):
             self._since = None
             return False
         self._since = now if self._since is None else self._since
-        if now - self._since < (self._rule.clear_s if self.is_raised else self._rule.raise_s):
+        if now - self._since < self._lasts_s(value):
             return False
         self.is_raised, self._since = not self.is_raised, None
+        if self.is_raised:
+            self._raised.append(now)
         return True
+
+    @property
+    def flaps(self) -> bool:
+        """Whether the alert has begun three times within an hour."""
+        return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= CALM_S
+
+    def _lasts_s(self, value: float | None) -> float:
+        """Return how many seconds the value must stay on the other side before the alert changes."""
+        if not self.is_raised:
+            return self._rule.raise_s
+        return max(self._rule.clear_s, CALM_S) if self.flaps and value != GONE else self._rule.clear_s
 
     def _is_leaving(self, value: float | None) -> bool:
         """Tell whether the value is on the other side: bad while there is no alert, good while there is one."""
-        if self.is_raised:
-            return value is None or value < self._rule.clear_at
-        return value is not None and value >= self._rule.raise_at
+        if value is None:
+            return False
+        return value < self._rule.clear_at if self.is_raised else value >= self._rule.raise_at

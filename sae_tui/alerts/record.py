@@ -50,14 +50,33 @@ def write_alerts(data: DataDir, host: str, alerts: Iterable[Alert]) -> None:
 
 
 def of_last_day(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
-    """Return those that last on this host, or have ended in the last 24 hours; on others, began in them too.
+    """Return this host's active alerts, and the alerts of all hosts from the last 24 hours.
 
-    An app on another host may have been closed since: whether its alerts last is not known for ever.
+    An active alert of another host counts from its beginning, since the app there may have been closed. If there are
+    more than `MOST` alerts, leave out the oldest ended ones.
     """
-    return [alert for alert in alerts if _is_recent(alert, now, host)][-MOST:]
+    recent = [alert for alert in alerts if _is_recent(alert, now, host)]
+    surplus = len(recent) - MOST
+    if surplus <= 0:
+        return recent
+    over = [place for place, alert in enumerate(recent) if not _lasts(alert, host)]
+    left_out = set(over[:surplus])
+    return [alert for place, alert in enumerate(recent) if place not in left_out]
+
+
+def to_keep(alerts: Iterable[Alert], now: float, host: str) -> list[Alert]:
+    """Return the alerts to store.
+
+    Count the last day back from the newest alert at most, so that a clock that runs ahead deletes none.
+    """
+    known = list(alerts)
+    newest = max((alert.cleared or alert.raised for alert in known), default=now)
+    return of_last_day(known, min(now, newest), host)
+
+
+def _lasts(alert: Alert, host: str) -> bool:
+    return alert.cleared is None and alert.host == host
 
 
 def _is_recent(alert: Alert, now: float, host: str) -> bool:
-    if alert.cleared is None:
-        return alert.host == host or now - alert.raised < DAY_S
-    return now - alert.cleared < DAY_S
+    return _lasts(alert, host) or now - (alert.cleared or alert.raised) < DAY_S

@@ -8,21 +8,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from sae_tui.alerts.catalog import KINDS, Kind, Look, Measured
-from sae_tui.alerts.hysteresis import Hysteresis
-from sae_tui.alerts.record import Alert, of_last_day, read_alerts, write_alerts
+from sae_tui.alerts.hysteresis import FLAPS_AT, GONE, Hysteresis, Rule
+from sae_tui.alerts.record import Alert, of_last_day, read_alerts, to_keep, write_alerts
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.once import on_thread
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 
-DISK_EVERY_S = 15.0
+DISK_EVERY_S, DISK_LIMIT_S = 15.0, 10.0
+# Seconds for which changes of one kind are collected after a report: GPUs that fail together are noticed one by one.
+GROUP_S = 5.0
 
 
 class Alerts:
@@ -44,56 +48,124 @@ class Alerts:
         self._mine = [alert if alert.kind in known else _ended(alert, wall()) for alert in mine]
         lasting = {alert.key for alert in self._mine if alert.cleared is None}
         self._states = {key: Hysteresis(known[key[0]], is_raised=True) for key in lasting}
+        # When the value of each active alert became unknown.
+        self._unknown: dict[tuple[str, str], float] = {}
+        # By kind and whether the alerts have ended: changes not yet reported, and when the next report may come.
+        self._untold: dict[tuple[str, bool], list[Alert]] = {}
+        self._next_news: dict[tuple[str, bool], float] = {}
+        # Why a kind of alert could not be checked.
+        self.failure = ""
 
     @property
     def active(self) -> tuple[Alert, ...]:
-        """Those that last, oldest first."""
-        return tuple(alert for alert in self._mine if alert.cleared is None)
+        """The active alerts, oldest first; each says since when its value is unknown."""
+        return tuple(self._with_age(alert) for alert in self._mine if alert.cleared is None)
 
     @property
     def recent(self) -> list[Alert]:
         """Those of this host that are to be kept, oldest first."""
-        return of_last_day(self._mine, self._wall(), self._host)
+        return to_keep(self._mine, self._wall(), self._host)
 
     def turn(self, look: Look) -> list[Alert]:
-        """Take what is known now; return the alerts that have begun or ended.
+        """Take the current readings; return the alerts to report as begun or ended.
 
-        Nothing is told while a card has not answered for the first time: it is neither lost nor well again.
+        Alerts of one kind that begin or end within `GROUP_S` are merged into one. Return none while a GPU has not
+        answered for the first time: it is neither lost nor recovered.
         """
         if any(sample.reason == faults.NO_ANSWER_YET for sample in look.samples):
             return []
+        changed: list[Alert] = []
         seen: set[tuple[str, str]] = set()
-        changed = []
+        self.failure = ""
         for kind, rule in self._rules:
-            for measured in kind.measure(look):
-                key = kind.name, measured.place
-                seen.add(key)
-                state = self._states.setdefault(key, Hysteresis(rule))
-                if state.changes(kind.badness(measured.value), self._clock()):
-                    changed.append(self._begin(kind, measured) if state.is_raised else self._end(key))
+            try:
+                measured = list(kind.measure(look))
+            except Exception as error:
+                # Check the other kinds all the same.
+                self.failure = f"alerts of {kind.title} cannot be looked for: {error!r}"
+                seen |= {key for key in self._states if key[0] == kind.name}
+                continue
+            for one in measured:
+                seen.add((kind.name, one.place))
+                changed += self._take(kind, rule, one)
         for key in self._states.keys() - seen if look.samples else ():
             # A card that is not there any more, though the driver tells of others.
-            if self._states[key].changes(None, self._clock()):
+            if self._states[key].changes(GONE, self._clock()):
                 changed.append(self._end(key))
-        return changed
+        return self._news(changed)
 
-    def _begin(self, kind: Kind, measured: Measured) -> Alert:
+    def _take(self, kind: Kind, rule: Rule, measured: Measured) -> list[Alert]:
+        """Take a value; return the alert that begins or ends with it, if any."""
+        key = kind.name, measured.place
+        state = self._states.setdefault(key, Hysteresis(rule))
+        value = kind.badness(measured.value)
+        has_changed = state.changes(value, self._clock())
+        if not state.is_raised or value is not None:
+            self._unknown.pop(key, None)
+        else:
+            self._unknown.setdefault(key, self._wall())
+        if not has_changed:
+            return []
+        return [self._begin(kind, measured, flaps=state.flaps) if state.is_raised else self._end(key)]
+
+    def _news(self, changed: list[Alert]) -> list[Alert]:
+        """Return the alerts to report now: at most one per kind in `GROUP_S`, for all changes collected since."""
+        for alert in changed:
+            self._untold.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
+        now = self._clock()
+        due = [group for group in self._untold if now >= self._next_news.get(group, now)]
+        self._next_news |= dict.fromkeys(due, now + GROUP_S)
+        return [together(self._untold.pop(group)) for group in due]
+
+    def _with_age(self, alert: Alert) -> Alert:
+        since = self._unknown.get(alert.key)
+        if since is None:
+            return alert
+        at = time.strftime("%H:%M", time.localtime(since))
+        return msgspec.structs.replace(alert, words=f"{alert.words}; not known since {at}")
+
+    def _begin(self, kind: Kind, measured: Measured, *, flaps: bool) -> Alert:
+        often = f"{measured.place_words} flaps, {kind.title} {FLAPS_AT} times within an hour: " if flaps else ""
         alert = Alert(
             kind=kind.name,
             place=measured.place,
             place_words=measured.place_words,
-            words=measured.words[:500],
+            words=f"{often}{measured.words}"[:500],
             host=self._host,
             value=measured.value,
             raised=self._wall(),
             about=measured.about,
         )
-        self._mine = [*of_last_day(self._mine, self._wall(), self._host), alert]
+        self._mine = [*to_keep(self._mine, self._wall(), self._host), alert]
         return alert
 
     def _end(self, key: tuple[str, str]) -> Alert:
         self._mine = [_ended(alert, self._wall()) if alert.key == key else alert for alert in self._mine]
         return next(alert for alert in reversed(self._mine) if alert.key == key)
+
+
+def together(alerts: Sequence[Alert]) -> Alert:
+    """Merge alerts of one kind, as in `GPUs 0-63 cannot be read: …`; return a single alert unchanged."""
+    first = alerts[-1]
+    gpus = sorted({index for alert in alerts if isinstance(index := alert.about.get("gpu_index"), int)})
+    if len(gpus) < 2:
+        return first
+    places = f"GPUs {as_ranges(gpus)}"
+    said = {alert.words.removeprefix(alert.place_words) for alert in alerts}
+    words = f"{places}{said.pop()}" if len(said) == 1 else f"{places}: {title_of(first)}; {first.words}"
+    about = {"gpu_index": None, "gpu_uuid": None, "job_id": None, "gpus": as_ranges(gpus), "count": len(gpus)}
+    return msgspec.structs.replace(first, place="gpus", place_words=places, words=words[:1000], value=None, about=about)
+
+
+def as_ranges(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges, like `0-3, 7`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in parts)
 
 
 def _ended(alert: Alert, now: float) -> Alert:
@@ -129,7 +201,9 @@ class AlertWatcher:
         self._lock = FileLock(data.locks / f"alerts-{socket.gethostname()}.lock")
         self._recent: Sequence[Alert] = ()
         self._to_run: queue.SimpleQueue[Alert] | None = None
+        self._to_write: queue.SimpleQueue[tuple[list[Alert], list[Alert]]] | None = None
         self._free: int | None = None
+        self._asked: Future[int] | None = None
         self._disk_at = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -149,12 +223,13 @@ class AlertWatcher:
     def recent(self) -> list[Alert]:
         """Return the alerts of the last day, newest first: of this host as known now, of others as their files say."""
         host = socket.gethostname()
-        others = of_last_day([one for one in read_alerts(self._data) if one.host != host], time.time(), host)
-        return sorted([*self._recent, *others], key=lambda alert: alert.raised, reverse=True)
+        others = [one for one in read_alerts(self._data) if one.host != host]
+        recent = of_last_day([*self._recent, *others], time.time(), host)
+        return sorted(recent, key=lambda alert: alert.raised, reverse=True)
 
     def _run(self) -> None:
         settings = self._settings
-        alerts = Alerts(settings, read_alerts(self._data))
+        alerts = Alerts(settings, self._stored())
         self.active, self._recent = alerts.active, alerts.recent
         while not self._stop.wait(self.interval_s):
             if settings is not self._settings:
@@ -166,34 +241,60 @@ class AlertWatcher:
                 # This thread must outlive whatever a card or the disk does.
                 self._note(f"alerts cannot be looked for: {error!r}")
 
+    def _stored(self) -> list[Alert]:
+        """Return the stored alerts; none if the disk does not answer, so that new alerts are still found."""
+        try:
+            return on_thread(lambda: read_alerts(self._data)).result(DISK_LIMIT_S)
+        except Exception as error:
+            self._note(f"the stored alerts cannot be read: {error!r}")
+            return []
+
     def _look(self, alerts: Alerts) -> None:
-        samples = self._samples()
-        # Cards that are not known yet are not cards that have gone.
-        if samples is None:
-            return
+        # While a driver hangs, its GPUs are unknown, but the disk can still be checked.
+        samples = self._samples() or ()
         changed = alerts.turn(Look(samples, self._held(), self._free_bytes()))
         self.active, self._recent = alerts.active, alerts.recent
+        if alerts.failure:
+            self._note(alerts.failure)
         if changed and not self._stop.is_set():
             self._tell(changed, alerts)
 
     def _tell(self, changed: list[Alert], alerts: Alerts) -> None:
         self.changed += tuple(changed)
         self._on_change()
-        try:
-            if self._readonly or not self._lock.acquire():
-                return
-            write_alerts(self._data, socket.gethostname(), alerts.recent)
-        except (UserError, OSError) as error:
-            self._note(f"alerts are not written down: {error}")
-        if self._settings.on_alert:
-            if self._to_run is None:
-                self._to_run = queue.SimpleQueue()
-                threading.Thread(target=self._run_hooks, args=(self._to_run,), name="on-alert", daemon=True).start()
-            for alert in changed:
-                self._to_run.put(alert)
+        if self._readonly:
+            return
+        if self._to_write is None:
+            self._to_write = queue.SimpleQueue()
+            threading.Thread(target=self._write_down, args=(self._to_write,), name="alerts-file", daemon=True).start()
+        self._to_write.put((changed, alerts.recent))
+
+    def _write_down(self, told: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
+        """Run the user's command and write the file, in a separate thread, since the disk may hang."""
+        while True:
+            changed, recent = told.get()
+            try:
+                if not self._lock.acquire():
+                    continue
+            except Exception as error:
+                self._note(f"alerts are not written down: {error}")
+            self._run_command(changed)
+            try:
+                write_alerts(self._data, socket.gethostname(), recent)
+            except Exception as error:
+                self._note(f"alerts are not written down: {error}")
+
+    def _run_command(self, changed: list[Alert]) -> None:
+        if not self._settings.on_alert:
+            return
+        if self._to_run is None:
+            self._to_run = queue.SimpleQueue()
+            threading.Thread(target=self._run_hooks, args=(self._to_run,), name="on-alert", daemon=True).start()
+        for alert in changed:
+            self._to_run.put(alert)
 
     def _run_hooks(self, alerts: queue.SimpleQueue[Alert]) -> None:
-        """Run the user's command for one alert after the other, however many cards are lost at once."""
+        """Run the user's command for one alert after the other."""
         # Loaded with the first alert: most apps see none.
         from sae_tui.alerts.hook import run_hook
 
@@ -202,6 +303,9 @@ class AlertWatcher:
                 run_hook(self._settings.on_alert, as_message(alerts.get()))
             except UserError as error:
                 self._note(str(error))
+            except Exception as error:
+                # This thread must survive every error of the command and the disk.
+                self._note(f"on_alert: {error!r}")
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.problems:
@@ -209,12 +313,20 @@ class AlertWatcher:
             self._on_change()
 
     def _free_bytes(self) -> int | None:
-        if time.monotonic() >= self._disk_at:
-            self._disk_at = time.monotonic() + DISK_EVERY_S
-            try:
-                self._free = shutil.disk_usage(self._data.root).free
-            except OSError:
-                self._free = None
+        """Return the free bytes as last read; None while the disk does not answer.
+
+        Do not ask the disk again until it has answered.
+        """
+        now = time.monotonic()
+        if self._asked and self._asked.done():
+            self._free = None if self._asked.exception() else self._asked.result()
+            self._asked = None
+        if self._asked is None and now >= self._disk_at:
+            self._disk_at = now + DISK_EVERY_S
+            self._asked = on_thread(lambda: shutil.disk_usage(self._data.root).free)
+        elif self._asked and now - self._disk_at > DISK_LIMIT_S - DISK_EVERY_S:
+            self._free = None
+            self._note(f"the disk of {self._data.root} does not answer; whether it is full is not known")
         return self._free
 
 
@@ -227,6 +339,9 @@ def as_message(alert: Alert) -> Mapping[str, object]:
 
 def sentence_of(alert: Alert) -> str:
     """Return what to say of an alert when it begins, or when it is over."""
-    titles = {kind.name: kind.title for kind in KINDS}
-    title = titles.get(alert.kind, alert.kind)
-    return alert.words if alert.cleared is None else f"{alert.place_words}: {title} no more"
+    return alert.words if alert.cleared is None else f"{alert.place_words}: {title_of(alert)} no more"
+
+
+def title_of(alert: Alert) -> str:
+    """Return the title of the alert's kind, or its name if this version does not know the kind."""
+    return next((kind.title for kind in KINDS if kind.name == alert.kind), alert.kind)

@@ -103,6 +103,8 @@ class Drafts:
             job_ids = self._session.actions.launch(jobs, parent)
         except (UserError, OSError) as error:
             self._app.call_later(self._refuse, sentence(error))
+        except Exception as error:
+            self._app.call_later(self._refuse, f"launching failed by a fault of sae-tui: {error!r}")
         else:
             kept_draft.drop(self._session.data, jobs[0].kind)
             self._app.call_later(self._end, job_ids)

@@ -107,7 +107,9 @@ def _install(context: Context, shell: str) -> int:
 
 def file_for(shell: str) -> Path:
     """Return the file of this user in which a shell looks for what completes this program."""
-    home = Path.home()
+    home = Path(os.path.expanduser("~"))
+    if not home.is_absolute():
+        raise UserError(f"the user of id {os.getuid()} has no home folder; set HOME")
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     of_bash = Path(os.environ.get("BASH_COMPLETION_USER_DIR") or data / "bash-completion")

@@ -18,6 +18,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.failure import show_failure
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.printable import is_utf8
+from trainer.contract.settings.consent import NO_CONSENT, Consent, problems_of, refused
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import (
     AnyJob,
@@ -27,6 +28,7 @@ from trainer.contract.settings.job_file import (
     load_job,
     parse_any,
     read_toml,
+    to_table,
     with_paths,
 )
 from trainer.contract.settings.toml import Judged
@@ -47,6 +49,9 @@ class Context:
         if why := distrust_of_folder(base.root):
             raise UserError(f"{why}, or choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
+        # Check once for every command that names jobs, since commands read and write in the jobs' folders.
+        for job_id in _jobs_named(flags):
+            self.data.refuse_links(job_id)
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
         # The flags by which another process of sae-tui finds the same jobs and GPUs.
@@ -101,6 +106,12 @@ class Context:
         return []
 
 
+def _jobs_named(flags: argparse.Namespace) -> list[int]:
+    given = [getattr(flags, "id", None), *(getattr(flags, "ids", None) or ()), getattr(flags, "log", None)]
+    run = str(getattr(flags, "run", ""))
+    return [one for one in (*given, int(run) if run.isdecimal() else None) if isinstance(one, int)]
+
+
 def _refuse_unusable(root: Path) -> None:
     """Raise `UserError` where no file can be made below this folder, or its name cannot be written down."""
     if not is_utf8(str(root)):
@@ -113,45 +124,58 @@ def _refuse_unusable(root: Path) -> None:
             raise UserError(f"{reason}; choose another with --data-dir") from None
 
 
-def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> AnyJob:
+def consent_of(context: Context, flags: argparse.Namespace) -> Consent:
+    """Return which code of a job file the flags and settings allow to run."""
+    settings = context.settings
+    names = (settings.python, *settings.trusted_code)
+    return Consent(flags.allow_code, names)
+
+
+def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT) -> AnyJob:
     """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
-    judged, all_overrides = Judged(pipes=True), overrides_of(overrides, gpus)
-    job = load_any(path, all_overrides, read=judged)
-    if wrong := _python_of_others(judged, job, all_overrides):
-        raise JobFileError(wrong)
+    judged = Judged(pipes=True)
+    job = load_any(path, overrides_of(overrides, gpus), read=judged)
+    _refuse_code(job, consent, overrides, judged)
     return job
 
 
-def read_training(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
+def read_training(
+    path: Path, overrides: Sequence[str], gpus: str | None = None, consent: Consent = NO_CONSENT
+) -> JobConfig:
     """Return as `read_job` does a job that trains; raise `JobFileError` for any other."""
-    return load_job(path, overrides_of(overrides, gpus))
+    judged = Judged(pipes=True)
+    job = load_job(path, overrides_of(overrides, gpus), read=judged)
+    _refuse_code(job, consent, overrides, judged)
+    return job
 
 
-def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[AnyJob | None, list[Problem]]:
-    """Return the job without its wrong settings, so that the rest can be checked as well, and what is wrong."""
-    judged, all_overrides = Judged(pipes=True), overrides_of(overrides, gpus)
+def _refuse_code(job: AnyJob, consent: Consent, overrides: Sequence[str], judged: Judged) -> None:
+    if wrong := refused(to_table(job), consent.given(overrides), judged.distrust):
+        raise JobFileError(problems_of(wrong, judged.distrust))
+
+
+def examine_job(
+    path: Path, overrides: Sequence[str], gpus: str | None, consent: Consent
+) -> tuple[AnyJob | None, list[Problem], list[Problem]]:
+    """Return the job without its invalid settings, the problems, and the refused code as further problems.
+
+    The job also lacks the settings that would run refused code, so that all others can be checked.
+    """
+    judged = Judged(pipes=True)
     raw = read_toml(path, judged)
-    for override in all_overrides:
+    for override in overrides_of(overrides, gpus):
         apply_override(raw, override)
     bases = bases_of(path)
+    refusals = refused(raw, consent.given(overrides), judged.distrust)
     job, problems = parse_any(raw, bases)
-    if job is None:
-        for problem in problems:
-            section, _, key = problem.path.rpartition(".")
-            table = raw.get(section) if section else raw
-            if isinstance(table, dict):
-                table.pop(key, None)
+    for path_of in (*(problem.path for problem in problems), *(code.path for code in refusals)):
+        section, _, key = path_of.rpartition(".")
+        table = raw.get(section) if section else raw
+        if isinstance(table, dict):
+            table.pop(key, None)
+    if problems or refusals:
         job, _ = parse_any(raw, bases)
-    if job:
-        problems += _python_of_others(judged, job, all_overrides)
-    return job and with_paths(job, bases), problems
-
-
-def _python_of_others(judged: Judged, job: AnyJob, overrides: Sequence[str]) -> list[Problem]:
-    # Only here: most commands launch nothing.
-    from sae_tui.jobs.launch.launching import python_of_others
-
-    return python_of_others(judged.distrust, job, overrides)
+    return job and with_paths(job, bases), problems, problems_of(refusals, judged.distrust)
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

@@ -9,13 +9,14 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from sae_tui.cli_commands.context import Context, read_training
+from sae_tui.cli_commands.context import Context, consent_of, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
+from sae_tui.doctor.queue_service import install
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from trainer.contract.exits import Exit
@@ -29,10 +30,15 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is there; return 1 where one of them is an error."""
-    job = read_training(flags.job, flags.overrides, flags.gpus) if flags.job else None
+    consent = consent_of(context, flags)
+    job = read_training(flags.job, flags.overrides, flags.gpus, consent) if flags.job else None
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     box = Box(context.data, source, python=python)
+    if flags.install_service:
+        message = install(box)
+        show_json({"message": message}) if context.as_json else say(message)
+        return Exit.DONE
     findings = []
     asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
     for finding in examine(box, asked):

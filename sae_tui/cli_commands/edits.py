@@ -15,11 +15,12 @@ from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
+from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
-from trainer.contract.output import show_text
+from trainer.contract.output import has_done, show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.wording import gibibytes, join_words
@@ -32,8 +33,10 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id, finish=flags.finish)):
+        has_done(message)
         return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
     plan = resumed(context.data, flags.id, place, overrides, finish=flags.finish)
+    has_done(f"job {flags.id} {plan.sentence}")
     for note in plan.notes:
         warn(f"warning: {note}")
     if flags.wait:
@@ -109,10 +112,14 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
+    waiting = waiting_for(context.past(), job_ids)
     if not (flags.yes or context.as_json):
-        _ask_whether(context, job_ids)
+        _ask_whether(context, job_ids, waiting)
+    elif waiting:
+        warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job go on without it")
     trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
+    has_done(f"{_jobs(job_ids)} deleted")
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
     else:
@@ -120,10 +127,10 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def repair(context: Context, _flags: argparse.Namespace) -> int:
+def repair(context: Context, flags: argparse.Namespace) -> int:
     """Rebuild the list of jobs from their folders where it was lost, and mend what a crash left."""
     done = []
-    for step in repaired(context.data):
+    for step in repaired(context.data, flags.host_gone or ""):
         done.append(step)
         if not context.as_json:
             say(step)
@@ -134,11 +141,13 @@ def repair(context: Context, _flags: argparse.Namespace) -> int:
     return Exit.DONE
 
 
-def _ask_whether(context: Context, job_ids: list[int]) -> None:
+def _ask_whether(context: Context, job_ids: list[int], waiting: str) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
     question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})? [y/N] "
+    if waiting:
+        question = f"{waiting[0].upper()}{waiting[1:]}.\n{question}"
     try:
         answer = input(question)
     except EOFError:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from pathlib import Path
 
-from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.context import Context, consent_of
 from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.store_access import existing
-from trainer.contract.errors import UserError
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.exits import Exit
+from trainer.contract.output import has_done
 from trainer.contract.paths import working_folder
+from trainer.contract.settings.consent import code_in, problems_of, refused
+from trainer.contract.settings.job_file import read_toml
+from trainer.contract.settings.toml import Judged
 from trainer.contract.store.rows import Job
 
 
@@ -26,15 +31,17 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
     if flags.no_splice and not flags.probe:
         raise UserError("--no-splice: goes with --probe; without both nothing is measured in the model")
     wants_gpu = job.device == "cuda" and not flags.cpu
+    model = _model(flags.model)
     asked = request.Request(
-        flags.id, _model(flags.model), _card(context, job) if wants_gpu else None, is_probed=flags.probe,
+        flags.id, model, _card(context, job) if wants_gpu else None, is_probed=flags.probe,
         waits=wants_gpu and context.gpus.cuda, gpu_source=job.gpu_source, keeps_rows=flags.keep_rows,
-        is_spliced=not flags.no_splice,
+        is_spliced=not flags.no_splice, allows_code=_runs_code(context, flags, model),
     )  # fmt: skip
     if not asked.parts:
         raise UserError("--keep-rows: leaves nothing to measure; give --model or --probe too")
     since = time.time()
     message, went_well = request.evaluate(context.data, asked), True
+    has_done(message)
     if flags.wait:
         with contextlib.suppress(KeyboardInterrupt):
             went_well, message = request.wait_for_end(context.data, flags.id, since)
@@ -47,6 +54,16 @@ def evaluate(context: Context, flags: argparse.Namespace) -> int:
 
 def _model(given: str | None) -> str | None:
     return given if given in (None, request.AUTO) else str(working_folder() / str(given))
+
+
+def _runs_code(context: Context, flags: argparse.Namespace, model: str | None) -> bool:
+    """Return whether the model's job file runs code; raise `JobFileError` if it does without consent."""
+    if model in (None, request.AUTO):
+        return False
+    table = read_toml(Path(str(model)), judged := Judged())
+    if wrong := refused(table, consent_of(context, flags), judged.distrust):
+        raise JobFileError(problems_of(wrong, judged.distrust))
+    return any(code_in(table))
 
 
 def _card(context: Context, job: Job) -> request.Card | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from sae_tui.cli_commands import cards
@@ -63,7 +64,7 @@ def _file(context: Context, flags: argparse.Namespace) -> Path:
             raise UserError(f"job {job_id}: {NO_TOKENS}")
         files = _of_card(context, job_id, flags.card) if flags.card else features_of_job(context.data, job_id)
     else:
-        files = features_in(Path(flags.run).expanduser())
+        files = features_in(Path(os.path.expanduser(flags.run)))
     if flags.sae is None and len(files) == 1:
         return next(iter(files.values()))
     if flags.sae not in files:

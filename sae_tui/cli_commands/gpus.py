@@ -16,12 +16,14 @@ from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past
 from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuSample
+from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.planning.check_job import wanted_devices
+from trainer.contract.settings.consent import Consent
 from trainer.contract.wording import gibibytes
 
 WATCH_S = 1.0
@@ -46,7 +48,7 @@ def _watch(context: Context, flags: argparse.Namespace) -> int:
             show_json(rows, in_a_line=True)
         else:
             say(clock_time(time.time()))
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, snapshot.withheld)
     return Exit.UNREAD
 
 
@@ -56,7 +58,7 @@ def _show(snapshot: Snapshot, context: Context, flags: argparse.Namespace) -> in
         if context.as_json:
             show_json(rows)
         elif rows:
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, snapshot.withheld)
         return Exit.DONE
     row = next((row for row in rows if row["index"] == flags.index), None)
     if row is None:
@@ -90,7 +92,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     rows, past = _gpus(context.gpus), past_of(context, flags)
     if not context.as_json:
         if rows:
-            _show_gpu_table(rows)
+            _show_gpu_table(rows, context.gpus.withheld)
         if past:
             for row in rows:
                 say_all(past.card_lines(row["index"], row["uuid"]))
@@ -115,7 +117,8 @@ def _show_table_of_past(context: Context, flags: argparse.Namespace) -> None:
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
-    job = read_training(flags.job, flags.overrides)
+    # This command runs no code of the job file.
+    job = read_training(flags.job, flags.overrides, consent=Consent(to_all=True))
     if context.has_broken_driver():
         return Exit.FAILED
     count = flags.count or wanted_devices(job)
@@ -184,7 +187,11 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
     }
 
 
-def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
+def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
+    """Print a line for each GPU; GPUs that only other users may use share one line."""
+    reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
+    if len(withheld) > 1:
+        rows = [row for row in rows if row["index"] not in withheld]
     headings = ("GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE")
     show_table(
         headings,
@@ -201,6 +208,8 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
+    if len(withheld) > 1:
+        say(f"{ranges(withheld)}: {reason}")
 
 
 def _memory(used: int | None, total: int | None) -> str:

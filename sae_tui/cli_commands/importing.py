@@ -9,6 +9,7 @@ from sae_tui.cli_commands.output import say, show_json
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch.importing import import_sae
 from trainer.contract.exits import Exit
+from trainer.contract.output import has_done
 from trainer.contract.progress import Progress
 
 
@@ -25,6 +26,7 @@ def take_in(context: Context, flags: argparse.Namespace) -> int:
             context.data, flags.folder, flags.data, arguments, gpu_source=source, tags=flags.tag, python=python,
             on_reached=progress.reach,
         )  # fmt: skip
+    has_done(f"job {job_id} is made of {flags.folder}")
     if context.as_json:
         facts = {name: getattr(imported, name) for name in ("architecture", "notes", "check", "warnings")}
         show_json({"id": job_id, "format": imported.form, **facts})

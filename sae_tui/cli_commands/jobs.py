@@ -26,12 +26,13 @@ from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.output import extracts, name_of_output
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, is_loading, judged_value, newest_value
 from sae_tui.jobs.view.shape import dead_after_words
+from trainer.contract import wording
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.exits import Exit
 from trainer.contract.progress import Progress, Reached
@@ -326,7 +327,7 @@ def _reached(job: JobView) -> Reached:
 
 def _reader(context: Context, job_id: int) -> JobReader:
     """Return a reader that has read the job once; raise `UserError` where there is no such job."""
-    reader = JobReader(context.data, job_id)
+    reader = JobReader(context.data, job_id, mends=True)
     reader.poll()
     if reader.view is None:
         raise UserError(reader.problem or f"there is no job {job_id}; `sae-tui jobs` lists them")
@@ -336,7 +337,7 @@ def _reader(context: Context, job_id: int) -> JobReader:
 def _reconcile(context: Context) -> None:
     """Mend what a crash left, where the store can be written at all."""
     with contextlib.suppress(UserError):
-        reconcile(context.data)
+        reconcile_and_revive(context.data)
 
 
 _BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")
@@ -422,7 +423,7 @@ def _show_table(jobs: Sequence[JobView]) -> None:
 def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
-    done = None if job.state is JobState.IMPORTED else f"{100 * job.progress:.0f}%"
+    done = None if job.state is JobState.IMPORTED else wording.done(job.progress)
     step = None if job.state is JobState.IMPORTED else job.step
     values = (_judged_text(job, name) for name in _listed())
     state = job.phase if is_loading(job) else describe_state(job).word

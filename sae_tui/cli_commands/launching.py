@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from sae_tui.cli_commands.context import Context, examine_job, read_job
+from sae_tui.cli_commands.context import Context, consent_of, examine_job, read_job
 from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
@@ -23,6 +23,7 @@ from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.exits import Exit
 from trainer.contract.extras import lack_of_trainer
+from trainer.contract.output import has_done
 from trainer.contract.planning.check_job import AnyOutlook, Machine, check
 from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
@@ -38,9 +39,10 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
     measured: Measured | None = None
     job: AnyJob | None = None
     try:
-        job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
+        job, wrong, refusals = examine_job(flags.job, flags.overrides, flags.gpus, consent_of(context, flags))
         # What the settings need is not known where defaults stand in for refused ones.
-        is_known = not any(problem.severity == "error" for problem in problems)
+        is_known = not any(problem.severity == "error" for problem in wrong)
+        problems = [*refusals, *wrong]
         if job:
             job = launching.with_whole_python(job, context.settings.python)
             context.wants_gpus = not job.on_cpu
@@ -78,9 +80,9 @@ def _of_extraction(look: AnyOutlook | None) -> dict[str, object]:
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
     """Record the jobs and return; with `--wait` the exit code tells how the worst of them ended."""
-    overrides = _with_queue_flags(flags)
+    overrides, consent = _with_queue_flags(flags), consent_of(context, flags)
     jobs = [
-        read_job(file, [*overrides, *combination], flags.gpus)
+        read_job(file, [*overrides, *combination], flags.gpus, consent)
         for file in flags.jobs
         for combination in grid(flags.grid)
     ]
@@ -103,6 +105,7 @@ def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJo
     pairs = zip(jobs, places, strict=True)
     ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
     launched = dict(zip(ids, places, strict=True))
+    has_done(f"{join_words([f'job {job_id}' for job_id in ids])} {'are' if len(ids) > 1 else 'is'} launched")
     if flags.wait:
         held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
         return wait_for(context, *launched, **held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +16,17 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
+from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
+from trainer.contract.settings.consent import FLAG, FLAG_HELP
 from trainer.contract.settings.schedule import COOL_DOWN_SHARE
 
 Command = Callable[[Context, argparse.Namespace], int]
 Add = Callable[[str, str, str], argparse.ArgumentParser]
+# Modules of the commands that act on jobs or their GPUs.
+_ABOUT_JOBS = frozenset({"edits", "jobs", "launching", "evaluation", "gpus"})
 
 EXAMPLES = f"""\
 examples:
@@ -50,7 +55,7 @@ examples:
   eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
 
 A job keeps running when the app, this command or the terminal is closed.
-{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE)} Of a job that was waited for (--wait):
+{in_short(Exit.DONE, Exit.FAILED, Exit.USAGE, Exit.UNTOLD)} Of a job that was waited for (--wait):
 0 finished, {Exit.STOPPED:d} stopped, {Exit.JOB_FAILED:d} failed, {Exit.JOB_LOST:d} lost, of several the highest.
 With --json, what went wrong is JSON as well: {{"error": {{"field", "message", "fix"}}}}.
 """
@@ -133,7 +138,7 @@ COMMAND_EXAMPLES = {
     "tag": ["tag 7 baseline paper", "tag 7 --remove paper"],
     "note": ["note 7 'loss spike at step 4000'"],
     "rm": ["rm 7 9", "rm 7 --yes"],
-    "repair": ["repair"],
+    "repair": ["repair", "repair --host gpu7    end the jobs of a host that is gone"],
     "eval": [
         "eval 7 --wait",
         "eval 7 --model auto      also in the language model that its data is from",
@@ -215,10 +220,20 @@ def _load_when_run(function: str) -> Command:
 
     def run(context: Context, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
+        if module in _ABOUT_JOBS:
+            _restart_the_queue(context)
         command: Command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         return command(context, flags)
 
     return run
+
+
+def _restart_the_queue(context: Context) -> None:
+    """Restart the supervisors that queued jobs have lost, as after a restart of the machine."""
+    from sae_tui.jobs.revive import reconcile_and_revive
+
+    with contextlib.suppress(UserError):
+        reconcile_and_revive(context.data)
 
 
 def _add_gpu_commands(add: Add) -> None:
@@ -279,6 +294,8 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--probe", action="store_true", help=probe)
     trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
+    service = "only install a user service that goes on with the queue after a restart of this machine"
+    look.add_argument("--install-service", action="store_true", help=service)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None
@@ -287,6 +304,8 @@ def _add_job_file_commands(add: Add) -> None:
     _add_export(add)
     for command in (recommend, validate, launch, look):
         _add_overrides(command)
+    for command in (validate, launch, look):
+        command.add_argument(FLAG, action="store_true", help=FLAG_HELP)
     for command in (validate, launch, look):
         _add_gpus(command)
 
@@ -400,6 +419,7 @@ def _add_finding(add: Add) -> None:
     keep = "do not measure rows again where the card has them of these weights"
     judge.add_argument("--keep-rows", action="store_true", help=keep)
     judge.add_argument("--no-splice", action="store_true", help="of --model: only for --probe and promoted tokens")
+    judge.add_argument(FLAG, action="store_true", help=f"of --model: {FLAG_HELP}")
     judge.add_argument("--cpu", action="store_true", help="take no GPU; default: a free one, for a job that had one")
     judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
     latents = add("features", "features.features", "Show what the latents of an SAE fire on")
@@ -456,7 +476,11 @@ def _add_edit_commands(add: Add) -> None:
         delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
     )
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    add("repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left")
+    mend = add(
+        "repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left"
+    )
+    gone = "also end the jobs of this other host, which is gone for good; only those that have long been silent"
+    mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 
 def _add_own_commands(add: Add) -> None:

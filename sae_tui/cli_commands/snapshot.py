@@ -34,6 +34,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     is_broken: bool = False
     note: str = ""
 
+    @property
+    def withheld(self) -> list[int]:
+        """The indices of the GPUs that only other users may use."""
+        return [choice.index for choice in self.choices if choice.withheld]
+
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
     """Read all cards at the same time; call `tell` with a sentence where the driver takes its time."""

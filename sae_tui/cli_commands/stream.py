@@ -31,7 +31,7 @@ from sae_tui.jobs.cards.availability import choices, describe_use, with_stranger
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
@@ -54,7 +54,7 @@ def stream(context: Context, flags: argparse.Namespace) -> int:
         began = time.monotonic()
         if count % _RECONCILE_EVERY == 0:
             with contextlib.suppress(UserError):
-                reconcile(context.data)
+                reconcile_and_revive(context.data)
         jobs.poll()
         now = jobs_message(jobs.jobs, jobs.problem or jobs.passed_over)
         if now != told:

@@ -132,6 +132,9 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
     # Without facts the doctor only says less; what is wrong with a card is in its sample.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
+    # The app runs for days, and a GPU whose driver is open cannot be reset.
+    with contextlib.suppress(Exception):
+        on_thread(source.close).result(GPU_LIMIT_S)
     shown = {sample.index for sample in samples}
     return Gpus(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
 

@@ -70,6 +70,8 @@ def check_cards(box: Box) -> Iterator[Finding]:
         if not sample.healthy:
             remedy = "leave it out of jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
+        elif sample.obstacle and not sample.unusable:
+            yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.obstacle}", "leave it out of jobs")
         elif sample.unusable:
             unsplit = vendor_to_name(sample.vendor or box.gpus.source_name).unsplit
             remedy = f"`{unsplit}` makes it one GPU again, when nobody uses it" if unsplit else ""

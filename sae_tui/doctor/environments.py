@@ -5,12 +5,16 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
 from typing import Any
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.environment import PACKAGE, look
+from trainer.contract import exits
+from trainer.contract.paths import working_folder
 from trainer.contract.printable import printable
+from trainer.contract.wording import join_words
 
 
 def check_environments(box: Box) -> Iterator[Finding]:
@@ -24,6 +28,27 @@ def check_environments(box: Box) -> Iterator[Finding]:
         yield Finding("error", "trainer", sentence, remedy or "name another Python in the settings")
     else:
         yield Finding("ok", "trainer", f"{look(box.python).words}: {printable(box.python_path)}")
+
+
+def check_trainer_code(_box: Box) -> Iterator[Finding]:
+    """Report what `import trainer` finds, which packages own its files, and what `python -m trainer` runs here."""
+    folder = Path(exits.__file__).parents[1]
+    others = sorted(set(packages_distributions().get("trainer", ())) - {PACKAGE})
+    if others:
+        whose = f"{folder} has files of {join_words(others)} too, which may have replaced some of {PACKAGE}"
+        yield Finding(
+            "warning", "trainer", whose,
+            f"give each an environment of its own, then run pip install --force-reinstall {PACKAGE}",
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "trainer", f"`import trainer` finds {printable(str(folder))}, of {PACKAGE}")
+    for name in ("trainer.py", "trainer/__init__.py"):
+        here = working_folder() / name
+        if here.is_file() and here.parent != folder:
+            yield Finding(
+                "note", "trainer", f"in this folder `python -m trainer` runs {printable(str(here))}",
+                "use `sae-train`, which does the same from any folder; jobs are not affected",
+            )  # fmt: skip
 
 
 def lack_of(box: Box) -> str:

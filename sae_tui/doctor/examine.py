@@ -11,6 +11,7 @@ from sae_tui.doctor import (
     environments,
     links,
     machine,
+    queue_service,
     self_test,
     session,
     slurm,
@@ -30,6 +31,7 @@ CHECKS: tuple[Check, ...] = (
     trust.check_links,
     trust.check_hook,
     storage.check_file_system,
+    storage.check_file_locks,
     storage.check_locks,
     driver.check_driver,
     driver.check_visible,
@@ -49,7 +51,9 @@ CHECKS: tuple[Check, ...] = (
     terminal.check_mouse,
     slurm.check_slurm,
     session.check_logout,
+    queue_service.check_queue_service,
     environments.check_environments,
+    environments.check_trainer_code,
     torch_build.check_torch,
 )
 # Checks that run only on request, since they put work on the GPUs.

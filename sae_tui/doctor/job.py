@@ -104,7 +104,7 @@ def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     named = job.launch.gpus
     if job.on_cpu:
         return []
-    usable = [sample for sample in samples if sample.healthy and not sample.unusable]
+    usable = [sample for sample in samples if sample.healthy and not sample.obstacle]
     allowed = [sample for sample in usable if isinstance(named, str) or sample.index in named]
     allowed.sort(key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
     return [sample for sample in allowed if not is_slice(sample.uuid)] or allowed[:1]

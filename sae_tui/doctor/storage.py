@@ -11,12 +11,11 @@ from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.locks import lock_folder, lock_problem
-from trainer.contract.store.database import network_file_system
+from trainer.contract.store.database import OTHER_FOLDER, network_file_system, no_locks
 from trainer.contract.wording import gibibytes
 
 LEAST_FREE_BYTES = 1 << 30
 COMFORTABLE_BYTES = 10 << 30
-OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 
 
 def check_folder(box: Box) -> Iterator[Finding]:
@@ -60,6 +59,15 @@ def check_file_system(box: Box) -> Iterator[Finding]:
         f"{box.data.root} is on {name}, where SQLite's WAL does not work: readers and writers wait for each other"
     )
     yield Finding("warning", "file system", sentence, "choose a folder on a local disk with --data-dir")
+
+
+def check_file_locks(box: Box) -> Iterator[Finding]:
+    """Lock a file to check that locks work in the data folder: they reserve stores, runs and GPUs."""
+    if problem := no_locks(_existing(box)):
+        sentence, _, remedy = problem.partition("; ")
+        yield Finding("error", "file locks", sentence, remedy)
+    else:
+        yield Finding("ok", "file locks", "files in the data folder can be locked")
 
 
 def check_locks(box: Box) -> Iterator[Finding]:

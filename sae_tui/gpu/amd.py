@@ -65,6 +65,11 @@ class Amd:
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         return self._cards[index].details()
 
+    @property
+    def must_reopen(self) -> bool:
+        """Whether the driver was reloaded, or has other GPUs than when it was opened."""
+        return any(card.is_stale for card in self._cards)
+
     def facts(self) -> GpuFacts:
         asking = Asking(self._smi)
         drivers = [asking.ask("amdsmi_get_gpu_driver_info", card.handle) or {} for card in self._cards]
@@ -105,6 +110,7 @@ class _Card:
         self.index = index
         self.handle = handle
         self.uuid: str | None = None
+        self.is_stale = False  # can be read again only after the driver is reopened
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
         self._asic: Mapping[str, Any] | None = None
@@ -174,7 +180,9 @@ class _Card:
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        return {"healthy": False, "reason": faults.SILENT if code is None else faults.card(code)}
+        self.is_stale = code in faults.STALE
+        reason = faults.SILENT if code is None else faults.card(code)
+        return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
     def _power_limit(self, again: bool) -> float | None:
         """Return the limit in watts, asked `again` since `amd-smi set --power-cap` changes it while the app runs."""

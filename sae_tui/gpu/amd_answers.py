@@ -43,10 +43,15 @@ class Asking:
         return self.get(function, function, *arguments)
 
 
-def number(answer: Any, *keys: str) -> float | None:
-    """Return the first of these entries that is a number; None where none is, or there is no table."""
+def number(answer: Any, *keys: str, least: float = 0) -> float | None:
+    """Return the first of these entries that is a number of at least `least`; else None."""
     table = answer if isinstance(answer, Mapping) else {}
     for value in map(table.get, keys):
-        if isinstance(value, int | float) and not isinstance(value, bool) and value not in _UNSUPPORTED and value >= 0:
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value not in _UNSUPPORTED
+            and value >= least
+        ):
             return value
     return None

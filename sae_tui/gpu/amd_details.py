@@ -46,10 +46,11 @@ class AmdDetails:
         if answer is None and "temperature_c" not in asking.failed and self._hottest != smi.AmdSmiTemperatureType.EDGE:
             self._hottest = smi.AmdSmiTemperatureType.EDGE
             return self.temperature_c(asking)
-        return number({"temperature": answer}, "temperature")
+        # Temperatures may be below 0, unlike all other readings.
+        return number({"temperature": answer}, "temperature", least=-273)
 
     def condition(self) -> Condition:
-        """Return how fast the card runs, by three calls, and once at which temperature it slows itself down."""
+        """Return the GPU's clocks and errors with four calls; the first time, also its slowdown temperature."""
         if self._slowdown_c is None:
             self._slowdown_c = self._limit_c()
         clock = self._clock("GFX")
@@ -58,7 +59,12 @@ class AmdDetails:
             fan_percent=self._fan_percent(),
             slowed_by=self._slowed_by(),
             slowdown_c=self._slowdown_c,
+            ecc_uncorrected=self._uncorrected(),
         )
+
+    def _uncorrected(self) -> int | None:
+        """Return the number of memory errors that could not be corrected."""
+        return _whole(number(self._asking.ask("amdsmi_get_gpu_total_ecc_count", self._handle), "uncorrectable_count"))
 
     def energy_j(self) -> float | None:
         """Return the energy since the driver was loaded; the counter is in steps of so many microjoules."""
@@ -95,7 +101,7 @@ class AmdDetails:
             pcie_width=_whole(number(now, "pcie_width")),
             most_pcie_width=_whole(number(most, "max_pcie_width")),
             ecc_corrected=_whole(number(errors, "correctable_count")),
-            ecc_uncorrected=_whole(number(errors, "uncorrectable_count")),
+            ecc_uncorrected=condition.ecc_uncorrected,
             bus_id=ask("amdsmi_get_gpu_device_bdf", handle),
             driver=printable(driver) if driver and driver != "N/A" else None,
         )

@@ -14,6 +14,8 @@ MISSING = frozenset({2, 3, 5, 20, 40, 52})
 NO_PERMISSION = 10
 DRIVER_NOT_LOADED = 34
 
+# Codes after which AMD SMI must be reopened.
+STALE = frozenset({31, 32, DRIVER_NOT_LOADED})
 SILENT = "no sensor of the GPU answers any more; see `sudo dmesg | grep amdgpu`"
 SPLIT = (
     "it is a part of a split GPU (%s), and ROCm's UUIDs do not tell the parts apart; "
@@ -28,8 +30,8 @@ CARD = {
     14: SILENT,
     30: "the driver is busy with this GPU, as during a reset",
     31: "the driver no longer knows this GPU",
-    32: "the driver was unloaded meanwhile; start sae-tui again",
-    DRIVER_NOT_LOADED: "the driver was unloaded meanwhile; start sae-tui again",
+    32: "the driver was unloaded",
+    DRIVER_NOT_LOADED: "the driver was unloaded",
 }
 SENSOR = {
     7: "cannot be read",

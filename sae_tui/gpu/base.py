@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple, Protocol
 
+import msgspec
 from msgspec import Meta
 
+from sae_tui.gpu.limits import IMPOSSIBLE, drop_impossible, is_possible
+from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid
 from trainer.contract.store.rows import Count, FewAtOnce, Time
 
@@ -43,21 +47,33 @@ class GpuProcess:
     name: str | None
     memory_used_bytes: Count | None
 
+    def __post_init__(self) -> None:
+        if not is_possible("memory_used_bytes", self.memory_used_bytes):
+            object.__setattr__(self, "memory_used_bytes", None)
+
+
+# Compute modes that allow no compute process, or one at a time.
+NO_COMPUTING = "no computing"
+ONE_PROCESS = "one process"
+
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """An error that a driver has reported of a card: its number, when, and what it means."""
+    """An error that the driver reported for a GPU; after a fatal one the GPU is unusable until it is reset."""
 
     number: int
     timestamp: float
     words: str
+    is_fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """How fast a card runs and what keeps it from running faster, in words; read as often as its processes.
+    """The clocks of a GPU, what limits them, and whether it may be used; read together with its processes.
 
-    At `slowdown_c` it slows itself down. `xid` is the last error that was reported since the program began to listen.
+    `ecc_uncorrected` counts memory errors since the last reset. `rows_pending`: memory rows wait to be replaced.
+    `rows_failed`: a row could not be replaced. The GPU slows itself down at `slowdown_c`. `xid` is the last error, or
+    the last fatal one, since the program began to listen. Impossible values become None.
     """
 
     sm_clock_mhz: int | None = None
@@ -66,6 +82,31 @@ class Condition:
     slowed_by: tuple[str, ...] | None = None
     slowdown_c: int | None = None
     xid: Xid | None = None
+    compute_mode: str | None = None
+    ecc_uncorrected: int | None = None
+    rows_pending: bool | None = None
+    rows_failed: bool | None = None
+
+    def __post_init__(self) -> None:
+        drop_impossible(self)
+
+    @property
+    def trouble(self) -> tuple[str, str]:
+        """Why no job should run on the GPU, the worst reason first, and the same in a few words; both empty if none."""
+        n_errors = self.ecc_uncorrected
+        if self.compute_mode == NO_COMPUTING:
+            return "its compute mode forbids all programs (nvidia-smi -c DEFAULT allows them)", "compute mode: none"
+        if self.rows_failed:
+            return "the GPU is failing: a row of its memory could not be replaced", "failing: memory rows"
+        if self.xid and self.xid.is_fatal:
+            remedy = "" if "reset" in self.xid.words else "; it needs a reset"
+            return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
+        if self.rows_pending:
+            return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
+        if n_errors:
+            errors = f"{n_errors} uncorrected memory error{'s' * (n_errors != 1)} (ECC)"
+            return f"the GPU is failing: {errors}; it needs a reset", f"failing: {n_errors} ECC errors"
+        return "", ""
 
     @property
     def throttled_by(self) -> tuple[str, ...] | None:
@@ -78,8 +119,8 @@ class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
     `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
-    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error, as against those
-    that the card does not have.
+    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error or returned an
+    impossible value (which becomes None), not those whose sensor the GPU lacks.
     """
 
     index: FewAtOnce
@@ -104,15 +145,37 @@ class GpuSample:
     condition: Condition | None = None
     # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
     vendor: str = ""
+    # Whether it cannot be read because only other users may use it.
+    withheld: bool = False
+    # Since when a GPU that could be read before cannot be read.
+    unread_since: Time | None = None
+    # Whether its memory is the host's, which other programs and the page cache use too.
+    is_memory_shared: bool = False
 
     def __post_init__(self) -> None:
-        used, total = self.memory_used_bytes, self.memory_total_bytes
+        failed = drop_impossible(self)
+        total = self.memory_total_bytes
+        for name in ("memory_used_bytes", "memory_free_bytes"):
+            n_bytes = getattr(self, name)
+            if n_bytes is not None and total is not None and n_bytes > total:
+                failed[name] = f"{IMPOSSIBLE} ({n_bytes} of {total} bytes)"
+                object.__setattr__(self, name, None)
+        if failed:
+            object.__setattr__(self, "failed", {**failed, **self.failed})
+        used = self.memory_used_bytes
         if self.memory_free_bytes is None and used is not None and total is not None:
             object.__setattr__(self, "memory_free_bytes", max(0, total - used))
 
     @property
+    def obstacle(self) -> str:
+        """Why no job can run on a GPU that can be read; empty if one can."""
+        return self.unusable or (self.condition.trouble[0] if self.condition else "")
+
+    @property
     def unexplained_bytes(self) -> int | None:
         """The memory in use beyond that of the listed processes; None where that cannot be told."""
+        if self.is_memory_shared:
+            return None
         listed = [process.memory_used_bytes for process in self.processes or ()]
         sizes = [n_bytes for n_bytes in listed if n_bytes is not None]
         if self.memory_used_bytes is None or len(sizes) < len(listed):
@@ -130,6 +193,18 @@ class GpuSample:
             return True
         computes = not self.processes and (self.utilization or 0) > IDLE_PERCENT
         return computes and (unexplained is None or unexplained > CONTEXT_BYTES)
+
+
+def samples_of(output: Iterable[msgspec.Raw]) -> tuple[GpuSample, ...]:
+    """Decode the printed samples, one GPU at a time.
+
+    A GPU that cannot be decoded is left out and does not hide the others.
+    """
+    samples = []
+    for one in output:
+        with contextlib.suppress(ValueError):
+            samples.append(decode_as(bytes(one), GpuSample))
+    return tuple(samples)
 
 
 def is_identified(sample: GpuSample) -> bool:

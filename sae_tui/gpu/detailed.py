@@ -51,3 +51,13 @@ class RememberingSource(Protocol):
     def buffered(self, index: int) -> tuple[Reading, ...]:
         """Return what is remembered of a card that was read before, oldest first; may block like `sample`."""
         ...
+
+
+@runtime_checkable
+class ReopeningSource(Protocol):
+    """A source that notices when its driver must be reopened to see the present GPUs."""
+
+    @property
+    def must_reopen(self) -> bool:
+        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
+        ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sae_tui.gpu.base import Xid
+from sae_tui.gpu.limits import drop_impossible
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,8 @@ class GpuDetails:
 
     `slowed_by` says in words what keeps the clocks down; empty while nothing does. Energy is since the driver was
     loaded, errors of the memory since it was reset, and `xid` the last error since the program began to listen.
-    Percents of the multiprocessors are means since the reading before.
+    Percents of the multiprocessors are means since the reading before. `failed` lists the fields with impossible
+    values, each with the reason.
     """
 
     timestamp: float
@@ -51,6 +53,7 @@ class GpuDetails:
     ecc_uncorrected: int | None = None
     remapped_rows: int | None = None
     remapping_failed: bool | None = None
+    remapping_pending: bool | None = None
     encoder_percent: int | None = None
     decoder_percent: int | None = None
     persistence: bool | None = None
@@ -63,3 +66,8 @@ class GpuDetails:
     instances: tuple[Instance, ...] = ()
     driver: str | None = None
     cuda: tuple[int, int] | None = None
+    failed: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if failed := drop_impossible(self):
+            object.__setattr__(self, "failed", tuple(failed.items()))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, is_identified
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
-from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
+from sae_tui.gpu.stored import MINUTE_S, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
-from trainer.contract.store.database import explain_errors, open_writer, transaction
+from trainer.contract.store.database import explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
+# A turn takes less than a second, and waits up to 5 s for another writer.
+SILENT_AFTER_S = 30.0
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
@@ -28,10 +33,11 @@ ROLL_UP = (
     " FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp >= ? AND gpu_uuid = ?"
     " GROUP BY host, gpu_index, minute"
 )
-NEWEST = (
-    "SELECT max(timestamp) FROM gpu_metrics WHERE host = ? AND gpu_index = ?"
-    f" AND timestamp BETWEEN ? AND {NEVER} AND gpu_uuid = ?"
+STORED = (
+    "SELECT timestamp FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp BETWEEN ? AND ? AND gpu_uuid = ?"
 )
+
+HAS_OTHERS = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host < ?1 OR host > ?1)"
 
 
 class Recorder:
@@ -51,23 +57,39 @@ class Recorder:
         retention: Retention | None = None,
         every_s: float = 5.0,
     ) -> None:
-        self.problem: str | None = None
+        self._problem: str | None = None
+        # When the current turn began.
+        self._begun: float | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
-        self._lock = FileLock(data_dir.locks / "gpu-sampler.lock")
+        self._own_path = data_dir.own_gpu_db
+        self._lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
         self._jobs_by_uuid = jobs_by_uuid
         self._host = host or socket.gethostname()
-        self._upkeep = Upkeep(self._path, self._host, retention or Retention())
         self._every_s = every_s
-        self._file = StoreFile(self._path, self._open)
-        self._stored: dict[str, float] = {}
+        self._use(self._path, retention or Retention())
+        # By index and UUID: the position in the ring up to which readings are stored.
+        self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be stored, or for how long the disk has not answered; None without a problem."""
+        begun = self._begun
+        if begun is not None and (silent_s := time.monotonic() - begun) > SILENT_AFTER_S:
+            return f"the history of GPUs has not been stored for {silent_s:.0f} s: {self._path} does not answer"
+        return self._problem
 
     @property
     def elected(self) -> bool:
         """Whether this process is the one that stores."""
         return self._lock.held
+
+    def _use(self, path: Path, retention: Retention) -> None:
+        self._path = path
+        self._upkeep = Upkeep(path, self._host, retention)
+        self._file = StoreFile(path, self._open)
 
     def retain(self, retention: Retention) -> None:
         """Keep samples for another time from now on."""
@@ -93,14 +115,26 @@ class Recorder:
         self._lock.release()
 
     def _turn(self) -> None:
+        self._begun = time.monotonic()
         try:
             if self._lock.acquire():
+                self._leave_file_of_others()
                 self._sampler.start()
                 self._write(time.time())
-            self.problem = None
+            self._problem = None
         except UserError as error:
+            self._give_up(str(error))
+        except Exception as error:
+            # This thread must survive every error of the store, the disk or a GPU.
+            self._give_up(f"the history of GPUs cannot be stored: {error!r}")
+        finally:
+            self._begun = None
+
+    def _give_up(self, problem: str) -> None:
+        """Close the store; the next turn reopens it."""
+        self._problem = problem
+        with contextlib.suppress(Exception):
             self._file.close()
-            self.problem = str(error)
 
     def _write(self, now: float) -> None:
         db = self._file.connection()
@@ -109,29 +143,31 @@ class Recorder:
             with transaction(db):
                 # Readings wait in the ring until the card's UUID is known.
                 for sample in filter(is_identified, self._sampler.latest()):
-                    rows = self._rows(db, sample, now)
+                    rows = self._rows(db, sample)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
             if not self._stop.is_set():
                 self._upkeep.turn(db, now)
 
-    def _rows(self, db: sqlite3.Connection, sample: GpuSample, now: float) -> list[Reading]:
+    def _rows(self, db: sqlite3.Connection, sample: GpuSample) -> list[Reading]:
         """Return the readings in the ring that are not stored yet, by this process or by an earlier one."""
-        ring = self._sampler.ring(sample.index)
-        held = ring.after(0.0)
-        if sample.uuid not in self._stored:
-            if not held:
-                return []
-            # Readings before the oldest one in the ring can from now on only come from the store.
-            oldest = math.nextafter(held[0].timestamp, 0.0)
-            self._stored[sample.uuid] = max(oldest, self._newest(db, sample.uuid, oldest))
-        # A clock that was set back must not silence the history until it has caught up.
-        self._stored[sample.uuid] = min(self._stored[sample.uuid], now)
-        return [row for row in held if row.timestamp > self._stored[sample.uuid]]
+        key = sample.index, sample.uuid
+        rows, position = self._sampler.ring(sample.index).since(self._stored.get(key), sample.uuid)
+        if rows and key not in self._stored:
+            rows = self._unstored(db, sample.uuid, rows)
+        self._stored[key] = position
+        return rows
 
-    def _newest(self, db: sqlite3.Connection, uuid: str, oldest: float) -> float:
-        """Return the time up to which a card is stored, after `oldest`, at whichever index it was; 0.0 if it is not."""
-        asked = [(self._host, index, oldest, uuid) for index in indices(db, self._host)]
-        return max((db.execute(NEWEST, each).fetchone()[0] or 0.0 for each in asked), default=0.0)
+    def _unstored(self, db: sqlite3.Connection, uuid: str, rows: list[Reading]) -> list[Reading]:
+        """Return the readings after the last stored one; if none is stored, those newer than the stored ones."""
+        times = [row.timestamp for row in rows]
+        # The GPU may have had another index.
+        asked = [(self._host, index, min(times), max(times), uuid) for index in indices(db, self._host)]
+        stored = {timestamp for each in asked for (timestamp,) in db.execute(STORED, each)}
+        known = [place for place, time_ in enumerate(times) if time_ in stored]
+        if known:
+            return rows[known[-1] + 1 :]
+        newest = max(stored, default=-math.inf)
+        return [row for row in rows if row.timestamp > newest]
 
     def _insert(self, db: sqlite3.Connection, sample: GpuSample, rows: list[Reading], job_id: int | None) -> None:
         measured = [row for row in rows if any(value is not None for value in row[1:])]
@@ -142,11 +178,35 @@ class Recorder:
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
               sample.memory_total_bytes, row.temperature_c, row.power_w, job_id, row.energy_j) for row in measured],
         )  # fmt: skip
-        begin = measured[0].timestamp // MINUTE_S * MINUTE_S
+        # Readings are not in order after the clock was set back.
+        begin = min(row.timestamp for row in measured) // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
-        self._stored[sample.uuid] = measured[-1].timestamp
 
     def _open(self) -> sqlite3.Connection:
         """Open the store; what of the rings is stored there is to be looked up again."""
         self._stored = {}
         return open_writer(self._path, "gpu")
+
+    def _leave_file_of_others(self) -> None:
+        """Switch to a file of this host if the file that earlier versions shared holds rows of other hosts.
+
+        Hosts that write one file block each other, and damage it if locks do not work across hosts.
+        """
+        if self._path != self._own_path and self._path.exists():
+            with explain_errors(self._path), closing(open_reader(self._path, "gpu")) as db:
+                has_others = db.execute(HAS_OTHERS, (self._host,)).fetchone()[0]
+            if has_others:
+                self._copy_own_rows()
+                self._file.close()
+                self._use(self._own_path, self._upkeep.retention)
+
+    def _copy_own_rows(self) -> None:
+        for path in (self._path, self._own_path):
+            open_writer(path, "gpu").close()
+        with explain_errors(self._own_path), closing(sqlite3.connect(self._own_path, isolation_level=None)) as db:
+            db.execute("ATTACH ? AS shared", (str(self._path),))
+            with transaction(db):
+                for table in ("gpu_metrics", "gpu_minutes"):
+                    db.execute(
+                        f"INSERT OR IGNORE INTO {table} SELECT * FROM shared.{table} WHERE host = ?", (self._host,)
+                    )

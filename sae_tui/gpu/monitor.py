@@ -50,6 +50,9 @@ class Monitor:
         self._sampler = Sampler(source, interval_s)
         self._started = time.monotonic()
         self._stopped = threading.Event()
+        self._past_problem = ""
+        # For the first and the final read of the store: the UUID of the GPU at each index whose ring was filled.
+        self._filled: dict[bool, dict[int, str]] = {False: {}, True: {}}
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
@@ -63,7 +66,7 @@ class Monitor:
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
         if answered and not visible(samples, self.source_name):
             return all_hidden(len(samples), self.source_name)
-        return self._recorder.problem or ""
+        return self._recorder.problem or self._past_problem
 
     @property
     def opening(self) -> bool:
@@ -126,19 +129,28 @@ class Monitor:
         """Fill the rings from the store, each as soon as its card's UUID is known, since the history outlives the app.
 
         Read the store once more `STORED_BY_S` later, to close the gap between the last batch of another process and the
-        first sample of this one.
+        first sample of this one. A GPU may appear much later, or replace another one.
         """
-        filled: dict[bool, set[int]] = {False: set(), True: set()}
         begun, final = time.monotonic(), False
-        while not (final and self._sampler.count == len(filled[True]) > 0):
-            # A card that is lost from the start may come back much later.
-            if self._stopped.wait(1.0 if final else 0.05):
-                return
+        while not self._stopped.wait(1.0 if final else 0.05):
             final = time.monotonic() - begun >= STORED_BY_S
-            identifiable = [sample for sample in self._sampler.latest() if is_identified(sample)]
-            if fresh := [sample for sample in identifiable if sample.index not in filled[final]]:
-                self._fill(fresh)
-                filled[final] |= {sample.index for sample in fresh}
+            try:
+                self._fill_new(final)
+                self._past_problem = ""
+            except Exception as error:
+                # This thread must survive any content of the store.
+                self._past_problem = f"the stored history of the GPUs cannot be read: {error!r}"
+
+    def _fill_new(self, final: bool) -> None:
+        filled = self._filled[final]
+        fresh = [
+            sample
+            for sample in self._sampler.latest()
+            if is_identified(sample) and filled.get(sample.index) != sample.uuid
+        ]
+        if fresh:
+            self._fill(fresh)
+            filled.update({sample.index: sample.uuid for sample in fresh})
 
     def _fill(self, samples: Sequence[GpuSample]) -> None:
         stored: Mapping[str, Sequence[Reading]] = {}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from sae_tui.gpu import nvml_faults as faults
-from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
-from sae_tui.gpu.nvml_slices import Place, slices
+from sae_tui.gpu.nvml_memory import MEMORY, SLICE_MEMORY, MemoryKind, sizes
+from sae_tui.gpu.nvml_slices import Place, places_of, slices
 from sae_tui.gpu.owner import owner
 
 if TYPE_CHECKING:
@@ -25,11 +26,12 @@ SLOW_S = 0.1
 LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
-# Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
-MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
-# Of a slice; not every driver answers the newer call for one.
-SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
 ENERGY_EVERY = 10
+# Processes of a GPU that an unseen process uses are read every second, its condition less often.
+CONDITION_EVERY_S = 2.5
+SLOW_CONDITION_EVERY_S = 30.0
+# An upper limit: the app opens the driver in a few places only.
+_MOST_OPENED = 16
 MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
@@ -74,8 +76,7 @@ class Nvml:
             self.close()
             raise faults.no_gpus()
         parts = slices(self._nvml, count)
-        split = {place.card for place in parts}
-        cards = [_Card(self._nvml, index, has_slices=index in split) for index in range(count)]
+        cards = [_Card(self._nvml, index, [part for part in parts if part.card == index]) for index in range(count)]
         self._cards = (*cards, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
         return len(self._cards)
 
@@ -127,33 +128,52 @@ class Nvml:
             return getattr(self._nvml, function)(*arguments)
         return None
 
+    @property
+    def must_reopen(self) -> bool:
+        """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
+        return any(card.is_stale for card in self._cards)
+
     def close(self) -> None:
+        """Close the driver. If it must be reopened, undo every opening in this process, since NVML counts them."""
         with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
+            for _ in range(_MOST_OPENED if self.must_reopen else 1):
+                self._nvml.nvmlShutdown()
 
 
 class _CardFault(Exception):
-    """The card as a whole cannot be read; the message says why."""
+    """A GPU that cannot be read at all, with NVML's error code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(faults.card(code))
+        self.code = code
 
 
 class _Card:
-    """One card. Constants are asked once, the handle again after each fault, so that the card can come back.
+    """One GPU. Constants are read once per handle; a fault renews the handle, so that the GPU can come back.
 
-    The power limit and whether the card is split seldom change, and are asked as often as its processes are.
+    UUID, power limit and MIG mode seldom change and are read as often as the processes. `is_stale`: the GPU can be read
+    again only after the driver is reopened.
     """
 
-    def __init__(self, nvml: ModuleType, index: int, *, has_slices: bool = False) -> None:
+    def __init__(self, nvml: ModuleType, index: int, slices: Sequence[Place] = ()) -> None:
         # Its number here, and that of the card that it is or is a slice of.
         self.index = self.card = index
-        self._nvml, self._has_slices = nvml, has_slices
+        self.is_stale = False
+        self.slices = list(slices)
+        self._nvml, self._has_slices = nvml, bool(slices)
         self._handle: Any = None
         self._static: dict[str, Any] = {}
+        # UUID and name as last read, kept while the GPU cannot be read.
+        self._identity: dict[str, Any] = {}
         self._variant: dict[Variants, int] = {}
         self._failed: dict[str, str] = {}
         self._answered = False
         self._fault: int | None = None
         self._n_listed = 0
         self._details = NvmlDetails(nvml)
+        self._condition: Condition | None = None
+        self._condition_due = 0.0
+        self._memory: MemoryKind | None = None
 
     def sample(self, *, processes: bool) -> GpuSample:
         self._failed = {}
@@ -162,9 +182,10 @@ class _Card:
         except _CardFault as fault:
             self._handle = None
             self._failed = {}
-            fields = {"healthy": False, "reason": str(fault)}
+            self.is_stale = self.is_stale or fault.code in faults.STALE
+            fields = {"healthy": False, "reason": str(fault), "withheld": fault.code in faults.WITHHELD}
         return GpuSample(
-            index=self.index, uuid=self._uuid(), name=text(self._static.get("name")) or "NVIDIA GPU",
+            index=self.index, uuid=self._uuid(), name=text(self._identity.get("name")) or "NVIDIA GPU",
             timestamp=time.time(), failed=self._failed, **fields,
         )  # fmt: skip
 
@@ -190,15 +211,8 @@ class _Card:
 
         Raise `_CardFault` if the card cannot be read.
         """
-        if self._handle is None:
-            self._handle = self._look_up()
-        if processes:
-            # `nvidia-smi -pl` and `-mig` change them while the app runs.
-            self._static.pop("power_limit_w", None)
-            self._static.pop("mig", None)
+        self._identify(again=processes)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
-        self._once("name", NAME)
-        self._once("uuid", UUID)
         mig = self._once("mig", MIG_MODE)
         is_split = bool(mig and mig[0])
         self._answered, self._fault = False, None
@@ -208,21 +222,65 @@ class _Card:
         temperature = self._get("temperature_c", TEMPERATURE)
         power = self._get("power_w", POWER)
         if self._fault is not None and not self._answered:
-            raise _CardFault(faults.card(self._fault))
+            raise _CardFault(self._fault)
         is_quick = time.monotonic() - began < SLOW_S
         energy = self._energy() if processes and is_quick else None
+        if processes:
+            self._look_for_slices(is_split)
         return {
             "utilization": None if utilization is None else utilization.gpu,
             # Memory and processes, which the driver also lists of the card, count once, for its slices.
-            **_sizes(None if is_split and self._has_slices else memory),
-            "temperature_c": temperature,
+            **sizes(None if is_split and self._has_slices else memory, self._memory_kind(memory)),
+            "temperature_c": _signed(temperature),
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "energy_j": None if energy is None else energy / 1000,
             "processes": (() if is_split and self._has_slices else self._processes()) if processes else None,
-            "condition": self._details.condition(self._handle) if processes and is_quick else None,
+            "condition": self._read_condition(is_quick) if processes else None,
             "unusable": "" if not is_split else faults.SPLIT if self._has_slices else faults.UNCUT,
         }
+
+    def _identify(self, *, again: bool) -> None:
+        """Look up the handle if needed; read UUID and name with each new handle, or if `again`.
+
+        If another GPU has taken the place, drop everything known about the old one.
+        """
+        is_new = self._handle is None
+        if is_new:
+            self._static, self._condition_due = {}, 0.0
+            self._handle = self._look_up()
+        elif again:
+            # `nvidia-smi -pl` and `-mig` change the first two while the app runs.
+            for field in ("power_limit_w", "mig", *(("uuid",) if time.monotonic() >= self._condition_due else ())):
+                self._static.pop(field, None)
+        before = self._identity.get("uuid")
+        self._once("uuid", UUID)
+        # With the same handle, one failed read of the UUID does not mean another GPU.
+        if before is not None and self._static.get("uuid", None if is_new else before) != before:
+            self._static.pop("name", None)
+            self._identity, self._condition, self._memory = {}, None, None
+            self._details = NvmlDetails(self._nvml)
+        self._once("name", NAME)
+        self._identity = self._identity | {key: self._static[key] for key in ("uuid", "name") if key in self._static}
+
+    def _look_for_slices(self, is_split: bool) -> None:
+        """Notice slices that were created or destroyed since the driver was opened."""
+        if is_split or self._has_slices:
+            self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
+
+    def _read_condition(self, is_quick: bool) -> Condition:
+        """Return the condition, read again if due; on a slow GPU, read only what decides whether it may be used."""
+        if self._condition is None or time.monotonic() >= self._condition_due:
+            self._condition = self._details.condition(self._handle, whole=is_quick)
+            every_s = CONDITION_EVERY_S if is_quick else SLOW_CONDITION_EVERY_S
+            self._condition_due = time.monotonic() + every_s
+        return self._condition
+
+    def _memory_kind(self, memory: Any) -> MemoryKind:
+        """Return the kind of the GPU's memory, read once per GPU."""
+        if self._memory is None or self._memory.name != self._identity.get("name"):
+            self._memory = MemoryKind.of(self._nvml, self._handle, self._identity.get("name"), memory)
+        return self._memory
 
     def _energy(self) -> int | None:
         """Return the counter in mJ with every `ENERGY_EVERY`th list of processes; it has all that lies in between."""
@@ -234,7 +292,7 @@ class _Card:
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
-            raise _CardFault(faults.card(error.value)) from None
+            raise _CardFault(error.value) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
         """Return a field that seldom changes: asked until it is answered, or known not to be supported."""
@@ -271,9 +329,9 @@ class _Card:
 
     def _uuid(self) -> str:
         """Return the UUID, or a stand-in, marked in `failed`, to which no job can be pinned."""
-        uuid = text(self._static.get("uuid"))
+        uuid = text(self._identity.get("uuid"))
         if uuid is None:
-            self._failed.setdefault("uuid", "not supported" if "uuid" in self._static else "unknown")
+            self._failed.setdefault("uuid", "not supported" if "uuid" in self._identity else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
@@ -307,32 +365,25 @@ class _Slice(_Card):
         return ()
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        if self._handle is None:
-            # Where it was gone, another may have been cut in its place.
-            self._static = {}
-            self._handle = self._look_up()
-        self._once("name", NAME)
-        self._once("uuid", UUID)
+        # After a fault, another slice may have taken its place.
+        self._identify(again=processes)
         self._answered, self._fault = False, None
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
         if self._fault is not None and not self._answered:
-            raise _CardFault(faults.card(self._fault))
-        return _sizes(memory) | {"processes": self._processes() if processes else None}
+            raise _CardFault(self._fault)
+        return sizes(memory) | {"processes": self._processes() if processes else None}
 
     def _look_up(self) -> Any:
         try:
             return self._place.look_up(self._nvml)
         except self._nvml.NVMLError as error:
-            raise _CardFault(faults.card(error.value)) from None
+            raise _CardFault(error.value) from None
 
 
-def _sizes(memory: Any) -> dict[str, int | None]:
-    """Return the fields of a sample from NVML's answer; None where it tells nothing.
-
-    A total of 0 is what some chips with unified memory answer.
-    """
-    is_known = memory is not None and memory.total > 0
-    return {f"memory_{one}_bytes": int(getattr(memory, one)) if is_known else None for one in ("used", "free", "total")}
+def _signed(degrees: int | None) -> int | None:
+    """Return the signed temperature: NVML returns values below 0 as huge ones. All bits set is not a temperature."""
+    is_negative = degrees is not None and 1 << 31 <= degrees < (1 << 32) - 1
+    return degrees - (1 << 32) if degrees is not None and is_negative else degrees
 
 
 def _import_pynvml() -> Any:

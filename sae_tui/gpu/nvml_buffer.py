@@ -6,11 +6,11 @@ import contextlib
 from types import ModuleType
 from typing import Any
 
+from sae_tui.gpu.limits import is_possible
 from sae_tui.gpu.ring import Reading
 
 # NVML's kinds of samples, with the field of a reading, and what a sample is divided by.
 _KINDS = ((0, "power_w", 1000.0), (1, "utilization", 1.0))
-_MOST_PERCENT = 100.0
 
 
 def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
@@ -21,7 +21,7 @@ def buffered(nvml: ModuleType, handle: Any) -> tuple[Reading, ...]:
             value_type, samples = nvml.nvmlDeviceGetSamples(handle, kind, 0)
             for sample in samples:
                 value = _value(nvml, value_type, sample.sampleValue) / divisor
-                if value >= 0 and (field != "utilization" or value <= _MOST_PERCENT):
+                if is_possible(field, value):
                     second = sample.timeStamp // 1_000_000
                     by_second.setdefault(second, {}).setdefault(field, []).append(value)
     return tuple(

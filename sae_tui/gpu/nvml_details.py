@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from sae_tui.gpu.base import THROTTLING, Condition
+from sae_tui.gpu.base import NO_COMPUTING, ONE_PROCESS, THROTTLING, Condition
 from sae_tui.gpu.nvml_errors import XidListener
+from sae_tui.gpu.nvml_faults import MISSING, NOT_SUPPORTED
 from trainer.contract.printable import printable
 
 if TYPE_CHECKING:
@@ -34,7 +36,12 @@ SLOWED_BY = {
     0x080: THROTTLING[3],
     0x100: "clocks follow the display",
 }
-COMPUTE_MODES = {0: "shared", 2: "no computing", 3: "one process"}
+_IDLE = 0x001
+# Memory errors and the compute mode seldom change.
+HEALTH_EVERY_S = 8.0
+COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
+_REMAPPING = "nvmlDeviceGetRemappedRows"
+_RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere have instead
 
 
 class NvmlDetails:
@@ -45,18 +52,40 @@ class NvmlDetails:
         self._activity: ActivityReader | None = None
         self._errors = XidListener(nvml)
         self._slowdown_c: int | None = None
+        self._health, self._health_due = Condition(), 0.0
+        # Functions that this GPU lacks, which are not called again.
+        self._missing: set[str] = set()
 
-    def condition(self, handle: Any) -> Condition:
-        """Return how fast the card runs, by five calls, and once at which temperature it slows itself down."""
+    def condition(self, handle: Any, *, whole: bool = True) -> Condition:
+        """Return whether the GPU may be used and, if `whole`, its clocks, with up to nine calls.
+
+        The first whole call also reads the slowdown temperature.
+        """
+        if time.monotonic() >= self._health_due:
+            self._health, self._health_due = self._read_health(handle), time.monotonic() + HEALTH_EVERY_S
+        usable = replace(self._health, xid=self._errors.poll(handle))
+        if not whole:
+            return usable
         if self._slowdown_c is None:
             self._slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", handle, _SLOWDOWN)
-        return Condition(
+        return replace(
+            usable,
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             performance_state=self._ask("nvmlDeviceGetPerformanceState", handle),
             fan_percent=self._ask("nvmlDeviceGetFanSpeed", handle),
             slowed_by=self._slowed_by(handle),
             slowdown_c=self._slowdown_c,
-            xid=self._errors.poll(handle),
+        )
+
+    def _read_health(self, handle: Any) -> Condition:
+        ecc = self._ask_if_any("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET)
+        rows = self._ask_if_any(_REMAPPING, handle)
+        pages = self._ask_if_any(_RETIRING, handle) if _REMAPPING in self._missing else None
+        return Condition(
+            compute_mode=COMPUTE_MODES.get(self._ask_if_any("nvmlDeviceGetComputeMode", handle)),
+            ecc_uncorrected=ecc,
+            rows_pending=bool(rows[2]) if rows is not None else None if pages is None else bool(pages),
+            rows_failed=None if rows is None else bool(rows[3]),
         )
 
     def read(self, handle: Any) -> GpuDetails:
@@ -96,13 +125,14 @@ class NvmlDetails:
             pcie_sent_bytes_s=self._pcie(handle, _SENT),
             nvlinks=self._nvlinks(handle),
             ecc_corrected=ask("nvmlDeviceGetTotalEccErrors", handle, _CORRECTED, _SINCE_RESET),
-            ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET),
+            ecc_uncorrected=condition.ecc_uncorrected,
             remapped_rows=None if rows is None else rows[0] + rows[1],
-            remapping_failed=None if rows is None else bool(rows[3]),
+            remapping_failed=condition.rows_failed,
+            remapping_pending=condition.rows_pending,
             encoder_percent=None if encoder is None else encoder[0],
             decoder_percent=None if decoder is None else decoder[0],
             persistence=None if persistence is None else bool(persistence),
-            compute_mode=COMPUTE_MODES.get(ask("nvmlDeviceGetComputeMode", handle)),
+            compute_mode=condition.compute_mode,
             bus_id=None if pci is None else text(pci.busId),
             sm_percent=activity.sm,
             occupancy_percent=activity.occupancy,
@@ -136,7 +166,11 @@ class NvmlDetails:
         bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if bits is None:
             bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        return None if bits is None else tuple(words for bit, words in SLOWED_BY.items() if bits & bit)
+        if bits is None:
+            return None
+        unknown = bits & ~(sum(SLOWED_BY) | _IDLE)
+        known = tuple(words for bit, words in SLOWED_BY.items() if bits & bit)
+        return (*known, f"for a reason not known ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
         """Return the bytes per second in a direction, which NVML counts for 20 ms while it is asked."""
@@ -153,6 +187,19 @@ class NvmlDetails:
             self._ask("nvmlDeviceGetProcessUtilization", handle, 0) or (), key=lambda sample: sample.timeStamp
         )
         return {sample.pid: sample.smUtil for sample in samples if 0 <= sample.smUtil <= 100}
+
+    def _ask_if_any(self, function: str, handle: Any, *arguments: Any) -> Any:
+        """Return NVML's answer; call a function that the driver or the GPU lacks only once."""
+        if function in self._missing:
+            return None
+        try:
+            return getattr(self._nvml, function)(handle, *arguments)
+        except AttributeError:  # an older pynvml
+            self._missing.add(function)
+        except self._nvml.NVMLError as error:
+            if error.value in (MISSING | {NOT_SUPPORTED}):
+                self._missing.add(function)
+        return None
 
     def _ask(self, function: str, *arguments: Any) -> Any:
         """Return NVML's answer; None for what this driver, this pynvml or this card does not tell."""

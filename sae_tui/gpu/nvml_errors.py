@@ -17,6 +17,7 @@ WORDS = {
     31: "a kernel read or wrote memory that is not its own",
     43: "a kernel hung or was reset; its program ends",
     45: "a program was ended while it computed",
+    46: "the GPU stopped computing; reset the card",
     48: "the memory lost bits that could not be corrected; reset the card",
     61: "the card's own firmware failed",
     62: "the card's own firmware halted",
@@ -32,6 +33,10 @@ WORDS = {
     120: "the firmware of the card failed",
     140: "errors of the memory that could not be corrected",
 }
+
+
+# Xids for which NVIDIA's list asks for a reset, a repair or a new GPU.
+FATAL = frozenset({46, 48, 62, 63, 64, 74, 79, 94, 95, 119, 120, 140})
 
 
 def in_words(number: int) -> str:
@@ -57,7 +62,10 @@ class XidListener:
             # An answer is an event; where there is none, NVML says that it has waited in vain.
             for _ in range(_MOST_AT_ONCE if self._events is not None else 0):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
-                self._last = Xid(int(event.eventData), time.time(), in_words(int(event.eventData)))
+                number = int(event.eventData)
+                # A later error that is not fatal must not hide a fatal one.
+                if number in FATAL or not (self._last and self._last.is_fatal):
+                    self._last = Xid(number, time.time(), in_words(number), number in FATAL)
         return self._last
 
     def _listen(self, handle: Any) -> None:

@@ -6,6 +6,9 @@ do.
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 from sae_tui.gpu.base import SourceUnavailable
 from sae_tui.gpu.faults import LOST
 
@@ -15,11 +18,15 @@ NO_LIBRARY = 12
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
-# Slices are looked for once.
-UNCUT = "MIG is on, but it had no slices; `nvidia-smi mig -cgi` makes some, which are seen once sae-tui starts again"
+UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
+# Codes after which NVML must be reopened: the driver was reloaded, or does not know a handle or an index.
+STALE = frozenset({1, 2, 6, 18, 28})
+# Codes for a GPU that only other users may use.
+WITHHELD = frozenset({4, 17})
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
-    1: "the driver was unloaded meanwhile; start sae-tui again",
+    1: "the driver was unloaded",
+    2: "the driver no longer knows this GPU",
     4: "no permission to read this GPU; see /dev/nvidia*",
     6: "the driver no longer knows this GPU",
     8: "the power cables of the GPU are not attached",
@@ -28,7 +35,7 @@ CARD = {
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
     17: "the operating system blocks this GPU (container or cgroup)",
-    18: "the driver was updated meanwhile; start sae-tui again",
+    18: "the driver was updated; start sae-tui again if this stays so",
     28: "the driver no longer knows this GPU",
     999: "the driver reports an unknown error for this GPU",
 }
@@ -53,6 +60,9 @@ SOURCE = {
     ),
     18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
 }
+# GPU makers by their PCI vendor id.
+_NVIDIA = "0x10de"
+_OTHER_MAKERS = {"0x8086": "Intel", "0x106b": "Apple", "0x1ed5": "Moore Threads", "0x19e5": "Huawei"}
 # Why one GPU cannot read the memory of another.
 NO_PEER = {
     1: "the chipset does not support it",
@@ -73,10 +83,29 @@ def sensor(code: int) -> str:
     return SENSOR.get(code, f"error {code}")
 
 
+def _unsupported_vendors(drm: Path) -> list[str]:
+    """Return the unsupported makers of this machine's GPUs; none if one GPU is NVIDIA's."""
+    ids = set()
+    for file in drm.glob("card*/device/vendor"):
+        with contextlib.suppress(OSError):
+            ids.add(file.read_text().strip().lower())
+    return [] if _NVIDIA in ids else [words for each, words in _OTHER_MAKERS.items() if each in ids]
+
+
+def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
+    """Return the error for a machine without NVIDIA's library, which may have GPUs that are not supported."""
+    reason, remedy = SOURCE[NO_LIBRARY]
+    if makers := _unsupported_vendors(drm):
+        remedy = f"the GPU here is {' and '.join(makers)}'s; only those of NVIDIA and AMD can be used"
+    return SourceUnavailable(reason, remedy)
+
+
 def source(code: int) -> SourceUnavailable:
     """Return why no card can be read at all, with what to do about it."""
+    if code == NO_LIBRARY:
+        return no_library()
     other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
-    return SourceUnavailable(*SOURCE.get(code, other), is_broken=code != NO_LIBRARY)
+    return SourceUnavailable(*SOURCE.get(code, other), is_broken=True)
 
 
 def no_gpus() -> SourceUnavailable:

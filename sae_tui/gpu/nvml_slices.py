@@ -29,7 +29,7 @@ def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
     found: dict[int, list[Place]] = {}
 
     def ask(card: int) -> None:
-        found[card] = list(_slices_of(nvml, card))
+        found[card] = places_of(nvml, card)
 
     threads = [threading.Thread(target=ask, args=(card,), daemon=True) for card in range(n_cards)]
     for thread in threads:
@@ -38,6 +38,11 @@ def slices(nvml: ModuleType, n_cards: int) -> list[Place]:
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return [place for card in range(n_cards) for place in found.get(card, ())]
+
+
+def places_of(nvml: ModuleType, card: int) -> list[Place]:
+    """Return the slices of a GPU; may block, like every call to the driver."""
+    return list(_slices_of(nvml, card))
 
 
 def _slices_of(nvml: ModuleType, card: int) -> Iterator[Place]:

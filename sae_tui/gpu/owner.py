@@ -6,6 +6,8 @@ import contextlib
 import os.path
 from collections.abc import Iterable
 
+from sae_tui.gpu.proc_files import arguments_of
+from sae_tui.gpu.secrets import masked_arguments
 from trainer.contract.printable import printable
 
 
@@ -17,11 +19,12 @@ def owner(pid: int) -> tuple[str | None, str | None]:
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         user = printable(str(process.username()))
-        name = printable(command_line(process.cmdline()) or str(process.name()))
+        name = printable(command_line(arguments_of(pid)))
     return user, name
 
 
 def command_line(arguments: Iterable[str]) -> str:
-    """Return the arguments on one line, the program without its folder, shortened."""
+    """Return the command line without secrets and without the program's folder, cut to 200 characters."""
     program, *rest = (*arguments,) or ("",)
-    return " ".join((os.path.basename(program), *rest))[:200]
+    # Mask before cutting, since a partial secret is not recognised.
+    return " ".join(masked_arguments([os.path.basename(program), *rest]))[:200]

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.proc_files import arguments_of, read_file
+from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked, masked_arguments
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
@@ -27,9 +29,6 @@ _GROUPS = (
     (re.compile(r"/job_(\d+)"), "slurm job"),
 )
 _MOST_ANCESTORS = 32
-_MOST_ENVIRONMENT = 1 << 18  # bytes
-_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]+@")  # of an address
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +164,8 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
 
 
 def _arguments(process: Any) -> list[str]:
-    program, *rest = process.cmdline() or [str(process.name())]
-    return [os.path.basename(program), *rest]
+    program, *rest = arguments_of(process.pid)
+    return masked_arguments([os.path.basename(program), *rest])
 
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:
@@ -206,29 +205,33 @@ class Surroundings:
     program: str = ""
     environment: tuple[tuple[str, str], ...] = ()
 
+    def shown(self, *, whole: bool = False) -> tuple[tuple[str, str], ...]:
+        """Return the environment; unless `whole`, hide every value that is not known to be harmless."""
+        return tuple((name, value if whole else _harmless(name, value)) for name, value in self.environment)
+
 
 def surroundings(process: ProcessDetails) -> Surroundings:
-    """Read where a process works, which only its user and root may.
+    """Read folder, program and environment of a process, as only its user and root may.
 
-    Secrets are left out: values of variables named like one, and passwords in addresses.
+    `Surroundings.shown` hides secrets.
     """
     if process.identity is None:
         return Surroundings()
     here = Path(f"/proc/{process.pid}")
     folder, program = (printable(_target(here / name)) for name in ("cwd", "exe"))
     environment = b""
-    with contextlib.suppress(OSError), (here / "environ").open("rb") as file:
-        environment = file.read(_MOST_ENVIRONMENT)
+    with contextlib.suppress(OSError):
+        environment = read_file(here / "environ")
     # What was read belongs to the process only if that still lives.
     if not process.identity.is_alive():
         return Surroundings()
     pairs = (entry.partition("=") for entry in environment.decode("utf-8", "replace").split("\0") if "=" in entry)
-    shown = {printable(name): "…" if _SECRET.search(name) else _without_password(value) for name, _, value in pairs}
-    return Surroundings(folder, program, tuple(sorted(shown.items())))
+    read = {printable(name): printable(value) for name, _, value in pairs}
+    return Surroundings(folder, program, tuple(sorted(read.items())))
 
 
-def _without_password(value: str) -> str:
-    return _PASSWORD.sub(r"\1…@", printable(value))
+def _harmless(name: str, value: str) -> str:
+    return masked(value) if is_harmless(name) else HIDDEN
 
 
 SIGNALS = {

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 
 import msgspec
 
 from sae_tui.gpu import load_source
-from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all
+from sae_tui.gpu.base import SourceUnavailable, samples_of
+from sae_tui.gpu.once import on_thread, open_source, read_all
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decode_as
 
+# Seconds from a loss to the first probe. The pause doubles after each probe, since one costs 0.3 s of a core.
+PROBE_EVERY_S, LONGEST_PAUSE_S = 10.0, 60.0
+PROBE_LIMIT_S = 30.0
 
-def samples_of(output: bytes) -> tuple[GpuSample, ...]:
-    """Decode the output of the process; raise `ValueError` if it is something else."""
-    return decode_as(output, tuple[GpuSample, ...])
+
+class Probe:
+    """Checks in a separate process whether lost GPUs can be read again, as after a reset.
+
+    Reopening the driver in this process interrupts the history of the other GPUs and may hang, so this happens only
+    after the probe has read a lost GPU.
+    """
+
+    def __init__(self, source_name: str) -> None:
+        self._command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", source_name]
+        self._answer: Future[set[int]] | None = None
+        self._due = self._pause_s = 0.0
+
+    def finds(self, lost: Collection[int], now: float) -> bool:
+        """Return whether the latest probe has read one of these lost GPUs; never block."""
+        if not lost:
+            self._due = 0.0
+            return False
+        if not self._due:
+            self._due, self._pause_s = now + PROBE_EVERY_S, PROBE_EVERY_S
+        if self._answer is None and now >= self._due:
+            self._answer = on_thread(self._read)
+        if self._answer is None or not self._answer.done():
+            return False
+        found, self._answer = self._answer.result() & set(lost), None
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._due = now + self._pause_s
+        return bool(found)
+
+    def _read(self) -> set[int]:
+        """Return the indices of the GPUs that a new process can read."""
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            done = subprocess.run(
+                self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT_S, check=True
+            )
+            return {one.index for one in samples_of(decode_as(done.stdout, list[msgspec.Raw])) if one.healthy}
+        return set()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -29,7 +69,8 @@ def main(arguments: Sequence[str]) -> int:
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.buffer.write(msgspec.json.encode(samples))
+    # The newline ends the answer, since a process that hangs in the driver keeps the pipe open.
+    sys.stdout.buffer.write(msgspec.json.encode(samples) + b"\n")
     sys.stdout.flush()
     return 0
 

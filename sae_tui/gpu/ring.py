@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import GpuSample, is_identified
 
 CAPACITY = 600
 
@@ -55,15 +55,24 @@ class Ring:
         self._lock = threading.Lock()
         self._readings: deque[Reading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
-        self._n_live = 0
+        self._uuid = ""
+        # Live readings of the present GPU, and of all GPUs since the start.
+        self._n_live = self._n_appended = 0
 
     def __len__(self) -> int:
         return len(self._readings)
 
     def append(self, sample: GpuSample) -> None:
+        """Add a sample; the first sample of another GPU at this index clears the readings of the previous GPU."""
         with self._lock:
+            if is_identified(sample):
+                if self._uuid not in ("", sample.uuid):
+                    self._readings.clear()
+                    self._n_live, self.power_limit_w = 0, None
+                self._uuid = sample.uuid
             self._latest = sample
             self._n_live += 1
+            self._n_appended += 1
             self._readings.append(reading_of(sample))
             if sample.power_limit_w is not None:
                 self.power_limit_w = sample.power_limit_w
@@ -92,10 +101,19 @@ class Ring:
         """Return the last `n` values of a field, newest last; fewer if there are fewer."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
-    def after(self, timestamp: float) -> list[Reading]:
-        """Return the readings taken later than this time, oldest first."""
+    def since(self, position: int | None, uuid: str) -> tuple[list[Reading], int]:
+        """Return the live readings after a position (None: all readings), oldest first, and the new position.
+
+        Return no readings if the GPU at this index is not `uuid`. Positions count readings, since a clock may be set
+        back.
+        """
         with self._lock:
-            return [reading for reading in self._readings if reading.timestamp > timestamp]
+            if self._uuid not in ("", uuid):
+                return [], self._n_appended
+            if position is None:
+                return list(self._readings), self._n_appended
+            n_new = min(self._n_appended - position, self._n_live, len(self._readings))
+            return list(self._readings)[len(self._readings) - n_new :], self._n_appended
 
 
 def reading_of(of: Readable) -> Reading:

@@ -6,21 +6,28 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource, vendor_of
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource, vendor_of
+from sae_tui.gpu.once import on_thread
+from sae_tui.gpu.read import Probe
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
+from trainer.contract.planning.gpu_vendors import VENDORS
 
 if TYPE_CHECKING:
     from sae_tui.gpu.details import GpuDetails
 
 PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
+# Minimum time between two openings of a driver that opens but does not know its GPUs.
+_REOPEN_AFTER_S = 5.0
+# How long to wait for running reads, and for the driver to close, before reopening it.
+_CLOSE_LIMIT_S = 2.0
 SILENT_AFTER_S = 5.0
 # A card whose reading takes longer is not asked for what its driver remembers, which takes four calls more.
 _QUICK_S = 0.3
@@ -66,6 +73,8 @@ class Sampler:
         self._cards: tuple[_Card, ...] = ()
         self._rings: dict[int, Ring] = {}
         self._threads: list[threading.Thread] = []
+        self._opened = 0.0  # monotonic time
+        self._probe = Probe(source.name)
         self._changed = threading.Condition()
         self._stopping = False
         self._looked_at: int | None = None
@@ -138,16 +147,18 @@ class Sampler:
         return self._cards[index].details if index < len(self._cards) and index == self._looked_at else None
 
     def _run(self) -> None:
-        count = self._open()
-        if count is None:
-            return
-        self._cards = tuple(self._new_card(index) for index in range(count))
-        self.problem, self._status = None, Status.READY
-        for index in range(count):
-            self._spawn(self._watch, f"gpu-{index}", index)
-        while not self._stopping:
-            self._record_silence()
-            self._wait_until(time.monotonic() + self._interval)
+        while (count := self._open()) is not None:
+            old = self._cards
+            self._cards = tuple(self._new_card(index, old) for index in range(count))
+            self.problem, self._status, self._opened = None, Status.READY, time.monotonic()
+            for card in self._cards:
+                self._spawn(self._watch, f"gpu-{card.sample.index}", card)
+            while not (self._stopping or self._must_reopen()):
+                self._record_silence()
+                self._wait_until(time.monotonic() + self._interval)
+            if self._stopping:
+                return
+            self._close()
 
     def _open(self) -> int | None:
         """Open the source and return the number of GPUs; None when the sampler stops.
@@ -160,35 +171,83 @@ class Sampler:
             except SourceUnavailable as error:
                 problem = error
             except Exception as error:
-                problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "")
+                problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, Status.UNAVAILABLE
+            # With a broken driver the GPUs still exist, though they cannot be read.
+            self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
-    def _watch(self, index: int) -> None:
+    def _must_reopen(self) -> bool:
+        """Return whether the driver has lost its GPUs, has other GPUs now, or answers for none of them."""
+        now = time.monotonic()
+        if now - self._opened < _REOPEN_AFTER_S:
+            return False
+        if isinstance(self.source, ReopeningSource) and self.source.must_reopen:
+            return True
+        unread = [card for card in self._cards if not card.sample.healthy and not self._is_silent(card, now)]
+        if len(unread) == len(self._cards):
+            return now - self._opened >= REOPEN_EVERY_S
+        if self.source.name not in VENDORS:
+            return False
+        # Only GPUs that could be read before; a reset of one GPU does not affect the others.
+        lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
+        return self._probe.finds(lost, now)
+
+    def _close(self) -> None:
+        """End the GPU threads that still answer and close the driver, so that it can be reopened."""
+        # Copies are not read by any thread, so the old threads end.
+        self._cards = tuple(replace(card) for card in self._cards)
+        with self._changed:
+            self._changed.notify_all()
+        deadline = time.monotonic() + _CLOSE_LIMIT_S
+        watchers, self._threads = self._threads[1:], self._threads[:1]
+        self._threads += [thread for thread in watchers if not _join(thread, deadline)]
+        with contextlib.suppress(Exception):  # only the reopening matters
+            on_thread(self.source.close).result(_CLOSE_LIMIT_S)
+
+    def _watch(self, card: _Card) -> None:
         """Sample one card once in every interval of the clock, without making up for missed ones."""
-        card = self._cards[index]
+        index = card.sample.index
         deadline = processes_due = time.monotonic()
-        while not self._stopping:
+        while self._is_current(card):
             # Half an interval of slack, since sums of floats never meet exactly.
             due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
             # Name at once whoever has just begun to use the card.
             due = due or card.sample.is_used_unseen
-            begun = time.monotonic()
-            sample = self._read(card.sample, processes=due)
-            card.sample, card.answered = sample, time.monotonic()
-            card.took_s = card.answered - begun
-            if card.buffered is None and sample.healthy:
-                card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
-            card.ring.append(sample)
-            if self._shares_wanted and (due or not card.sm_percents):
-                card.sm_percents = self._read_shares(sample)
+            try:
+                self._turn(card, due)
+            except Exception as error:
+                # This thread must survive any answer of a driver.
+                card.sample, card.answered = _blank(card.sample, f"reading it failed: {error!r}"), time.monotonic()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
-            card.details = self._read_details(sample) if index == self._looked_at else None
             deadline = time.monotonic() + until_next(time.time(), self._interval)
-            self._wait_until(deadline, looking=index)
+            self._wait_until(deadline, looking=index, card=card)
             deadline = min(deadline, time.monotonic())
+
+    def _turn(self, card: _Card, due: bool) -> None:
+        """Read a GPU once, with its processes if `due`."""
+        index, begun = card.sample.index, time.monotonic()
+        sample = self._read(card.sample, processes=due)
+        if not self._is_current(card):
+            return
+        if not sample.healthy:
+            last = card.sample
+            sample = replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
+        card.sample, card.answered = sample, time.monotonic()
+        card.took_s = card.answered - begun
+        if card.buffered is None and sample.healthy:
+            card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
+        card.ring.append(sample)
+        if self._shares_wanted and (due or not card.sm_percents):
+            card.sm_percents = self._read_shares(sample)
+        card.details = self._read_details(sample) if index == self._looked_at else None
+
+    def _is_current(self, card: _Card) -> bool:
+        """Return whether a card is still sampled; False once the sampler stops or the driver is reopened."""
+        index = card.sample.index
+        return not self._stopping and index < len(self._cards) and self._cards[index] is card
 
     def _read(self, last: GpuSample, *, processes: bool) -> GpuSample:
         try:
@@ -198,8 +257,10 @@ class Sampler:
         if processes or not sample.healthy:
             return sample
         failed = {key: words for key, words in last.failed.items() if key == "processes"}
-        failed = {**sample.failed, **failed}
-        return replace(sample, processes=last.processes, condition=last.condition, failed=failed)
+        failed = {**failed, **sample.failed}
+        # Values read only with the processes are kept until the next such read, unless this is another GPU.
+        kept = last if last.uuid == sample.uuid else sample
+        return replace(sample, processes=kept.processes, condition=kept.condition, failed=failed)
 
     def _read_shares(self, sample: GpuSample) -> Mapping[int, int]:
         if sample.healthy and isinstance(self.source, SharesSource):
@@ -227,11 +288,14 @@ class Sampler:
             self._changed.notify_all()
 
     def _current(self, card: _Card, now: float) -> GpuSample:
-        silent_s = now - card.answered
-        waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
-        if not waiting or silent_s <= max(SILENT_AFTER_S, 3 * self._interval):
+        if not self._is_silent(card, now):
             return card.sample
-        return _blank(card.sample, f"has not answered for {silent_s:.0f} s")
+        return _blank(card.sample, f"has not answered for {now - card.answered:.0f} s")
+
+    def _is_silent(self, card: _Card, now: float) -> bool:
+        """Return whether the present read of a GPU that answered before takes too long."""
+        waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
+        return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
     def _record_silence(self) -> None:
         """Append an unhealthy sample to the ring of a silent card, so that its line neither freezes nor lags behind."""
@@ -239,14 +303,26 @@ class Sampler:
             if sample is not card.sample:
                 card.ring.append(sample)
 
-    def _new_card(self, index: int) -> _Card:
+    def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
+        """Return a new card; until its first read it shows the state from before the driver was reopened."""
+        vendor = vendor_of(self.source, index)
+        if index < len(old) and old[index].sample.vendor == vendor:
+            return _Card(old[index].sample, self.ring(index), time.monotonic())
         sample = GpuSample(index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False,
-                           reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"},
-                           vendor=vendor_of(self.source, index))  # fmt: skip
+                           reason=faults.NO_ANSWER_YET, failed={"uuid": "unknown"}, vendor=vendor)  # fmt: skip
         return _Card(sample, self.ring(index), time.monotonic())
 
-    def _wait_until(self, deadline: float, *, looking: int | None = None) -> None:
-        """Return at the deadline, or at once when the sampler stops, the interval is changed or this card looked at."""
+    @staticmethod
+    def _unread(card: _Card, reason: str) -> _Card:
+        sample = _blank(card.sample, reason)
+        card.ring.append(sample)
+        return _Card(sample, card.ring, time.monotonic())
+
+    def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
+        """Return at the deadline, or at once when the sampler stops, the interval changes or this card needs it.
+
+        A card needs it when the user opens its page, or when it is no longer current.
+        """
         interval, was = self._interval, self._looked_at
         with self._changed:
             self._changed.wait_for(
@@ -254,11 +330,12 @@ class Sampler:
                     self._stopping
                     or self._interval != interval
                     or (looking is not None and was != self._looked_at == looking)
+                    or (card is not None and not self._is_current(card))
                 ),
                 timeout=max(0.0, deadline - time.monotonic()),
             )
 
-    def _spawn(self, target: Callable[..., None], name: str, *arguments: int) -> threading.Thread:
+    def _spawn(self, target: Callable[..., None], name: str, *arguments: _Card) -> threading.Thread:
         thread = threading.Thread(target=target, name=name, args=arguments, daemon=True)
         self._threads.append(thread)
         thread.start()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults, vendor_to_name
 from sae_tui.gpu.base import OPEN_LIMIT_S, DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource, SharesSource
+from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource
 from sae_tui.gpu.once import on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
 
@@ -61,6 +61,10 @@ class Several:
 
     def vendor(self, index: int) -> str:
         return self._cards[index][0].name
+
+    @property
+    def must_reopen(self) -> bool:
+        return any(source.must_reopen for source in self._sources if isinstance(source, ReopeningSource))
 
     def details(self, index: int, sample: GpuSample) -> GpuDetails:
         from sae_tui.gpu.details import GpuDetails

@@ -24,6 +24,10 @@ SLACK, SLACK_PAGES = 0.1, 1000
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
+# Seconds. The smallest jump of the clock, and for how long a jump is doubted; the gap without rows that looks like a
+# jump, and how much must be stored after it.
+JUMP_S, DOUBTED_S = 120.0, 86_400.0
+UNRECORDED_S, STORED_S = 7200.0, 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Upkeep:
         self._begun = 0.0
         self._first = True
         self._made_anew = False
+        # Wall clock and time since boot when they last agreed.
+        self._clocks: tuple[float, float] | None = None
         self._work: tuple[sqlite3.Connection, Iterator[None]] | None = None
 
     @property
@@ -75,11 +81,29 @@ class Upkeep:
 
         Delete whole minutes only, so that the means of minutes begin exactly where the samples end.
         """
+        now = self._believable(db, now)
         raw = (now - self.retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
         minutes = (now - self.retention.minutes_days * 86400) // MINUTE_S
         for index in indices(db, self._host):
             yield from self._delete_range(db, "gpu_metrics", "timestamp", index, raw, MINUTE_S)
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
+
+    def _believable(self, db: sqlite3.Connection, now: float) -> float:
+        """Return the time from which ages are counted; if the clock has jumped ahead, the time without that jump.
+
+        While this process runs, the time since boot reveals a jump; the new time is accepted after a day. An earlier
+        jump looks like hours without stored rows; the new time is accepted once half an hour is stored after it.
+        """
+        boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        wall, at = self._clocks or (now, boot)
+        steady = wall + boot - at
+        if now <= steady + JUMP_S or boot - at > DOUBTED_S:
+            self._clocks, steady = (now, boot), now
+        newest = "SELECT max(minute) FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute <= ?"
+        until = (steady - STORED_S) // MINUTE_S
+        found = [db.execute(newest, (self._host, index, until)).fetchone()[0] for index in indices(db, self._host)]
+        before = max((minute * MINUTE_S for minute in found if minute is not None), default=steady)
+        return before if before < steady - STORED_S - UNRECORDED_S else steady
 
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int

@@ -6,7 +6,7 @@ All are sampled and stored, but only the others are shown.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from sae_tui.gpu.base import GpuSample
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
@@ -61,3 +61,15 @@ def _variables(source_name: str, environ: Mapping[str, str] = os.environ) -> str
     vendors = [VENDORS[source_name]] if source_name in VENDORS else list(VENDORS.values())
     names = dict.fromkeys(name for vendor in vendors for name in vendor.limits(environ))
     return " and ".join(names) or vendors[0].variable
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Write GPU numbers as `GPUs 0, 2-7`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    words = [f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts]
+    return f"GPU{'s' * (len(numbers) > 1)} {', '.join(words)}"

@@ -19,6 +19,9 @@ from trainer.contract.printable import printable
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 # A connection that held for so long was a good one.
 _STEADY_S = 30.0
+# The other side writes every second. A host that is silent for longer is shown as silent, then connected again. The
+# greeting may take longer, since a login may.
+SILENT_AFTER_S, CUT_AFTER_S, GREETING_S = 5.0, 30.0, 60.0
 # What a login script may print before the greeting.
 _MOST_NOISE = 50
 
@@ -73,6 +76,9 @@ class HostFollower:
         self._argv = argv
         self._on_change = on_change
         self._rings: dict[int, Ring] = {}
+        # When the link last received a message, or was started: monotonic time and wall-clock time.
+        self._heard = (0.0, 0.0)
+        self._silence: Cause | None = None
         self._stopped = threading.Event()
         self._link: Link | None = None
         self._thread = threading.Thread(target=self._run, name=f"host-{name}", daemon=True)
@@ -109,7 +115,8 @@ class HostFollower:
     def _follow(self) -> Cause:
         """Follow one connection to its end, and return why it ended."""
         try:
-            link = self._link = Link(self._argv)
+            self._heard, self._silence = (time.monotonic(), time.time()), None
+            link = self._link = Link(self._argv, self._judge_silence)
         except OSError as error:
             return Cause(f"cannot be asked: {self._argv[0]}: {error.strerror}; install an ssh client")
         if self._stopped.is_set():
@@ -123,16 +130,36 @@ class HostFollower:
             return refusal.cause
         finally:
             code = link.close()
+        if self._silence:
+            return self._silence
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
+    def _judge_silence(self) -> None:
+        """Mark a host without messages for 5 s as silent, and end a connection that is silent for longer.
+
+        ssh notices a broken connection, but not a host that hangs behind a working one.
+        """
+        monotonic, heard = self._heard
+        silent_s = time.monotonic() - monotonic
+        was_greeted = self.view.stage in (Stage.CONNECTED, Stage.SILENT)
+        if self.view.is_connected and silent_s > SILENT_AFTER_S:
+            self._change(stage=Stage.SILENT, since=heard, cards=())
+        if self._link and silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
+            self._silence = Cause(f"has said nothing for {silent_s:.0f} s")
+            self._link.stop()
+
     def _take(self, message: Message) -> None:
+        self._heard = (time.monotonic(), time.time())
+        if self.view.stage is Stage.SILENT:
+            self._change(stage=Stage.CONNECTED, sentence="", since=time.time())
         match message:
             case Hello():
                 self._change(stage=Stage.CONNECTED, sentence="", since=time.time(), problem="")
             case Gpus():
                 self._take_gpus(message)
             case Jobs():
-                jobs = tuple(job.view(self.view.name) for job in message.jobs)
+                # Keep each id once, since an untrusted host may send an id several times.
+                jobs = tuple({job.id: job.view(self.view.name) for job in message.jobs}.values())
                 now = {"jobs": jobs, "more": message.more, "jobs_problem": message.problem}
                 if any(getattr(self.view, name) != value for name, value in now.items()):
                     self._change(**now)
@@ -152,8 +179,9 @@ class HostFollower:
 
     def _tell_end(self, cause: Cause) -> None:
         """Say why there is no connection; of one that was cut, since when."""
-        if self.view.is_connected:
-            self._change(stage=Stage.CUT, sentence=cause.sentence, since=time.time(), cards=())
+        if self.view.stage in (Stage.CONNECTED, Stage.SILENT):
+            since = time.time() if self.view.is_connected else self.view.since
+            self._change(stage=Stage.CUT, sentence=cause.sentence, since=since, cards=())
         elif self.view.sentence != cause.sentence:
             stage = Stage.CUT if self.view.stage is Stage.CUT else Stage.FAILED
             self._change(stage=stage, sentence=cause.sentence)

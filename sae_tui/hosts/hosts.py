@@ -9,6 +9,8 @@ from sae_tui.hosts.errands import Errands
 from sae_tui.hosts.follower import HostFollower
 from sae_tui.hosts.view import HostView
 from sae_tui.ssh import ssh_argv
+from trainer.contract.settings.consent import FLAG, code_in
+from trainer.contract.settings.toml import table_of
 
 
 class Hosts:
@@ -62,5 +64,7 @@ class Hosts:
 
         `gpus` are those of that host, as `--gpus` takes them: `auto:2`, `0,1` or `cpu`.
         """
-        words = ["launch", "/dev/stdin", "--gpus", gpus, *self._flags]
+        # The user has allowed the code in the form. Send the flag only if needed, since older hosts do not know it.
+        allows = [FLAG] if any(code_in(table_of(job_file))) else []
+        words = ["launch", "/dev/stdin", "--gpus", gpus, *allows, *self._flags]
         return self._errands.run(name, words, job_file)

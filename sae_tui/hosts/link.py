@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sae_tui.hosts.protocol import LONGEST_LINE
 from trainer.contract.printable import printable
@@ -45,13 +45,17 @@ class Link:
     Its standard input is a pipe that ends with this process, however that ends.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        """Start it; raise `OSError` where it cannot be."""
+    def __init__(self, argv: Sequence[str], on_wait: Callable[[], object] = lambda: None) -> None:
+        """Start the process; raise `OSError` if it cannot start.
+
+        `on_wait` is called at least twice a second while the link is read.
+        """
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True)
         self._allowance = Allowance()
         self._stopped = threading.Event()
         self._errors = b""
+        self._on_wait = on_wait
 
     @property
     def complaints(self) -> list[str]:
@@ -93,6 +97,7 @@ class Link:
             ready.register(out, selectors.EVENT_READ)
             ready.register(err, selectors.EVENT_READ)
             while ready.get_map() and not self._stopped.is_set():
+                self._on_wait()
                 for key, _ in ready.select(_LOOK_S):
                     chunk = os.read(key.fd, _CHUNK)
                     self._pay(len(chunk))

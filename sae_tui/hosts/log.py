@@ -29,7 +29,10 @@ class FarLogReader:
             link.stop()
 
     def _run(self) -> None:
-        end = self._follow()
+        try:
+            end = self._follow()
+        except Exception as error:
+            end = f"cannot be followed: {error!r}"
         if not self._stopped.is_set():
             self._on_lines([f"({self._host} {end})"])
 

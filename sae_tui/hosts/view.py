@@ -11,18 +11,20 @@ from sae_tui.jobs.view.reader import JobView
 
 
 class Stage(StrEnum):
-    """How the connection stands; CUT has been connected, FAILED has not."""
+    """State of the connection. SILENT: connected, but no messages; CUT: was connected; FAILED: never was."""
 
     CONNECTING = "connecting"
     CONNECTED = "connected"
+    SILENT = "silent"
     CUT = "cut"
     FAILED = "failed"
 
 
 class HostView(msgspec.Struct, frozen=True):
-    """A host with its GPUs and jobs as last told; `sentence` follows its name and says why it is not connected.
+    """A host with its last reported GPUs and jobs; `sentence` follows its name and says why it is not connected.
 
-    `problem` and `jobs_problem` are what the host itself says of its GPUs and jobs. `since`: seconds since the epoch.
+    `since` (seconds since the epoch) is when the stage began; for SILENT, when the last message came. `problem` and
+    `jobs_problem` are the host's own reports about its GPUs and jobs.
     """
 
     name: str

@@ -14,7 +14,8 @@ from trainer.contract.process import take_back_signals
 def go_on(begin: Callable[[], Callable[[], None]]) -> int:
     """Fork; return in the first process 0 once `begin` has succeeded in the second, 1 if it could not.
 
-    The second process does what `begin` returns and ends; it never returns. Its errors are written to stderr.
+    The second process calls what `begin` returned and exits; it never returns. It writes an error to stderr and then
+    exits with 1.
     """
     take_back_signals()
     reading, writing = os.pipe()
@@ -22,16 +23,18 @@ def go_on(begin: Callable[[], Callable[[], None]]) -> int:
         os.close(writing)
         return 0 if os.read(reading, 1) else 1
     os.close(reading)
+    code = 1
     try:
         rest = begin()
         os.write(writing, b".")
         os.close(writing)
         rest()
+        code = 0
     except UserError as error:
         note(str(error))
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         # A sampling thread may hang in the driver, and would keep the process from ending.
-        os._exit(0)
+        os._exit(code)
     return 0

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.machine import elsewhere, refuse_if_silent
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.queue.after import comes_after, describe_unfinished, refuse_circle
 from sae_tui.jobs.record import write_record
@@ -78,6 +79,7 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     job = control.job(job_id)
     resumes = job.state.is_final and job.state not in DONE
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
+    refuse_if_silent(data, job)
     is_held = job.held or "pause" in control.open_requests(job_id)
     # A pause that its supervisor has not seen yet would hold it again.
     control.answer(job_id, "pause")
@@ -146,8 +148,10 @@ def finish(data: DataDir, job_id: int) -> str:
             raise UserError(f"job {job_id} is being stopped; `sae-tui resume {job_id} --finish` finishes it later")
         if "finish" in asked:
             return f"job {job_id} cools down already"
+        refuse_if_silent(data, job)
         control.request(job_id, "finish")
-        return f"job {job_id} cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and ends as finished"
+        how = f"cools down over the next {COOL_DOWN_SHARE:.0%} of its steps so far, and ends as finished"
+        return f"job {job_id} {how}" + _if_elsewhere(data, job)
 
 
 def kill(data: DataDir, job_id: int) -> str:
@@ -229,5 +233,13 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Words, runnin
             return f"job {job_id} {ENDED[job.state]} already"
         if kind == "pause" and control.open_requests(job_id) & {"stop", "kill"}:
             return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
+        refuse_if_silent(data, job)
         control.request(job_id, kind)
-        return f"job {job_id} {(queued if job.state == JobState.QUEUED else running)(job)}"
+        does = (queued if job.state == JobState.QUEUED else running)(job)
+        return f"job {job_id} {does}" + _if_elsewhere(data, job)
+
+
+def _if_elsewhere(data: DataDir, job: Job) -> str:
+    """Return a clause for a job that only another host can start or end; "" for a job of this machine."""
+    why = elsewhere(data, job)
+    return f", once {job.host} has seen the request; {why}" if why else ""

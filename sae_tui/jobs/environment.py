@@ -176,7 +176,7 @@ class Environment(msgspec.Struct, frozen=True):
 def look(python: str, limit_s: float = LIMIT_S) -> Environment:
     """Return what a Python has; ask it, for at most `limit_s` seconds, where that is not known."""
     path = named_python.whole(python)
-    if why := named_python.refusal(python):
+    if why := named_python.refusal(python, whole_packages=_remembered(path) is None):
         return Environment(path, failure=why)
     with _lock_of(path):
         if (seen := _remembered(path)) is None:

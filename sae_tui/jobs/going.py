@@ -16,8 +16,9 @@ from trainer.contract.files import write_own
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.printable import printable
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.progress import Reached
+from trainer.contract.runs.lock import is_held
 from trainer.contract.store.rows import JobId, Time
 
 # The kinds of the events on an evaluation.
@@ -90,7 +91,14 @@ class Evaluations:
 
 def left_behind(data: DataDir) -> list[int]:
     """Return the jobs whose evaluation on this machine has ended without recording how."""
-    return [one.job_id for _, one in _files(data.evaluations) if _is_here(one) and not one.process.is_alive()]
+    return [one.job_id for entry, one in _files(data.evaluations) if _has_ended(data, entry, one)]
+
+
+def _has_ended(data: DataDir, entry: os.DirEntry[str], going: Going) -> bool:
+    """Return whether an evaluation on this machine has ended; in another container, whether its lock is free."""
+    if going.process.is_elsewhere:
+        return not _is_going(entry, going) and is_held(data.run(going.job_id).evaluation_lock) is False
+    return _is_here(going) and not going.process.is_alive()
 
 
 def _files(folder: Path) -> list[tuple[os.DirEntry[str], Going]]:
@@ -113,8 +121,9 @@ def _is_going(entry: os.DirEntry[str], going: Going) -> bool:
 
 
 def _is_here(going: Going) -> bool:
-    """Return whether the process of an evaluation is on this machine and in this PID namespace."""
-    return going.host == socket.gethostname() and not going.process.is_elsewhere
+    """Return whether the process is on this machine: same boot, or same host name and PID namespace."""
+    is_of_this_boot = going.process.boot_id == boot_id()
+    return is_of_this_boot or (going.host == socket.gethostname() and not going.process.is_elsewhere)
 
 
 def _shown(going: Going) -> Going:

@@ -53,19 +53,22 @@ def whole(python: str | None) -> str:
 
 def refuse(python: str | None) -> None:
     """Raise `UserError` where a Python is named that cannot or may not be run."""
-    if python and (why := refusal(python)):
+    if python and (why := refusal(python, whole_packages=True)):
         raise UserError(why)
 
 
-def refusal(python: str) -> str:
-    """Explain why a Python cannot or may not be run, with what to do; return "" where it can."""
+def refusal(python: str, *, whole_packages: bool = False) -> str:
+    """Explain why a Python cannot or may not be run, with what to do; return "" where it can.
+
+    With `whole_packages`, check every file of every package too: 15,000 files take 0.1 s, longer over a network.
+    """
     path = whole(python)
     if not os.path.isabs(path) or not path.isprintable():
         return f"takes {PYTHONS}, not {show(python)}"
     if not _NAME.fullmatch(os.path.basename(path)) and not os.path.isdir(path):
         return f"takes a program whose name begins with python, not {show(python)}"
     try:
-        return _kind(Path(path)) or _distrust(Path(path))
+        return _kind(Path(path)) or _distrust(Path(path), whole_packages)
     except (FileNotFoundError, NotADirectoryError):
         return f"there is no {path}; name another Python, or none for the app's own"
     except OSError as error:
@@ -82,16 +85,16 @@ def _kind(path: Path) -> str:
     return "" if os.access(path, os.X_OK) else f"{path} may not be executed; `chmod u+x` it, or name another"
 
 
-def _distrust(python: Path) -> str:
+def _distrust(python: Path, whole_packages: bool) -> str:
     """Look at what a start of it reads, too: what makes it an environment, its library, and the packages in it."""
-    for why in _reasons(python):
+    for why in _reasons(python, whole_packages):
         if why:
             reason, _, remedy = why.partition("; ")
             return f"{python} is not run, for {reason}; {remedy or 'name one of your own'}"
     return ""
 
 
-def _reasons(python: Path) -> Iterator[str]:
+def _reasons(python: Path, whole_packages: bool) -> Iterator[str]:
     """Yield why not to run a Python, or "", for each thing that decides what it runs."""
     waiting, seen = [python], set[Path]()
     # Packages of what an environment was made from are read only where it says so.
@@ -105,12 +108,12 @@ def _reasons(python: Path) -> Iterator[str]:
         yield distrust_of_searched(program.parent)
         if config := _config_of(program):
             yield distrust_of_program(config)
-            yield from _of_prefix(config.parent, packages=True)
+            yield from _of_prefix(config.parent, packages=True, deep=whole_packages)
             said = _said_by(config)
             reads_packages = said.get("include-system-site-packages") == "true"
             waiting += _pythons_in(Path(said.get("home", "")), program.name)
         elif program.resolve() == program:
-            yield from _of_library(program, packages=reads_packages)
+            yield from _of_library(program, packages=reads_packages, deep=whole_packages)
         waiting.append(program.resolve())
 
 
@@ -131,27 +134,44 @@ def _pythons_in(home: Path, name: str) -> list[Path]:
     return [one for one in named if home.is_absolute() and one.exists()][:1]
 
 
-def _of_library(program: Path, *, packages: bool) -> Iterator[str]:
+def _of_library(program: Path, *, packages: bool, deep: bool) -> Iterator[str]:
     """Look for the library as Python does, upwards from the program: it may lie in any folder on the way."""
     for prefix in program.parents[1:]:
-        yield from _of_prefix(prefix, packages=packages)
+        yield from _of_prefix(prefix, packages=packages, deep=deep)
         if any(prefix.glob(f"{_LIBRARY}/os.py")):
             return
 
 
-def _of_prefix(prefix: Path, *, packages: bool) -> Iterator[str]:
+def _of_prefix(prefix: Path, *, packages: bool, deep: bool) -> Iterator[str]:
     yield distrust_of_searched(prefix)
     for library in prefix.glob(_LIBRARY):
         yield distrust_of_searched(library)
     for folder in (each for place in _PACKAGES * packages for each in prefix.glob(place)):
         yield distrust_of_searched(folder)
         yield from map(_of_package, sorted(folder.iterdir()))
+        if deep:
+            yield from _inside(folder)
+
+
+def _inside(folder: Path) -> Iterator[str]:
+    """Judge each file and folder in a folder, at any depth."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            # The mode of a link means nothing; its target is judged in its own place.
+            if not entry.is_symlink():
+                yield _of_folder(distrust_of_entry(Path(entry.path), entry.stat(follow_symlinks=False)))
+                if entry.is_dir():
+                    yield from _inside(Path(entry.path))
+
+
+def _of_folder(why: str) -> str:
+    # If one package has such a mode, the others usually have it too.
+    return why.replace("`chmod go-w` it", "`chmod -R go-w` the folder that it is in")
 
 
 def _of_package(entry: Path) -> str:
     """Judge what lies in a folder of packages by itself; of a file of paths, also the folders that it adds."""
-    # Whoever made one package so has made them all so.
-    why = distrust_of_entry(entry, entry.lstat()).replace("`chmod go-w` it", "`chmod -R go-w` the folder that it is in")
+    why = _of_folder(distrust_of_entry(entry, entry.lstat()))
     if why or entry.suffix != ".pth" or not entry.is_file():
         return why
     lines = entry.read_text(errors="replace").splitlines()

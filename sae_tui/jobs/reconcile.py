@@ -7,15 +7,19 @@ import math
 import os
 import pkgutil
 import signal
-import socket
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs import going
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.machine import elsewhere, is_here, silence
 from sae_tui.jobs.output import output_of
+from sae_tui.jobs.user import user_name
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import is_of_this_boot
 from trainer.contract.runs.lock import is_held, is_holder
@@ -24,6 +28,7 @@ from trainer.contract.store.database import StoreMissing
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import join_words
 
 # A launcher records the supervisor within a second; under heavy load it may take longer.
 UNSUPERVISED_S = 30.0
@@ -31,10 +36,10 @@ UNSUPERVISED_S = 30.0
 ORPHANS_S = 60.0
 
 
-def reconcile(data: DataDir) -> list[int]:
+def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) -> list[int]:
     """Correct the rows of jobs whose supervisor is gone; return the ids of those whose state changed.
 
-    Cheap where there is nothing to correct.
+    Queued jobs stay queued; `revive` is called if one of them has no supervisor. Cheap if nothing has to be corrected.
     """
     try:
         reader = Control(data.control_db, readonly=True)
@@ -44,6 +49,10 @@ def reconcile(data: DataDir) -> list[int]:
         orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job)]
     finally:
         reader.close()
+    in_line = [job for job in orphaned if _can_go_on(data, job)]
+    if revive and any(_is_mine(data, job) for job in in_line):
+        revive(data)
+    orphaned = [job for job in orphaned if job not in in_line]
     cut_off = going.left_behind(data)
     if not (orphaned or cut_off):
         return []
@@ -54,6 +63,51 @@ def reconcile(data: DataDir) -> list[int]:
         return [job.id for job in orphaned if _mend(data, control, job)]
     finally:
         control.close()
+
+
+def end_jobs_elsewhere(data: DataDir, host: str = "") -> Iterator[str]:
+    """End the jobs of another host that is gone for good, and yield a sentence for each.
+
+    Without `host`, end only jobs that cannot be alive anywhere, and name the hosts that have long been silent. Leave
+    jobs alone that gave a recent sign of life. Raise `UserError` if `host` has no job to end.
+    """
+    control = Control(data.control_db)
+    try:
+        away = [job for job in control.active_jobs() if not is_here(job)]
+        if not host:
+            yield from _judge_silent(data, control, away)
+            return
+        jobs = [job for job in away if job.host == host]
+        if not jobs:
+            others = sorted({job.host for job in away})
+            there = f"only of {join_words(others)}" if others else "nor of any other host"
+            raise UserError(f"there is no job of host {host} to end, {there}")
+        for job in jobs:
+            yield _end_elsewhere(data, control, job)
+    finally:
+        control.close()
+
+
+def _judge_silent(data: DataDir, control: Control, away: Iterable[Job]) -> Iterator[str]:
+    for job in away:
+        heard = silence(data, job)
+        if heard.is_certain:
+            yield _end_elsewhere(data, control, job)
+        elif heard.is_long:
+            yield f"job {job.id} ({job.name}) is left as it is: {elsewhere(data, job)}"
+
+
+def _end_elsewhere(data: DataDir, control: Control, job: Job) -> str:
+    heard = silence(data, job)
+    if not heard.is_long:
+        return f"job {job.id} is left alone: its host {job.host} {heard.words}; stop it instead"
+    fields, has_finished = _final_progress(data, job)
+    reason = f"its host {job.host} {heard.words}"
+    if has_finished:
+        _end(control, job, JobState.FINISHED, f"its ranks finished; {reason}", "info", fields)
+        return f"job {job.id} has finished"
+    _end(control, job, JobState.LOST, reason, "error", fields | {"error": reason})
+    return f"job {job.id} was lost: {reason}; `sae-tui resume {job.id}` resumes it here"
 
 
 def _record_cut_off(data: DataDir, control: Control, job_id: int) -> None:
@@ -73,9 +127,27 @@ def is_supervised(data: DataDir, job: Job) -> bool:
     return supervisor.is_alive() or (supervisor.is_elsewhere and is_held(data.run(job.id).lock_file) is not False)
 
 
+def has_lost_its_place(data: DataDir, job: Job) -> bool:
+    """Return whether a queued job of this user on this machine has no supervisor."""
+    return _can_go_on(data, job) and _is_mine(data, job) and _is_orphaned(data, job)
+
+
+def _is_mine(data: DataDir, job: Job) -> bool:
+    """Return whether this user owns a job: a command of another group member must not run it as its own."""
+    with contextlib.suppress(OSError):
+        return job.user == user_name() and os.stat(data.run(job.id).root).st_uid == os.geteuid()
+    return False
+
+
+def _can_go_on(data: DataDir, job: Job) -> bool:
+    """Return whether a new supervisor can take over a job: it is queued and its files exist."""
+    paths = data.run(job.id)
+    return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
+
+
 def _is_orphaned(data: DataDir, job: Job) -> bool:
     """Tell whether the supervisor is gone; False for a job on another machine, or whose supervisor is just starting."""
-    if job.host != socket.gethostname():
+    if not is_here(job):
         return False
     if job.supervisor is None:
         # A resumed job was created long ago, so that its time in the queue counts. `abs`: a clock that was set back
@@ -134,22 +206,31 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Let orphaned ranks save for a minute, counted from the event that says so, then kill them.
 
-    The minute starts anew where the clock has been set back since. Others may write rows too: only a process that holds
-    the run's lock is killed or, where that cannot be determined, one that was started as a rank of that attempt.
+    The minute starts again if the clock was set back, and a jump ahead does not count. Other users may write rows too,
+    so kill only a process that holds the run's lock or, if that is unknown, one that was started as a rank of that
+    attempt.
     """
+    clock_file = RunPaths(lock.parent).attempt(job.attempt) / "orphaned.json"
     events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
     since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
-    elif time.time() - since > ORPHANS_S:
+        with contextlib.suppress(OSError):  # without the file, jumps of the clock count
+            write_json(clock_file, _wall_at_boot())
+    elif time.time() - since - max(0.0, _wall_at_boot() - (read_json(clock_file, float) or math.inf)) > ORPHANS_S:
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
         for rank in ours:
             rank.process.send(signal.SIGKILL)
         if not ours and events[-1].kind == "orphaned":
             message = f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
+
+
+def _wall_at_boot() -> float:
+    """Return the boot time by the present clock; it changes only when the clock jumps."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:
@@ -161,8 +242,9 @@ def _is_of_the_run(rank: Rank, lock: Path) -> bool:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        _, *arguments, _end = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
-        return [os.fsdecode(word) for word in arguments] == expected
+        # Empty while a process starts, or once it has ended.
+        words = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
+        return [os.fsdecode(word) for word in words[1:-1]] == expected
     return False
 
 

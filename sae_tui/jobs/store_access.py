@@ -25,5 +25,7 @@ def existing(data: DataDir, job_id: int) -> Iterator[Control]:
     """Open the control store of a job; raise `UserError` where there is none, rather than create an empty one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
+    # Changes to a job also write to its folders.
+    data.refuse_links(job_id)
     with open_control(data) as control:
         yield control

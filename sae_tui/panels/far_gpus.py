@@ -24,6 +24,7 @@ from trainer.contract.wording import plural
 _SIGNS: dict[Stage, tuple[str, str]] = {
     Stage.CONNECTING: ("◔", "accent"),
     Stage.CONNECTED: ("●", "good"),
+    Stage.SILENT: ("◔", "warn"),
     Stage.CUT: ("✗", "warn"),
     Stage.FAILED: ("✗", "bad"),
 }
@@ -135,6 +136,8 @@ def state_words(host: FarHost, *, is_open: bool = True) -> str:
     view = host.view
     if view.stage is Stage.CONNECTING:
         return "connecting…"
+    if view.stage is Stage.SILENT:
+        return f"silent since {time.strftime('%H:%M:%S', time.localtime(view.since))}"
     if view.stage is Stage.CUT:
         why = f"it {view.sentence}" if view.sentence else "connecting again"
         return f"cut since {time.strftime('%H:%M:%S', time.localtime(view.since))}; {why}"

@@ -57,7 +57,7 @@ def heading(name: str, note: str) -> Row:
 
 
 def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:
-    if view.stage is Stage.CUT:
+    if view.stage in (Stage.SILENT, Stage.CUT):
         return f"as of {time.strftime('%H:%M:%S', time.localtime(view.since))}"
     if not view.is_connected:
         return "connecting…" if view.stage is Stage.CONNECTING else "not connected"

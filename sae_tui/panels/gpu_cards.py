@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from sae_tui.format import celsius, fit, percent
+from sae_tui.format import celsius, fit, percent, watts
 from sae_tui.gpu.base import GpuSample
 from sae_tui.panels.gpu_row import GpuRow, blank, heat, history, memory_short, meter, power, share_of, short_name
 from sae_tui.widgets.lines import Line, Span
@@ -62,16 +62,33 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
         row, "mem", memory_short(sample), "memory_used_bytes", sample.memory_total_bytes, width, "memory", "memory"
     )
     last = (*warmth, (" " * max(0, width - 22), "text"))
-    return {2: [heading, util], 3: [heading, util, memory], 4: [heading, util, memory, last]}.get(
-        height, [heading, util, memory, last, blank(width)]
+    return {2: [heading, _figures(row, width)], 3: [heading, util, _figures(row, width, util=False)]}.get(
+        height, [heading, util, memory, last, *[blank(width)] * (height > 4)]
     )
+
+
+def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
+    """Return all figures on one line, with a history if there is room."""
+    sample = row.sample
+    figures: Line = (
+        (fit(percent(sample.utilization), 5, right=True) if util else " mem ", "text" if util else "label"),
+        (fit(memory_short(sample), 12, right=True), "text"),
+        (fit(celsius(sample.temperature_c), 7, right=True), heat(sample)),
+        (fit(watts(sample.power_w), 8, right=True) + " ", "text"),
+    )
+    room = max(0, width - 33)
+    name, top, style = (
+        ("utilization", 100, "spark") if util else ("memory_used_bytes", sample.memory_total_bytes, "memory")
+    )
+    return (*figures, _spark(row, name, room, top, style))
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
     """Return the heading, and the reason in as many of the other lines as it takes."""
     sample = row.sample
-    texts = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
-    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(texts)]
+    words, style = row.fault
+    texts = textwrap.wrap(words[2:], max(10, width - 3), max_lines=height - 1, placeholder=" …")
+    reason = [((fit(f" {' ' if place else words[0]} {text}", width), style),) for place, text in enumerate(texts)]
     return [((fit(_name(sample), width), f"title{row.mark}"),), *reason, *[blank(width)] * (height - 1 - len(reason))]
 
 

@@ -48,12 +48,15 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
     has the card, or if that is said, the processes on it.
     """
     sample = row.sample
+    # The figures need 30 cells; the name gets what is left.
+    name_width = max(3, min(13, width - 30))
     head: Line = (
         (fit(f"{sample.index}", 2, right=True), f"title{row.mark}"),
-        (" " + fit(short_name(sample.name), 13), f"label{row.mark}"),
+        (" " + fit(short_name(sample.name), name_width), f"label{row.mark}"),
     )
     if not sample.healthy:
-        line = (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
+        words, style = row.fault
+        line = (*head, (fit(words, max(0, width - 3 - name_width)), style))
         return [line, *[blank(width)] * (each - 1)]
     bar_width, power_width, sparks, holder_width = _columns(width, longest)
     gap: Span = (" " if any(sparks) or not holder_width else "", "text")
@@ -110,9 +113,10 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
     power = 7 if width >= 60 else 0
     if width < 70:
         return 0, power, (max(0, width - 43 - power), 0), 0
-    least = 24 if width >= 100 else 13
-    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6
-    left = width - 43 - power - 2 * (bars + 1)
+    # On a narrow terminal, histories say more than bars and the full name of the user.
+    least = 24 if width >= 100 else 13 if width >= 90 else 10
+    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6 if width >= 90 else 0
+    left = width - 43 - power - 2 * (bars + bool(bars))
     if left - least < LEAST_HISTORY:
         return bars, power, (0, 0), left + 2
     holder = min(max(least, longest), left - LEAST_HISTORY)

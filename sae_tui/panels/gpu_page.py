@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from textual.events import Resize
 
 from sae_tui.format import UNKNOWN, celsius, clock_time, count, fit, gibibytes, percent, watts, wrap
-from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.base import NO_COMPUTING, GpuSample
 from sae_tui.gpu.details import GpuDetails, Instance
 from sae_tui.gpu.window import Window
 from sae_tui.panels.gpu_row import HOT_C, short_name
@@ -126,7 +126,14 @@ class GpuFacts(LineView):
 
 def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
     """Return the particulars in groups, each as (name, value, style); those that are not known are left out."""
-    found = (_speed(details), _heat(sample, details), _links(details), _faults(details), _modes(sample, details))
+    found = (
+        _speed(details),
+        _heat(sample, details),
+        _links(details),
+        _faults(details),
+        _unread(sample, details),
+        _modes(sample, details),
+    )
     groups = ([entry for entry in group if entry[1] and UNKNOWN not in entry[1]] for group in found)
     return [group for group in groups if group]
 
@@ -180,14 +187,29 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
         ("", "a row could not be remapped; the card is failing" if details.remapping_failed else "", "bad"),
+        ("", "rows wait to be remapped; reset the card" if details.remapping_pending else "", "bad"),
     ]
+
+
+def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
+    """Return each sensor that fails or returns an impossible value once."""
+    failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
+    lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
+    return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]
+
+
+def _sensor_words(field: str) -> str:
+    """Return `power limit` for `power_limit_w`."""
+    words = field.split("_")
+    return " ".join(words[:-1] if words[-1] in ("bytes", "c", "w", "j", "mhz", "percent", "s") else words)
 
 
 def _modes(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
     kept = {True: "on", False: "off: the first call after a pause takes seconds", None: ""}[details.persistence]
     return [
         ("persistence", kept, "text"),
-        ("computing", details.compute_mode or "", "text"),
+        ("computing", details.compute_mode or "", "bad" if details.compute_mode == NO_COMPUTING else "text"),
+        ("memory", "shared with the host" if sample.is_memory_shared else "", "text"),
         ("reserved", "" if not details.memory_reserved_bytes else gibibytes(details.memory_reserved_bytes), "text"),
         *(("MIG", _instance(part), "text") for part in details.instances),
         ("bus", details.bus_id or "", "text"),

@@ -10,6 +10,7 @@ from textual.binding import Binding
 from textual.message import Message
 
 from sae_tui.format import gibibytes
+from sae_tui.gpu.visible import ranges
 from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.panels.gpu_row import short_name
 from sae_tui.widgets.confirm import Confirm
@@ -107,6 +108,8 @@ class GpuPicker(KeyedTable):
             most = (MOST_PER_NODE if self.elsewhere else len(self.choices)) if self.several else 1
             self.choose_any((self.any_gpus + 1) % (most + 1))
             return
+        if choice is None and self.cursor == "withheld":
+            return
         if choice is None:
             most = _cores() if self.several else 1
             self.choose_cpu((self.cpu_processes + 1) % (most + 1))
@@ -144,7 +147,11 @@ class GpuPicker(KeyedTable):
 
     def _show(self) -> None:
         anyone = [self._any_row()] if self.choices or self.elsewhere else []
-        rows = [*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()]
+        rows = [*(self._row(choice) for choice in self.choices if not choice.withheld), *anyone, self._cpu_row()]
+        if withheld := [choice for choice in self.choices if choice.withheld]:
+            words = f"{ranges([choice.index for choice in withheld])}: {withheld[0].reason}"
+            cells = (" – ", "other", "", "", "", words)
+            rows.append(Row("withheld", tuple((text, "dim") for text in cells)))
         # The number of a GPU is never cut, since one chooses by it.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)

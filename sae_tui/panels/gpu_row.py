@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from sae_tui.format import bar, fit, gibibytes, tall_sparkline, watts
+from sae_tui.format import bar, clock_time, fit, gibibytes, tall_sparkline, watts
 from sae_tui.gpu.base import Condition, GpuSample
-from sae_tui.widgets.lines import Line
+from sae_tui.gpu.visible import ranges
+from sae_tui.widgets.lines import Line, Span
 from trainer.contract.planning.gpu_vendors import VENDORS
 
 HOT_C = 85
@@ -25,9 +26,29 @@ class GpuRow:
     has_cursor: bool = False
 
     @property
+    def fault(self) -> Span:
+        """Why the GPU cannot be read, since when if it could be read before, and the style."""
+        sample = self.sample
+        if sample.withheld:
+            return f"– {sample.reason}", "dim"
+        since = "" if sample.unread_since is None else f"since {clock_time(sample.unread_since)}: "
+        return f"✗ {since}{sample.reason}", "bad"
+
+    @property
     def mark(self) -> str:
         """What is added to the style of the name of a GPU that has the cursor."""
         return " cursor" if self.has_cursor else ""
+
+
+def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
+    """Return the rows; GPUs that only other users may use share one row at the end."""
+    withheld = [row for row in rows if row.sample.withheld]
+    if len(withheld) < 2:
+        return list(rows)
+    first = withheld[0]
+    words = f"{ranges([row.sample.index for row in withheld])}: {first.sample.reason}"
+    folded = replace(first, sample=replace(first.sample, name="others", reason=words))
+    return [*(row for row in rows if not row.sample.withheld), folded]
 
 
 def speed(condition: Condition) -> str:

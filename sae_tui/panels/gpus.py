@@ -56,7 +56,10 @@ class GpuPanel(LineView, can_focus=True):
 
         As lines they have one or two each.
         """
-        self._rows, self._shape, self._room, self._lines_each = tuple(rows), shape, room, lines_each
+        # One line per GPU says more than a few large cards that leave no room for the others.
+        is_crowded = shape == "cards" and len(rows) <= room < 2 * card_grid(len(rows), self.width, room).bands
+        self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
+        self._room, self._lines_each = room, lines_each
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:

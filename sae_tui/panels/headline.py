@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gibibytes, measure, number, percent, wrap
+from sae_tui.format import bar, count, duration, fit, gibibytes, measure, number, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import extracts
@@ -18,6 +18,7 @@ from sae_tui.panels.curves import judged, members_of
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import Line, Span, cut
+from trainer.contract import wording
 from trainer.contract.settings.series import OF_BATCH, held_out_metrics, key_metrics, series_named
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -65,7 +66,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     start: Line = (
         (" ", "text"),
         (bar(job.progress, max(10, width - 80)), "bar rail"),
-        (fit(percent(100 * job.progress), 5, right=True), "title"),
+        (fit(wording.done(job.progress), 5, right=True), "title"),
         (f"  {unit} {count(job.step)}/{total}", "text"),
     )
     speed: Span = (f"  {count(job.tokens_per_s)} {rate}", "text")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sae_tui.format import bar, count, duration, measure, number, percent
+from sae_tui.format import bar, count, duration, measure, number
 from sae_tui.jobs.states import describe_state, was_resumed
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView, is_loading, judged_value
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
+from trainer.contract import wording
 from trainer.contract.runs.report_card import PART_TITLES
 from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
@@ -114,8 +115,8 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
         (job.d_sae, "text"),
         (f"{sign} {word}", style),
     )
-    if job.state == JobState.QUEUED:
-        return _spread(job, head, (waits(job), "dim"))
+    if job.silent or job.state == JobState.QUEUED:
+        return _spread(job, head, (waits(job), "warn" if job.silent else "dim"))
     if is_loading(job):
         return _spread(job, head, (job.phase, "dim"))
     if job.state is JobState.IMPORTED:
@@ -146,7 +147,7 @@ def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
 
 def _progress(job: JobView) -> tuple[Span, Span]:
     """Return the bar with its share; of a job that has made all its steps how long it took, where that is known."""
-    whole: Span = (percent(100 * job.progress), "text")
+    whole: Span = (wording.done(job.progress), "text")
     # `started` of a resumed job is its latest start.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
         return (bar(job.progress, 10), "bar rail"), whole

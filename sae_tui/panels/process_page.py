@@ -14,11 +14,11 @@ _MOST_OF_A_PARENT = 160  # characters: it says where a process comes from
 _AIR: Line = ((" ", "text"),)
 
 
-def process_lines(process: ProcessDetails, around: Surroundings, width: int) -> Sequence[Line]:
-    """Return the page on a process for a width."""
+def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
+    """Return the page on a process for a width; with `whole`, include values that may be secret."""
     known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
     lines = [line for name, value in known for line in _entry(name, value, width)]
-    for place, (name, value) in enumerate(around.environment):
+    for place, (name, value) in enumerate(around.shown(whole=whole)):
         lines += [*([] if place else [_AIR]), *_entry("" if place else "environment", f"{name}={value}", width)]
     return lines
 

@@ -115,9 +115,15 @@ def summary(
     return f"{gpus} · {running} running{f' · {evaluated} evaluating' if evaluated else ''} · {waiting} waiting"
 
 
+def _counted(lost: int, unreadable: int, withheld: int) -> tuple[tuple[int, str], ...]:
+    return (lost, "lost"), (unreadable, "unreadable"), (withheld, "for others")
+
+
 def _gpus(samples: Sequence[GpuSample], hidden: str) -> str:
-    reasons = [sample.reason for sample in samples if not sample.healthy and sample.reason != faults.NO_ANSWER_YET]
+    unread = [sample for sample in samples if not sample.healthy and sample.reason != faults.NO_ANSWER_YET]
+    withheld = sum(sample.withheld for sample in unread)
+    reasons = [sample.reason for sample in unread if not sample.withheld]
     lost = reasons.count(faults.LOST)
     parts = [hidden or f"{len(samples)} GPU{'s' * (len(samples) != 1)}"]
-    parts += [f"{count} {word}" for count, word in ((lost, "lost"), (len(reasons) - lost, "unreadable")) if count]
+    parts += [f"{count} {word}" for count, word in _counted(lost, len(reasons) - lost, withheld) if count]
     return ", ".join(parts)

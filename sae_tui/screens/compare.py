@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -217,7 +218,7 @@ class CompareScreen(FramedScreen):
         self.app.push_screen(Ask(question, "a name", name), take)
 
     def _export(self, name: str) -> str:
-        base = working_folder() / Path(name).expanduser()
+        base = working_folder() / os.path.expanduser(name)
         picture, table = Path(f"{base}.svg"), Path(f"{base}.csv")
         assert self._runs is not None
         refuse_existing([picture, table])

@@ -23,7 +23,7 @@ from sae_tui.gpu.window import stored_past
 from sae_tui.jobs.features import features_of_job, has_features
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.gpu_map import LEGEND, map_grid
-from sae_tui.panels.gpu_row import GpuRow
+from sae_tui.panels.gpu_row import GpuRow, fold_withheld
 from sae_tui.panels.gpus import GpuPanel, Shape
 from sae_tui.panels.jobs import JobsPanel, first_steps
 from sae_tui.panels.preview import PreviewPanel
@@ -173,15 +173,18 @@ class Dashboard(FramedScreen):
         monitor = self.session.monitor
         samples = monitor.latest()
         past = self._past(samples)
-        laid = self._arrange(len(samples))
+        withheld = sum(sample.withheld for sample in samples)
+        laid = self._arrange(len(samples) - max(0, withheld - 1))
         if laid.totals:
             live = self._back.span_s is None
             sums = self._others.totals(samples, past, live=live) if self._others else totals(samples, past)
             self.query_one(AggregatePanel).show_totals(sums, plot=laid.plot)
-        rows = [
-            GpuRow(sample, *holder, partial(past.column, sample.index))
-            for sample, holder in zip(samples, self.session.holders(samples), strict=True)
-        ]
+        rows = fold_withheld(
+            [
+                GpuRow(sample, *holder, partial(past.column, sample.index))
+                for sample, holder in zip(samples, self.session.holders(samples), strict=True)
+            ]
+        )
         panel = self.query_one(GpuPanel)
         if rows:
             panel.show_gpus(rows, shape=_SHAPES[self._view(len(rows))], room=laid.gpus, lines_each=laid.per_gpu)

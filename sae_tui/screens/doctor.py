@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from textual import on
 from textual.app import ComposeResult
@@ -91,7 +91,7 @@ class DoctorScreen(FramedScreen):
         self._show()
 
     def _run(self, look: int, examine: Callable[[], Iterable[Finding]]) -> None:
-        for finding in itertools.chain(examine(), [None]):
+        for finding in itertools.chain(_all_of(examine), [None]):
             if look != self._look:
                 return
             self.post_message(self.Found(look, finding))
@@ -139,3 +139,11 @@ def _in_full(finding: Finding, width: int) -> list[Line]:
     ]
     cure = textwrap.wrap(finding.remedy, width, initial_indent="→ ", subsequent_indent="  ", break_on_hyphens=False)
     return lines + [((f" {line}", "accent"),) for line in cure]
+
+
+def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield the findings; if the examination fails, yield the error as the last one."""
+    try:
+        yield from examine()
+    except Exception as error:
+        yield Finding("error", "doctor", f"the rest was not looked at: {error!r}", "report it")

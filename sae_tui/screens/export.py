@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class ExportDialog(Dialog[None]):
         if not folder:
             self._show("Name a folder to write it to.")
             return
-        out, force = working_folder() / Path(folder).expanduser(), self.query_one("#force", Tick).value
+        out, force = working_folder() / os.path.expanduser(folder), self.query_one("#force", Tick).value
         if not force and out.is_dir() and any(out.iterdir()):
             self._show(f"There is something in {out} already. Name another folder, or tick the line above.")
             return

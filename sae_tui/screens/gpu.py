@@ -86,7 +86,11 @@ class GpuScreen(FramedScreen):
     def show_gpus(self) -> None:
         """Draw what is known of the card now."""
         sample = self.sample
-        if not self.is_mounted or sample is None:
+        if not self.is_mounted:
+            return
+        if sample is None:
+            self.query_one(GpuHistory).show([])
+            self.query_one(GpuFacts).show([((" ✗ this GPU is no longer here", "bad"),)])
             return
         # Again, since the screen of another card, which was left just before, ends its own look when it is gone.
         self.session.monitor.look_at(self.index)

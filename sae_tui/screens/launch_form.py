@@ -20,6 +20,7 @@ from textual.widgets import Button, Label, Static
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
 from sae_tui.jobs.launch.kept_draft import KeptDraft
+from sae_tui.jobs.launch.kept_draft import file_of as kept_file
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
@@ -30,6 +31,7 @@ from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
 from trainer.contract.errors import UserError
 from trainer.contract.settings.backends import cluster_of
+from trainer.contract.settings.consent import Consent, refused, without
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, to_table
@@ -181,11 +183,22 @@ class LaunchForm(VerticalScroll, can_focus=False):
         except UserError as error:
             self.notify(str(error), title="Not opened", severity="error", markup=False)
         else:
-            self._preset = path if path in job_form.presets() else None
-            if self.session.settings.python:
-                table["launch"].setdefault("python", self.session.settings.python)
-            self._start_from(table)
-            self._kept.note_filled(path, job_form.kind_of(self._kind))
+            settings = self.session.settings
+            code = refused(table, Consent(names=(settings.python, *settings.trusted_code)))
+            if not code or path == kept_file(self.session.data, job_form.kind_of(table)):
+                self._fill(path, table)
+                return
+            harmless = without(table, code)
+            question = Confirm(job_form.question_about(code, path), yes="Take over", no="Leave out")
+            self.app.push_screen(question, lambda yes: self._fill(path, table if yes else harmless))
+        self._show_preset()
+
+    def _fill(self, path: Path, table: dict[str, Any]) -> None:
+        self._preset = path if path in job_form.presets() else None
+        if self.session.settings.python:
+            table["launch"].setdefault("python", self.session.settings.python)
+        self._start_from(table)
+        self._kept.note_filled(path, job_form.kind_of(self._kind))
         self._show_preset()
 
     def _start_from(self, table: dict[str, Any]) -> None:

@@ -46,6 +46,8 @@ class LookBack(Generic[T]):
         self._place = 0  # in `SPANS_S`, counted from 1; 0 is the newest intervals
         self._due = 0.0  # when to read next
         self._found: dict[tuple[str, float], T] = {}
+        # Running reads. While a read hangs with its disk, the same read is not started again.
+        self._under_way: set[tuple[str, float]] = set()
 
     @property
     def span_s(self) -> int | None:
@@ -66,7 +68,7 @@ class LookBack(Generic[T]):
         span_s = self.span_s
         if span_s is None:
             return None
-        if n and time.monotonic() >= self._due:
+        if n and time.monotonic() >= self._due and (subject, span_s) not in self._under_way:
             self._due = time.monotonic() + max(_REREAD_S, span_s / n)
             self._screen.run_worker(
                 partial(self._fetch, subject, span_s, n),
@@ -75,8 +77,12 @@ class LookBack(Generic[T]):
         return self._found.get((subject, span_s))
 
     def _fetch(self, subject: str, span_s: float, n: int) -> None:
+        # Added here, not by the caller, since a worker may be cancelled before its thread starts.
+        self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)
-            self._screen.post_message(self.Found())
         except UserError:  # told in the status line by those who store it
             self._due = time.monotonic() + _REREAD_S
+        finally:
+            self._under_way.discard((subject, span_s))
+        self._screen.post_message(self.Found())

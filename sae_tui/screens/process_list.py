@@ -22,12 +22,43 @@ from sae_tui.panels.processes import ProcessTable, process_name
 from sae_tui.session import Session
 from sae_tui.widgets.filter import Filtered
 from sae_tui.widgets.find import Find
+from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
 from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
 _READ_EVERY_S = 3.0  # as often as the cards list their processes
+_SILENT_AFTER_S = 10.0
 _JOB = "job"  # what a rank is offered before any signal
+
+
+class ProcessPage(Reading):
+    """The full page of a process; if `may_show`, a key shows values that may be secret."""
+
+    BINDINGS = [
+        Binding("v", "show_values", "Values", id="process.values", group=_GROUP,
+                tooltip="Show the values of all variables, or hide those again that may be secrets"),
+    ]  # fmt: skip
+
+    def __init__(self, process: ProcessDetails, *, may_show: bool) -> None:
+        super().__init__(f"Process {process.pid}", self._lines)
+        self._process, self._around, self._may_show = process, surroundings(process), may_show
+        self.shows_all = False
+
+    def _lines(self, width: int) -> Sequence[Line]:
+        return process_lines(self._process, self._around, width, whole=self.shows_all)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return self._may_show if action == "show_values" else super().check_action(action, parameters)
+
+    def action_show_values(self) -> None:
+        self.shows_all = not self.shows_all
+        self.draw_again()
+
+    def hide_values(self) -> None:
+        """Hide values that may be secret."""
+        if self.shows_all:
+            self.action_show_values()
 
 
 class ProcessList(Filtered):
@@ -65,6 +96,7 @@ class ProcessList(Filtered):
         self._reader = ProcessReader()
         self._one_reading = threading.Lock()
         self._read_at = 0.0
+        self._is_due = True
         self._cards: list[int] = []
         self._pids: list[int] = []
 
@@ -91,16 +123,22 @@ class ProcessList(Filtered):
         # A newcomer is read at once.
         is_new = (cards, pids) != (self._cards, self._pids)
         self._cards, self._pids = cards, pids
-        if is_new or time.monotonic() - self._read_at >= _READ_EVERY_S:
-            self._read_at = time.monotonic()
+        self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
+        # A hung process can make the read hang too; no second read starts then.
+        if self._is_due and not self._one_reading.locked():
+            self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), {index: self.session.monitor.sm_percents(index) for index in cards})
         self._draw()
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
     def _read(self, samples: Sequence[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]) -> None:
         # A reading that is still under way when the next begins would take what that one knows.
-        with self._one_reading:
+        if not self._one_reading.acquire(blocking=False):
+            return
+        try:
             processes = self._reader.read(samples, sm_percents)
+        finally:
+            self._one_reading.release()
         self.post_message(self.Read([sample.index for sample in samples], processes))
 
     @on(Read)
@@ -122,8 +160,16 @@ class ProcessList(Filtered):
         notes = [
             f"{n_found} of {len(found or ())}" if self.words else "",
             f"by {self.order}" if self.order != next(iter(ORDERS)) else "",
+            self._silence(),
         ]
         self.say(" · ".join(filter(None, notes)))
+
+    def _silence(self) -> str:
+        """Return how old the list is if the system has not answered for long; "" otherwise."""
+        silent_s = time.monotonic() - self._read_at
+        if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
+            return ""
+        return f"not read for {silent_s:.0f} s: the system does not answer"
 
     def on_descendant_blur(self) -> None:
         self._draw()
@@ -153,8 +199,7 @@ class ProcessList(Filtered):
             self.action_fold()
         elif entry:
             process = entry.process
-            page = partial(process_lines, process, surroundings(process))
-            self.app.push_screen(Reading(f"Process {process.pid}", page))
+            self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
 
     def action_signal(self) -> None:
         """Ask which signal, then whether, then send it to the process that was shown."""

@@ -8,10 +8,10 @@ from typing import Any
 from textual.drivers import web_driver
 from textual.drivers.web_driver import WebDriver
 
-from sae_tui.terminal.key_parser import PacketParser
+from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 
-# The input thread of the driver makes its own parser, by the name that its module has for it.
-vars(web_driver)["XTermParser"] = PacketParser
+# Textual's input thread takes the classes of its parser and decoder from these names of its module.
+vars(web_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 # What only this process is told by its environment, and not the jobs that it launches.
 _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")
 

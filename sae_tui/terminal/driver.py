@@ -1,4 +1,7 @@
-"""The terminal driver of Textual, which restores the terminal only once all output of the app is written."""
+"""The terminal driver of Textual, which restores the terminal only once all output of the app is written.
+
+While the app has the terminal, nothing else writes there: standard error goes to a log.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,59 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 import termios
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from textual.app import App
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
-from sae_tui.terminal.key_parser import PacketParser
+from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
+from trainer.contract.paths import open_private
 
-# The input thread of the driver makes its own parser, by the name that its module has for it.
-vars(linux_driver)["XTermParser"] = PacketParser
+# Textual's input thread takes the classes of its parser and decoder from these names of its module.
+vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
+
+_STDERR = 2
+# Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
+_MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
+
+
+class StderrAside:
+    """The original standard error, on which the app draws, while descriptor 2 goes to a log.
+
+    Libraries such as NVML and the C library write to descriptor 2 directly, which would spoil the screen.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        """Redirect descriptor 2 to this file, or to /dev/null if it is None or cannot be written."""
+        before = sys.__stderr__
+        assert before is not None
+        self.screen = open(  # noqa: SIM115
+            os.dup(_STDERR), "w", encoding=before.encoding, errors=before.errors, newline=""
+        )
+        try:
+            sink = open_private(log, os.O_APPEND) if log else os.open(os.devnull, os.O_WRONLY)
+        except OSError:
+            sink = os.open(os.devnull, os.O_WRONLY)
+        before.flush()
+        os.dup2(sink, _STDERR)
+        os.close(sink)
+
+    def keep_short(self) -> None:
+        """Empty the log if it has grown too large, as with a driver that complains all day."""
+        with contextlib.suppress(OSError):
+            if os.fstat(_STDERR).st_size > _MOST_LOGGED:
+                os.ftruncate(_STDERR, 0)
+
+    def end(self) -> None:
+        """Restore descriptor 2."""
+        os.dup2(self.screen.fileno(), _STDERR)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self.screen.close()
 
 
 class TerminalDriver(LinuxDriver):
@@ -28,11 +72,15 @@ class TerminalDriver(LinuxDriver):
     """
 
     _settings_before: list[Any] | None = None
+    _aside: StderrAside | None = None
     n_written = 0  # bytes
 
     def write(self, data: str) -> None:
         """Write to the terminal, and count it."""
+        before = self.n_written
         self.n_written += len(data if data.isascii() else data.encode("utf-8", "replace"))
+        if self._aside and self.n_written // _DRAWN_PER_LOOK > before // _DRAWN_PER_LOOK:
+            self._aside.keep_short()
         super().write(data)
 
     def start_application_mode(self) -> None:
@@ -41,6 +89,11 @@ class TerminalDriver(LinuxDriver):
         A handler of Python breaks in anywhere. One that breaks into a write, and writes, waits for itself for ever:
         the queue of the output has one lock. Of stops while the app drew, one in some hundred hung it.
         """
+        if os.isatty(_STDERR):
+            self._aside = StderrAside(getattr(self._app, "log_file", None))
+            self._file = self._aside.screen
+        elif os.isatty(1):  # the user has redirected standard error
+            self._file = sys.__stdout__
         super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
@@ -52,6 +105,9 @@ class TerminalDriver(LinuxDriver):
 
     def close(self) -> None:
         super().close()
+        if self._aside is not None:
+            self._aside.end()
+            self._aside = None
         if self._settings_before is not None:
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)

@@ -1,13 +1,31 @@
-"""What the terminal sends, made into messages: which keys arrived together, and pasted text however it was cut."""
+"""Turns terminal input into messages: which keys arrived together, and pasted text in any number of pieces.
+
+A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
+queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and reads an unknown sequence as
+keys.
+"""
 
 from __future__ import annotations
 
 import re
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 
 from textual import constants, events
-from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
+from textual._xterm_parser import (
+    _MAX_SEQUENCE_SEARCH_THRESHOLD as LONGEST_SEQUENCE,
+)
+from textual._xterm_parser import (
+    BRACKETED_PASTE_END,
+    BRACKETED_PASTE_START,
+    SPECIAL_SEQUENCES,
+    XTermParser,
+    _re_cursor_position,
+    _re_in_band_window_resize,
+    _re_mouse_event,
+    _re_terminal_mode_response,
+)
 from textual.message import Message
 
 # This many characters in one read are taken for pasted text if some of them are bound to nothing.
@@ -15,9 +33,27 @@ FEWEST_PASTED = 4
 # A paste of which nothing more comes for this time is taken for complete.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape and a key that came in one read, and not what terminals send for one key: \x1b[A, \x1bOP, the answers to
-# questions, and alt with backspace, tab, b and f, by which text fields move and delete.
-_ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1b\\[O\\]P_^X\\\\bf\x7f\t])")
+# Escape and a key in one read, except what terminals send for one key: alt with backspace, tab, b and f, which move and
+# delete in text fields.
+_ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
+# A complete ECMA-48 sequence: keys, mouse reports and replies. In this order: function keys of the Linux console; the
+# old mouse report (see `TerminalDecoder`); shifted keys of rxvt, which have no final letter; any other; keypad keys;
+# strings up to their terminator or to what interrupts them; a terminator without a string.
+_SEQUENCE = re.compile(
+    r"(\x1b\[(?:\[(?:[A-E]|(?=[^A-E]))|M(?: {3}| {0,2}(?=[^ ]))|\d+\$(?![@-~])|(?![M\[])[ -?]*(?:[@-~]|(?=[^ -~])))"
+    r"|\x1bO(?:[ -~]|(?=[^ -~]))"
+    r"|\x1b[\]P_^X][^\x07\x1b]*(?:\x07|\x1b\\|(?=\x1b[^\\]))"
+    r"|\x1b\\)"
+)
+# An incomplete sequence or paste marker; the rest may still arrive.
+_BEGUN = re.compile(r"\x1b(?:\[(?:\[|M {0,2}|[ -?]*)|O|[\]P_^X][^\x07\x1b]*\x1b?)?\Z")
+# Sequences other than keys that Textual handles.
+_KNOWN = (_re_cursor_position, _re_mouse_event, _re_terminal_mode_response)
+# The parser waits for the end of an unrequested string up to this many characters.
+_LONGEST_STRING = 1024
+# No screen has more columns or lines; a mouse position in pixels is below 2^16.
+_MOST_CELLS, _MOST_PIXELS = 2000, 65535
+_OLD_REPORT = b"\x1b[M"
 
 
 class Packet(events.Event, bubble=False):
@@ -26,6 +62,39 @@ class Packet(events.Event, bubble=False):
     def __init__(self, keys: Iterable[events.Key]) -> None:
         super().__init__()
         self.keys = tuple(keys)
+
+
+class TerminalDecoder:
+    """Decodes terminal input: UTF-8, with U+FFFD for any other byte.
+
+    An old mouse report has three bytes that are not text, from 32 to 255: button, column and line. They become spaces,
+    so that the report stays three characters long.
+    """
+
+    def __init__(self) -> None:
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        # The trailing bytes that may begin a report, and how many bytes of a report are still missing.
+        self._begun, self._n_left = b"", 0
+        self._read_at = 0.0
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        """Return the text of these bytes, up to the last complete character."""
+        now, before = time.monotonic(), self._read_at
+        if now - before > constants.ESCAPE_DELAY:
+            self._begun, self._n_left = b"", 0
+        self._read_at = now
+        n_begun, text = len(self._begun), bytearray(self._begun + data)
+        at = n_begun - len(_OLD_REPORT) if self._n_left else text.find(_OLD_REPORT)
+        while at >= 0 or self._n_left:
+            start = at + len(_OLD_REPORT)
+            end = start + (self._n_left or 3)
+            text[start:end] = b" " * (min(end, len(text)) - start)
+            self._n_left = max(0, end - len(text))
+            if self._n_left:
+                break
+            at = text.find(_OLD_REPORT, end)
+        self._begun = next((part for part in (b"\x1b[", b"\x1b") if text.endswith(part)), b"")
+        return self._decode(bytes(text[n_begun:]), final)
 
 
 class PacketParser(XTermParser):
@@ -62,8 +131,27 @@ class PacketParser(XTermParser):
             yield _paste_event(pending)
         elif pending == _ESC:
             yield events.Key("escape", _ESC)
-        else:
-            yield from super().feed(pending)
+        elif len(pending) == 2:
+            yield from super().feed(pending)  # alt and a key that also begins sequences
+
+    def parse_mouse_code(self, code: str) -> Message | None:
+        """Return the event of a mouse report; None if its position is on no screen."""
+        if any(int(number) > _MOST_PIXELS for number in re.findall(r"\d+", code)):
+            return None
+        try:
+            return super().parse_mouse_code(code)
+        except ZeroDivisionError:  # a terminal that reports its size as 0 pixels
+            return None
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
+        """Return the keys of a sequence; none if its numbers are not characters."""
+        try:
+            keys = list(super()._sequence_to_key_events(sequence, alt))
+            for key in keys:
+                f"{key.key}{key.character or ''}".encode()
+        except (ValueError, OverflowError):
+            return []
+        return keys
 
     def _messages(self, data: str) -> Iterator[Message]:
         self._read_at = time.monotonic()
@@ -77,13 +165,33 @@ class PacketParser(XTermParser):
                 yield _paste_event(text)
             else:
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
-                if not marker:
-                    keys, self._pending = _before_a_marker(keys)
+                begun = _BEGUN.search(keys)
+                if begun and (begun[0] != _ESC or not marker):
+                    # A sequence that is incomplete before a marker stays incomplete.
+                    keys, self._pending = keys[: begun.start()], "" if marker else begun[0][:_LONGEST_STRING]
                 yield from self._keys(keys)
             self._pasting ^= bool(marker)
             data = rest
 
     def _keys(self, data: str) -> Iterator[Message]:
+        """Yield the events of these characters; drop unknown sequences."""
+        parts = _SEQUENCE.split(data)
+        for text, sequence in zip(parts[::2], [*parts[1::2], ""], strict=True):
+            yield from self._typed(text)
+            if sequence and self._knows(sequence):
+                yield from super().feed(sequence)
+
+    def _knows(self, sequence: str) -> bool:
+        if len(sequence) > LONGEST_SEQUENCE:
+            return False
+        if size := _re_in_band_window_resize.fullmatch(sequence):
+            rows, columns, *pixels = (int(number.partition(":")[0]) for number in size.groups())
+            return 0 < min(rows, columns) <= max(rows, columns) <= _MOST_CELLS and max(pixels) <= _MOST_PIXELS
+        if sequence in SPECIAL_SEQUENCES or any(pattern.match(sequence) for pattern in _KNOWN):
+            return True
+        return bool(self._sequence_to_key_events(sequence))
+
+    def _typed(self, data: str) -> Iterator[Message]:
         """Take escape and a key for two: over a slow line they arrive together, and Textual drops the first.
 
         A digit after escape is alt with that digit.
@@ -91,20 +199,12 @@ class PacketParser(XTermParser):
         first, *rest = _ESCAPE_AND_KEY.split(data)
         yield from super().feed(first) if first else ()
         for escapes, text in zip(rest[::2], rest[1::2], strict=True):
-            with_alt = text[0] in "0123456789"
+            with_alt = text[:1] in tuple("0123456789")
             yield from (events.Key("escape", _ESC) for _ in escapes[with_alt:])
             if with_alt:
                 yield events.Key(f"alt+{text[0]}", None)
             if rest_of := text[with_alt:]:
                 yield from super().feed(rest_of)
-
-
-def _before_a_marker(data: str) -> tuple[str, str]:
-    """Split off an end that may be the first part of the marker before a paste; return both parts."""
-    for length in range(len(BRACKETED_PASTE_START) - 1, 0, -1):
-        if data.endswith(BRACKETED_PASTE_START[:length]):
-            return data[:-length], data[-length:]
-    return data, ""
 
 
 def _paste_event(text: str) -> events.Paste:

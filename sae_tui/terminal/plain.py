@@ -7,10 +7,12 @@ out, so that nothing else needs to know of it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Literal
 
 from rich.cells import cell_len
 from rich.segment import Segment
+from rich.style import Style
 from textual.color import Color
 from textual.filter import LineFilter
 
@@ -81,3 +83,36 @@ def _sign(char: str, letters: bool) -> str:
     if "\N{BOX DRAWINGS LIGHT HORIZONTAL}" <= char <= "\N{BOX DRAWINGS LIGHT UP AND HEAVY DOWN}":
         return "+"
     return char if letters and char.isalnum() else "?" * cell_len(char)
+
+
+# Terminals without colours, by the beginning of TERM.
+_COLOURLESS_TERMS = ("dumb", "vt")
+# On a scale of 1: a background that differs more from the app's stands out; text that differs less from it is faint.
+_STANDS_OUT, _FAINT = 0.2, 0.35
+
+
+def is_colourless(environ: Mapping[str, str]) -> bool:
+    """Return whether to send no colours: NO_COLOR is set, or the terminal has none."""
+    return "NO_COLOR" in environ or environ.get("TERM", "").lower().startswith(_COLOURLESS_TERMS)
+
+
+class Colourless(LineFilter):
+    """Sends no colours: text on a background that stands out is reversed, faint text is dim."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        return [
+            segment
+            if segment.control or segment.style is None
+            else Segment(segment.text, _without_colours(segment.style, background))
+            for segment in segments
+        ]
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_colours(style: Style, base: Color) -> Style:
+    behind = base if style.bgcolor is None else Color.from_rich_color(style.bgcolor)
+    front = None if style.color is None else Color.from_rich_color(style.color)
+    apart = max(abs(one - other) / 255 for one, other in zip(behind.rgb, base.rgb, strict=True))
+    is_faint = front is not None and abs(front.brightness - behind.brightness) < _FAINT
+    is_marked = apart > _STANDS_OUT
+    return style.without_color + Style(reverse=is_marked or None, dim=(is_faint and not is_marked) or None)

@@ -18,6 +18,7 @@ from sae_tui.hosts.link import Allowance
 from sae_tui.web.look import Look
 from sae_tui.web.page import Asset, page, read_assets
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.printable import printable
 
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
@@ -34,6 +35,7 @@ _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
 # line the question may be behind much that is drawn.
 _HEARTBEAT_S = 60.0
 _MOST_CELLS = 1000  # in a line, and lines
+_MOST_COMPLAINTS = 8
 
 _HEADERS = {
     "Server": "sae-tui",
@@ -58,8 +60,9 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
 
     `tell` is called with the port and the address once it can be reached, `warn` with why a look has ended badly.
     """
-    # A request of nobody's is no news, and its bytes are not for this terminal.
+    # Requests of strangers are not logged, since their bytes must not reach this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
+    asyncio.get_running_loop().set_exception_handler(_Complaints(warn))
     looks, listening = Looks(argv, warn), _listen(port)
     connections = _Connections(looks.answer, access_log=None)
     runner = web.ServerRunner(connections, handle_signals=False, shutdown_timeout=1.0)
@@ -113,6 +116,7 @@ class Looks:
         self._assets: Mapping[str, Asset] = read_assets()
         self._token = secrets.token_urlsafe(32)
         self._host = ""
+        self._closed = False
         self._open: set[Look] = set()
 
     @property
@@ -131,7 +135,7 @@ class Looks:
         named = request.headers.getall("Host", [])
         _, token, name = (*request.path.split("/", 2), "", "")[:3]
         is_ours = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
-        if not is_ours or request.method != "GET" or named != [self._host]:
+        if self._closed or not is_ours or request.method != "GET" or named != [self._host]:
             return nothing()
         host = self._host
         if name == "look":
@@ -145,8 +149,8 @@ class Looks:
         return response
 
     async def close(self) -> None:
-        """End every look, and let nobody in any more."""
-        self._hosts = ()
+        """End all sessions, and refuse every later request."""
+        self._closed = True
         await asyncio.gather(*(look.close() for look in self._open))
 
     async def _answer_look(self, request: web.BaseRequest, host: str) -> web.StreamResponse:
@@ -157,6 +161,8 @@ class Looks:
         browser.headers.update(_headers(host))
         await browser.prepare(request)
         _stay(request)
+        if self._closed:
+            return await _refuse(browser, "This server is ending.")
         if len(self._open) >= MOST_LOOKS:
             return await _refuse(
                 browser, f"{MOST_LOOKS} looks are open already; close one of them and reload this page."
@@ -212,6 +218,8 @@ def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
     except msgspec.DecodeError:
         return None
     match said:
+        case ["stdin", ""]:
+            return ()  # the app would take it for the end of its input
         case ["stdin", str(text)]:
             return b"D", text.encode(errors="replace")
         case ["resize", {"width": int(columns), "height": int(rows)}]:
@@ -264,11 +272,6 @@ class _Connections(web.Server):
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
 
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        super().connection_made(handler, transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-
 
 class _Connection(web.RequestHandler):
     """Hangs up in time, and answers what is no HTTP as anything else that is not here."""
@@ -276,22 +279,50 @@ class _Connection(web.RequestHandler):
     __slots__ = ("_hanging_up",)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._hanging_up: asyncio.TimerHandle | None = None
+        assert self._manager is not None  # None only once the connection is lost
+        if len(self._manager.connections) >= MOST_CONNECTIONS:
+            # Refused before aiohttp starts a task for it, which would fail as soon as the connection is gone.
+            transport.abort()  # type: ignore[attr-defined]
+            return
         super().connection_made(transport)
         self._hanging_up = asyncio.get_running_loop().call_later(PATIENCE_S, self._hang_up)
 
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._hanging_up is None:
+            return
         self._hanging_up.cancel()
         super().connection_lost(exc)
 
     def stay(self) -> None:
         """Go on for as long as the other end does."""
-        self._hanging_up.cancel()
+        if self._hanging_up:
+            self._hanging_up.cancel()
 
     def handle_error(self, *_: object, **__: object) -> web.StreamResponse:
         return nothing()
 
     def _hang_up(self) -> None:
         self.force_close()
+
+
+class _Complaints:
+    """Passes on asyncio's messages, each once, except those about connections.
+
+    Otherwise a stranger could fill the terminal or the log of the server.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._passed_on: set[str] = set()
+
+    def __call__(self, _loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        error = context.get("exception")
+        of_connection = context.keys() & {"socket", "transport", "protocol"} or isinstance(error, OSError)
+        said = sentence(error) if isinstance(error, Exception) else str(context.get("message"))
+        if not of_connection and said not in self._passed_on and len(self._passed_on) < _MOST_COMPLAINTS:
+            self._passed_on.add(said)
+            self._warn(f"an error in the server: {printable(said)}")
 
 
 def _stay(request: web.BaseRequest) -> None:

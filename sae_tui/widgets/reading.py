@@ -26,6 +26,10 @@ class Page(LineView, can_focus=True):
         self._lines_for = lines
 
     def on_resize(self, _: Resize) -> None:
+        self.draw_again()
+
+    def draw_again(self) -> None:
+        """Build the lines again after their content has changed."""
         # A column is left for the bar that comes where there are more lines than rows.
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
@@ -51,3 +55,10 @@ class Reading(Dialog[None]):
         box = Vertical(Page(self._lines_for))
         box.border_title, box.border_subtitle = Content(self._heading), "esc Close"
         yield box
+
+    def hide_values(self) -> None:
+        """Hide what must not appear in a screenshot; most texts have nothing to hide."""
+
+    def draw_again(self) -> None:
+        """Build the lines again after their content has changed."""
+        self.query_one(Page).draw_again()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 
 import psutil
@@ -23,6 +24,13 @@ def test_the_command_gets_the_alert_as_json_and_no_shell_sees_its_words(tmp_path
     assert message == {"words": 'GPU 3 "is" hot', "state": "raised"}
     assert words == [str(file), "$HOME; `x`"]
     assert session != os.getsid(0)
+
+
+def test_the_command_runs_even_if_the_disk_is_full(tmp_path, monkeypatch):
+    file = tmp_path / "seen"
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    run_hook([sys.executable, "-c", KEEP, str(file)], {"words": "the disk is full"})
+    assert json.loads(file.read_text())[0] == {"words": "the disk is full"}
 
 
 def lives(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sae_tui.alerts.hysteresis import Hysteresis, Rule
+from sae_tui.alerts.hysteresis import CALM_S, GONE, Hysteresis, Rule
 
 RULE = Rule(raise_at=90, clear_at=80, raise_s=10, clear_s=30)
 BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
@@ -24,7 +24,9 @@ def changes(*values: tuple[int, float | None], is_raised: bool = False) -> list[
         (((0, BAD), (9, UNKNOWN), (12, BAD), (21, BAD)), []),
         (((0, BAD), (10, BAD), (20, GOOD), (49, GOOD), (50, GOOD)), [(10, True), (50, False)]),
         (((0, BAD), (10, BAD), (20, GOOD), (49, BETWEEN), (50, GOOD), (79, GOOD)), [(10, True)]),
-        (((0, BAD), (10, BAD), (20, UNKNOWN), (50, UNKNOWN)), [(10, True), (50, False)]),
+        (((0, BAD), (10, BAD), (20, UNKNOWN), (5000, UNKNOWN)), [(10, True)]),
+        (((0, BAD), (10, BAD), (20, GOOD), (49, UNKNOWN), (50, GOOD), (80, GOOD)), [(10, True), (80, False)]),
+        (((0, BAD), (10, BAD), (20, GONE), (50, GONE)), [(10, True), (50, False)]),
         (((0, 90), (10, 90)), [(10, True)]),
     ],
 )
@@ -39,3 +41,22 @@ def test_one_that_was_raised_before_goes_on_until_it_is_over():
 def test_without_a_time_it_changes_at_once():
     state = Hysteresis(Rule(1, 1, 0, 0))
     assert [state.changes(value, 0.0) for value in (0, 1, 1, 0)] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("away_s", [31, 300, 1700])
+def test_a_flapping_alert_ends_only_after_an_hour_in_the_good_state(away_s):
+    state = Hysteresis(RULE)
+    values = [(now, BAD if now % (away_s + 20) < 20 else GOOD) for now in range(24 * 3600)]
+    changed_at = [now for now, value in values if state.changes(value, now)]
+    assert len(changed_at) == 5
+    assert state.flaps
+    begun = values[-1][0]
+    quiet = [now for now in range(begun, begun + 2 * 3600) if state.changes(GOOD, now)]
+    assert len(quiet) == 1
+    assert CALM_S - away_s <= quiet[0] - begun <= CALM_S
+
+
+def test_an_alert_that_returns_after_more_than_half_an_hour_does_not_flap():
+    state = Hysteresis(RULE)
+    changed_at = [now for now in range(24 * 3600) if state.changes(BAD if now % 2400 < 60 else GOOD, now)]
+    assert len(changed_at) == 2 * 36

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import stat
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 
+from sae_tui.alerts import record
+from sae_tui.alerts import watch as watch_module
 from sae_tui.alerts.catalog import GIB, KINDS, Look
 from sae_tui.alerts.record import DAY_S, Alert, read_alerts, write_alerts
-from sae_tui.alerts.watch import Alerts, AlertWatcher, as_message, sentence_of
+from sae_tui.alerts.watch import GROUP_S, Alerts, AlertWatcher, as_message, sentence_of
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import THROTTLING, Condition, GpuSample
+from sae_tui.gpu.base import THROTTLING, Condition, GpuSample, Xid
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.settings import Settings
 from trainer.contract.locks import FileLock
@@ -22,7 +26,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
 BEGIN = 1_700_000_000.0
-COLD = Condition(slowed_by=(), slowdown_c=90)
+COLD = SOUND = Condition(slowed_by=(), slowdown_c=90, ecc_uncorrected=0, rows_pending=False, rows_failed=False)
 FINE = GpuSample(3, "GPU-a", "H100", BEGIN, 50, 40 << 30, 80 << 30, temperature_c=60, condition=COLD)
 JOB = Job(id=12, name="base", config="", user="me", host="here", device="cuda", gpu_source="nvml")
 HELD = Holders(jobs={"GPU-a": JOB})
@@ -78,6 +82,27 @@ def cards(*samples: GpuSample, held: Holders = HELD, free_bytes: int | None = 10
             f"GPU 3 cannot be read: {faults.LOST}",
             cards(FINE),
             10,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, ecc_uncorrected=7))),
+            1,
+            "GPU 3 has uncorrected memory errors (ECC): 7 since its last reset",
+            cards(FINE),
+            60,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, rows_pending=True))),
+            1,
+            "GPU 3 needs a reset to replace rows of its memory",
+            cards(FINE),
+            60,
+        ),
+        (
+            cards(replace(FINE, condition=replace(SOUND, xid=Xid(48, BEGIN, "Xid 48: lost bits", is_fatal=True)))),
+            1,
+            "GPU 3 reports Xid 48: lost bits",
+            cards(FINE),
+            60,
         ),
         (
             cards(replace(FINE, memory_used_bytes=79 << 30, memory_free_bytes=1 << 30)),
@@ -140,6 +165,86 @@ def test_an_alert_of_a_card_that_is_taken_away_is_over():
     days = Days()
     days.last(20, cards(replace(FINE, healthy=False, reason=faults.LOST)))
     assert days.last(12, cards(replace(FINE, index=4))) == ["GPU 3: unreadable no more"]
+
+
+def lost(*indices: int, of: int = 64) -> Look:
+    """Return readings with these GPUs lost."""
+    fine = [replace(FINE, index=index, uuid=f"GPU-{index}") for index in range(of)]
+    return cards(*(replace(one, healthy=False, reason=faults.LOST) if one.index in indices else one for one in fine))
+
+
+def test_gpus_that_are_lost_together_begin_and_end_as_one_alert():
+    days = Days()
+    said = days.last(5, lost()) + days.last(60, lost(*range(64)))
+    assert said == [f"GPUs 0-63 cannot be read: {faults.LOST}"]
+    assert len(days.alerts.active) == 64
+    assert days.last(60, lost()) == ["GPUs 0-63: unreadable no more"]
+    assert days.alerts.active == ()
+
+
+def test_gpus_lost_one_after_another_are_reported_every_few_seconds():
+    days, said = Days(), []
+    for n_lost in range(1, 65):
+        said += days.last(1, lost(*range(n_lost)))
+    said += days.last(60, lost(*range(64)))
+    assert len(said) <= 2 + 64 // GROUP_S
+    assert said[0] == f"GPU 0 cannot be read: {faults.LOST}"
+    assert said[1] == f"GPUs 1-5 cannot be read: {faults.LOST}"
+    assert len(days.alerts.active) == 64
+
+
+def test_the_message_to_a_script_has_the_number_of_gpus():
+    days = Days()
+    days.last(15, lost(1, 2, 3, 7))
+    message = as_message(days.alerts.turn(lost(1, 2, 3, 7))[0])
+    expected = {"state": "raised", "gpus": "1-3, 7", "count": 4, "gpu_index": None, "value": None, "place": "gpus"}
+    assert {name: message[name] for name in expected} == expected
+
+
+def test_an_alert_for_gpus_with_different_faults_describes_the_last_one():
+    hot = cards(*(replace(FINE, index=index, temperature_c=86 + index) for index in range(3)))
+    assert Days().last(60, hot) == ["GPUs 0-2: heat; GPU 2 is at 88 °C; it slows down at 90 °C"]
+
+
+def test_a_flapping_gpu_is_one_alert_and_displaces_no_active_alert(monkeypatch):
+    monkeypatch.setattr(record, "MOST", 3)
+    days, said = Days(), []
+    for _ in range(300):
+        said += days.last(16, lost(0, 1, of=2)) + days.last(11, lost(0, of=2))
+    assert len(said) == 5
+    assert said[-1] == f"GPU 1 flaps, unreadable 3 times within an hour: GPU 1 cannot be read: {faults.LOST}"
+    assert {one.place for one in days.alerts.active} == {"gpu-0", "gpu-1"}
+    assert days.last(20, lost(of=2)) == ["GPU 0: unreadable no more"]
+    assert days.last(3600, lost(of=2)) == ["GPU 1: unreadable no more"]
+
+
+def test_a_sensor_that_stops_answering_keeps_its_alert_with_the_time():
+    days = Days()
+    days.last(20, cards(replace(FINE, temperature_c=95)))
+    assert days.last(1000, cards(replace(FINE, temperature_c=None))) == []
+    since = time.strftime("%H:%M", time.localtime(BEGIN + 20))
+    assert [one.words for one in days.alerts.active] == [
+        f"GPU 3 is at 95 °C; it slows down at 90 °C; not known since {since}"
+    ]
+    assert days.last(61, cards(FINE)) == ["GPU 3: heat no more"]
+
+
+def test_a_clock_that_is_temporarily_far_ahead_deletes_no_alert():
+    kept = [alert(cleared=BEGIN - 100), alert(kind="lost", cleared=BEGIN - 50)]
+    days = Days(stored=(*kept,))
+    days.now = 400 * DAY_S
+    assert days.alerts.recent == kept
+
+
+def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
+    def fails(look: Look):
+        raise ZeroDivisionError("a sensor")
+
+    monkeypatch.setattr(watch_module, "KINDS", (KINDS[0]._replace(measure=fails), *KINDS[1:]))
+    days = Days(stored=(alert(),))
+    assert days.last(100, lost(3, of=4)) == [f"GPU 3 cannot be read: {faults.LOST}"]
+    assert "alerts of heat cannot be looked for: ZeroDivisionError" in days.alerts.failure
+    assert {one.kind for one in days.alerts.active} == {"heat", "lost"}
 
 
 def test_thresholds_are_settings_and_0_turns_an_alert_off():
@@ -215,11 +320,11 @@ def watch(data) -> Callable[..., AlertWatcher]:
     """Return a function that starts a watcher of a lost card, and waits until it has told what it has to."""
     started = []
 
-    def begin(**options) -> AlertWatcher:
+    def begin(*, disk_gib: float = 0, **options) -> AlertWatcher:
         told = threading.Event()
         lost = (replace(FINE, healthy=False, reason=faults.LOST),)
         looks = iter([None, 1 / 2])  # not known yet, and then what nobody foresaw
-        settings = Settings(alert_lost_s=0.001, alert_disk_gib=0)
+        settings = Settings(alert_lost_s=0.001, alert_disk_gib=disk_gib)
         watcher = AlertWatcher(data, settings, lambda: next(looks, lost), lambda: HELD, told.set, **options)
         watcher.interval_s = 0.01
         started.append(watcher)
@@ -266,6 +371,52 @@ def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     lock.release()
     tell(readonly=True)
     assert not data.alerts(alert().host).exists()
+
+
+def test_a_hung_disk_is_reported_and_stops_no_other_alert(watch, data, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: hangs.wait(60))
+    monkeypatch.setattr(watch_module, "DISK_LIMIT_S", 0.1)
+    monkeypatch.setattr(watch_module, "write_alerts", lambda *_: hangs.wait(60))
+    watcher = watch(disk_gib=5)
+    wait_until(lambda: len(watcher.problems) > 1)
+    assert watcher.problems[1].startswith(f"the disk of {data.root} does not answer")
+    n_before = threading.active_count()
+    n_looks = len(watcher.active), watcher.changed
+    assert n_looks[0] == 1
+    threading.Event().wait(0.1)
+    assert threading.active_count() <= n_before
+    hangs.set()
+
+
+def test_the_disk_is_watched_even_if_the_driver_never_lists_its_gpus(data, monkeypatch):
+    monkeypatch.setattr(watch_module.shutil, "disk_usage", lambda _: Free(GIB))
+    monkeypatch.setattr(watch_module, "KINDS", tuple(kind._replace(raise_s=0) for kind in KINDS))
+    watcher = AlertWatcher(data, Settings(), lambda: None, Holders, lambda: None)
+    watcher.interval_s = 0.01
+    watcher.start()
+    wait_until(lambda: watcher.changed)
+    watcher.stop()
+    assert watcher.changed[0].kind == "disk"
+
+
+class Free(NamedTuple):
+    free: int
+
+
+def test_an_error_in_running_the_command_is_reported_and_the_next_alert_runs_it(data, monkeypatch):
+    ran = []
+
+    def run(command, message):
+        ran.append(message["words"])
+        if len(ran) == 1:
+            raise MemoryError
+
+    monkeypatch.setattr("sae_tui.alerts.hook.run_hook", run)
+    watcher = AlertWatcher(data, Settings(on_alert=("x",)), lambda: None, Holders, lambda: None)
+    watcher._run_command([alert(), alert(words="another")])
+    wait_until(lambda: len(ran) == 2)
+    assert watcher.problems == ("on_alert: MemoryError()",)
 
 
 def test_a_file_that_cannot_be_written_is_told_once_and_alerts_go_on(watch, data):

@@ -64,6 +64,8 @@ FAULTS = {
     "stop-reading": Fault("stop between all of these", "to its end", stops.stop_while_reading),
     "two": Fault("two jobs in one second; both train", "to their end", kills.two_at_once),
     "restarted": Fault("the machine restarts; lost, no stranger signalled", "to mend", clock.machine_restarted),
+    "queue": Fault("the same under a line of jobs; places kept, goes on", "to the line", clock.queue_restarted),
+    "renamed": Fault("killed, and the machine has another name; lost, resumed", "until gone", clock.renamed),
     "pids": Fault("pids are a stranger's; lost, not signalled", "to mend", clock.pids_reused),
     "clock": Fault("the clock goes back an hour; crash restarts, order kept", "to restart", clock.clock_set_back),
     "clock-orphans": Fault(

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import struct
 import subprocess
@@ -273,13 +274,20 @@ def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
     assert waiting.wait(10) == 4
 
 
-def test_a_data_folder_on_a_network_file_system_is_told_at_launch(shell):
-    stat = shell.folder / "stat"
-    stat.write_text("#!/bin/sh\necho 6969\n")
-    stat.chmod(0o755)
-    path = f"{shell.folder}:{os.environ['PATH']}"
-    (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", code=0, PATH=path)
-    assert line.startswith(f"sae-tui: warning: {shell.data.root} is on NFS")
+def test_launch_reports_a_data_folder_not_known_to_be_local_and_uses_no_wal(shell):
+    root = shell.data.root
+    root.mkdir(parents=True, exist_ok=True)
+    launch = shlex.join(shell.argv("launch", shell.job_file, "--gpus", "cpu", "--hold"))
+    stop = shlex.join(shell.argv("stop", 1))
+    script = f"mount -t ramfs none {root} && chmod 700 {root} && {launch} && {stop} && ls {root}"
+    namespace = ["unshare", "-rm", "sh", "-c", script]
+    done = subprocess.run(namespace, capture_output=True, text=True, env=shell.env, timeout=60)
+    if done.stderr.startswith(("unshare:", "mount:")):
+        pytest.skip("mounting needs user namespaces")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"sae-tui: warning: {root} is on ramfs")
+    assert "control.db" in done.stdout.split()
+    assert not {"control.db-wal", "control.db-shm"} & set(done.stdout.split())
 
 
 def test_logs_show_the_last_lines_of_a_rank(shell):
@@ -494,15 +502,45 @@ def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
 def test_a_python_in_a_job_file_that_others_may_write_is_only_taken_by_set(shell) -> None:
     python = answering(shell.folder / "env", answer(torch=None, torch_error="libc10.so"))
     shell.job_file.write_text(shell.job_file.read_text() + f'[launch]\ngpus = "cpu"\npython = "{python}"\n')
-    (broken,) = shell.json("validate", shell.job_file, code=1)["errors"]
+    (broken,) = shell.json("validate", shell.job_file, "--allow-code", code=1)["errors"]
     assert broken.startswith("launch.python: its torch cannot be imported: libc10.so; run `")
     shell.job_file.chmod(0o666)
     others = f"launch.python: is not taken from a file, but by --set, for others may write to {shell.job_file}"
     assert others in shell.json("validate", shell.job_file, code=1)["errors"][0]
-    assert others in shell.errors("launch", shell.job_file, code=1)[-1]
+    assert others in shell.errors("launch", shell.job_file, "--allow-code", code=1)[-1]
     told = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", code=1)
     assert told["errors"] == [broken]
     assert shell.json("validate", shell.job_file, "--set", "launch.python=")["valid"] is True
+
+
+def test_a_job_file_runs_no_code_without_consent_from_outside_the_file(shell) -> None:
+    python = answering(shell.folder / "given")
+    ran = python.parents[1] / "asked"
+    orders = f'python = "{python}"\nsbatch_options = ["--mem=1G", "--exp=ALL,BASH_ENV=/evil"]'
+    shell.job_file.write_text(f'{shell.job_file.read_text()}[launch]\ngpus = "cpu"\n{orders}\n')
+    report = shell.json("validate", shell.job_file, code=1)
+    assert [line.partition(";")[0] for line in report["errors"]] == [
+        f"launch.python: runs `{python} -P -m trainer rank ...` as you",
+        'launch.sbatch_options: passes "--exp=ALL,BASH_ENV=/evil" to sbatch, which can run code as you',
+    ]
+    assert report["memory_required"]
+    for command in ("launch", "doctor"):
+        first, second = shell.errors(command, shell.job_file, code=1)
+        assert str(python) in first
+        assert "--allow-code" in second
+    assert not ran.exists()
+    assert not shell.data.control_db.exists()
+    # Other overrides are no consent, and each consent allows only what it names.
+    one = shell.json("validate", shell.job_file, "--set", f"launch.python={python}", "--set", "sae.k=2", code=1)
+    assert [line.partition(":")[0] for line in one["errors"]] == ["launch.sbatch_options"]
+    assert ran.exists()
+    assert shell.json("validate", shell.job_file, "--allow-code")["valid"] is True
+    shell.data.settings_file.parent.mkdir(parents=True)
+    shell.data.settings_file.write_text(f'trusted_code = ["{python}", "--exp=ALL,BASH_ENV=/evil"]\n')
+    shell.data.settings_file.chmod(0o600)
+    assert shell.json("launch", shell.job_file, "--hold")["id"] == 1
+    shell.data.settings_file.chmod(0o666)
+    assert "launch.python: runs" in shell.errors("launch", shell.job_file, code=1)[-2]
 
 
 def test_new_jobs_have_the_python_of_the_settings_and_clones_that_of_their_parent(shell) -> None:

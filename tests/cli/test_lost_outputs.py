@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -69,3 +70,19 @@ def test_a_warning_that_cannot_be_told_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
     code, output = ended(tmp_path, "trainer", "estimate", "job.toml", stderr="full")
     assert (code, "per process" in output or "per GPU" in output) == (0, True)
+
+
+def test_a_finished_command_whose_output_is_lost_has_its_own_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
+    launch = ("launch", "job.toml", "--hold", "--set", "launch.gpus=cpu", "--json")
+    code, message = ended(tmp_path, "sae_tui", *launch, stdout="full")
+    assert (code, message.splitlines()[-1]) == (
+        6, "sae-tui: error: job 1 is launched; the output cannot be written: No space left on device",
+    )  # fmt: skip
+    code, message = ended(tmp_path, "sae_tui", *launch, stdout="gone")
+    assert (code, message.splitlines()[-1].split("; ")[0]) == (6, "sae-tui: error: job 2 is launched")
+    code, message = ended(tmp_path, "sae_tui", "jobs", "--json", stdout="full")
+    assert (code, message) == (1, FULL.format("sae-tui: error: "))
+    assert [job["id"] for job in json.loads(ended(tmp_path, "sae_tui", "jobs", "--json")[1])] == [2, 1]
+    for job_id in "12":
+        assert ended(tmp_path, "sae_tui", "stop", job_id, "--kill")[0] == 0

@@ -1,6 +1,13 @@
 """How bad input is reported."""
 
-from trainer.contract.errors import JobFileError, Problem, UserError, errors
+import io
+import os
+
+import pytest
+import torch
+
+from trainer.contract.errors import JobFileError, Problem, UserError, errors, first_line
+from trainer.contract.wording import distinct_sizes
 
 
 def test_a_problem_reads_as_its_setting_and_what_is_wrong() -> None:
@@ -18,3 +25,19 @@ def test_a_job_that_cannot_run_tells_every_reason_on_its_own_line() -> None:
 def test_a_warning_does_not_keep_a_job_from_running() -> None:
     error = Problem("a", "x")
     assert errors([Problem("b", "y", "warning"), error]) == [error]
+
+
+def test_the_advice_of_torch_to_load_an_unsafe_pickle_is_not_shown() -> None:
+    class Own:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, ("true",)
+
+    torch.save({"a": Own()}, file := io.BytesIO())
+    file.seek(0)
+    with pytest.raises(Exception, match="weights_only") as refused:
+        torch.load(file, weights_only=True)
+    assert first_line(refused.value) == "it holds a pickle of more than tensors, which could run code"
+
+
+def test_sizes_below_a_mebibyte_are_distinguished() -> None:
+    assert distinct_sizes(90_000, 40_960) == ("87.9 KiB", "40.0 KiB")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.errors import UserError
-from trainer.contract.paths import ENV_DATA_DIR, DataDir, data_dir, private_folder
+from trainer.contract.paths import ENV_DATA_DIR, DataDir, box_file, data_dir, private_folder
+from trainer.ranks.foreground import own_box_file
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,24 @@ def test_the_folder_is_absolute_and_home_is_spelled_out(tmp_path: Path, monkeypa
     assert data_dir("here").root == tmp_path / "here"
     assert data_dir("~/data").root == Path("/home/ada/data")
     assert data_dir("~nosuchuser/x").root == tmp_path / "~nosuchuser" / "x"
+
+
+def test_a_user_without_a_home_folder_gets_a_sentence_and_can_train_without_a_data_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nameless(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_DATA_HOME", "SAE_TUI_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nameless)
+    assert box_file() is None
+    assert own_box_file() is None
+    with pytest.raises(UserError, match="has no home folder, and HOME is not set; set HOME, or say where"):
+        data_dir()
+    with pytest.raises(UserError, match="the data folder cannot be ~/jobs: this user has no home folder"):
+        data_dir("~/jobs")
+    assert data_dir("/somewhere").root == Path("/somewhere")
 
 
 def test_asking_for_names_creates_nothing(tmp_path: Path) -> None:

@@ -100,3 +100,22 @@ def mounts() -> None:
     program = shutil.which("unshare")
     if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")
+
+
+@pytest.fixture
+def without_locks(tmp_path: Path) -> Callable[[str], str]:
+    """Return a function that runs a script whose file locks all fail with ENOLCK, and returns its output."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("a file system without locks is played by a library that is compiled")
+    library = tmp_path / "no_locks.so"
+    source = ROOT / "tests" / "support" / "no_locks.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+
+    def run(script: str) -> str:
+        environ = {"PATH": "/usr/bin:/bin:/sbin", "LD_PRELOAD": str(library)}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, env=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -8,12 +8,14 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 from support.environments import TORCH, answer, answering, stand_in
 
 from sae_tui.doctor.base import Box
-from sae_tui.doctor.environments import both, check_environments
+from sae_tui.doctor.environments import both, check_environments, check_trainer_code
 from sae_tui.doctor.torch_build import check_torch
 from sae_tui.gpu.none import NoGpus
+from trainer.contract import exits
 from trainer.contract.paths import DataDir
 
 OWN = version("sae-tui")
@@ -36,6 +38,24 @@ def test_both_environments_are_told_and_torch_is_asked_of_the_one_that_trains(tm
     (tmp_path / "env" / "answer.json").write_text(json.dumps(build))
     (torch,) = check_torch(box)
     assert torch.sentence == "2.9.0+cpu, built without CUDA; jobs run on the CPU here"
+
+
+def test_doctor_names_the_imported_trainer_and_a_local_file_that_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = Path(exits.__file__).parents[1]
+    (imported,) = check_trainer_code(box_of(tmp_path))
+    assert (imported.level, imported.sentence) == ("ok", f"`import trainer` finds {ours}, of sae-tui")
+    (tmp_path / "trainer.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    (tmp_path / "site" / "trainer-0.0.36.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "trainer-0.0.36.dist-info" / "METADATA").write_text("Name: trainer\nVersion: 0.0.36\n")
+    (tmp_path / "site" / "trainer-0.0.36.dist-info" / "top_level.txt").write_text("trainer\n")
+    other, here = check_trainer_code(box_of(tmp_path))
+    assert (other.level, here.level) == ("warning", "note")
+    assert other.sentence.startswith(f"{ours} has files of trainer too")
+    assert here.sentence == f"in this folder `python -m trainer` runs {tmp_path}/trainer.py"
 
 
 def test_an_environment_that_cannot_train_is_one_error_with_its_cure(tmp_path: Path) -> None:

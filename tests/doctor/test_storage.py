@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.doctor import storage
-from sae_tui.doctor.storage import check_file_system, check_folder, check_sqlite, has_wal_reset_bug
+from sae_tui.doctor.storage import check_file_locks, check_file_system, check_folder, check_sqlite, has_wal_reset_bug
 from trainer.contract.paths import DataDir
 
 
@@ -48,17 +48,44 @@ def test_little_free_space_is_told(in_process, sandbox, mounts, size: str, level
     assert (finding["level"], finding["subject"]) == (level, "disk")
 
 
-def test_a_network_file_system_is_a_warning(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    sandbox.program("stat", "echo 6969")
-    monkeypatch.setenv("PATH", str(sandbox.programs))
-    (finding,) = check_file_system(sandbox.box())
-    assert finding.level == "warning"
-    assert "is on NFS, where SQLite's WAL does not work" in finding.sentence
+def test_a_file_system_that_is_not_known_to_be_local_is_a_warning(in_process, sandbox, mounts) -> None:
+    sandbox.data.root.mkdir()
+    mount = f"mount -t ramfs none {sandbox.data.root}"
+    (finding,) = in_process("storage:check_file_system", data=sandbox.data.root, mount=mount)
+    assert finding["level"] == "warning"
+    assert "is on ramfs, where SQLite's WAL does not work" in finding["sentence"]
 
 
 def test_a_local_disk_is_ok(sandbox) -> None:
     (finding,) = check_file_system(sandbox.box())
     assert finding.level == "ok"
+
+
+def test_a_file_system_with_locks_passes(sandbox) -> None:
+    (finding,) = check_file_locks(sandbox.box())
+    assert finding.level == "ok"
+
+
+def test_a_file_system_without_locks_is_named_by_the_doctor_and_by_a_store(sandbox, without_locks) -> None:
+    sandbox.data.root.mkdir()
+    script = f"""
+from sae_tui.doctor.base import Box
+from sae_tui.doctor.storage import check_file_locks
+from sae_tui.gpu.none import NoGpus
+from trainer.contract.paths import DataDir
+from trainer.contract.store import database
+data = DataDir(database.Path({str(sandbox.data.root)!r}))
+(finding,) = check_file_locks(Box(data, NoGpus()))
+print(finding.level, finding.sentence, finding.remedy)
+database.BUSY_TIMEOUT_S = 0.1
+try:
+    database.open_writer(data.control_db, "control")
+except database.StoreError as error:
+    print(error)
+"""
+    doctor, store = without_locks(script).splitlines()
+    assert doctor.startswith(f"error the file system of {sandbox.data.root} gives no locks (No locks available) mount")
+    assert store.startswith(f"the store {sandbox.data.control_db} cannot be locked: the file system of ")
 
 
 @pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.0", "3.51.2"])

@@ -229,7 +229,8 @@ REFUSED = {
 }  # fmt: skip
 # Texts that no screen shows.
 NOT_ON_SCREENS = [
-    "event kind", "events.kind", "hook of a model", "jobs.boot_id", "jobs.host", "jobs.user", "jobs.visible_devices",
+    "event kind", "events.kind", "hook of a model", "jobs.boot_id", "jobs.host", "jobs.machine_id", "jobs.user",
+    "jobs.visible_devices",
     "leases.gpu_uuid", "leases.host", "leases.user", "phase", "ranks.boot_id", "ranks.error", "requests.kind",
 ]  # fmt: skip
 
@@ -378,8 +379,8 @@ TRAINER_WORDS = {
 }
 # Texts that no command prints.
 NOT_BY_COMMANDS = [
-    "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.visible_devices",
-    "leases.gpu_uuid", "leases.host", "leases.user",
+    "alert", "card", "far card", "far holder", "far job", "far log", "hook", "jobs.boot_id", "jobs.machine_id",
+    "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
     "log of the supervisor", "requests.kind", "stored data path", "token of a card",
 ]  # fmt: skip
 ALL = """

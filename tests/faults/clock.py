@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from jobs.conftest import wait_for
 from sae_tui.jobs import detach
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import start_all
 from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.lock import is_held
@@ -24,6 +26,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 HOUR_S = 3600
+_HELD = {"hold": True}
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 # The ranks are not to inherit it: under it they take minutes to load.
 SUPERVISOR = """
@@ -51,6 +54,49 @@ def machine_restarted(root: Path, like: Result) -> float:
         job.go_on().ended()
         job.require(JobState.FINISHED)
         job.require_same(like)
+        return taken
+
+
+def queue_restarted(root: Path) -> float:
+    """Restart a machine with queued jobs under another name; return the seconds until the queue runs again.
+
+    One job runs, one comes after it, one is held. They keep their places; the second runs once the first is resumed.
+    """
+    with boxed(root) as box, stranger() as other:
+        job = RealJob(box, n_steps=200).at_step(20)
+        after, held = (RealJob(box, place=place, cards=False, n_steps=60) for place in ({"after": (job.id,)}, _HELD))
+        for one in (after, held):
+            one.kill(supervisor=True)
+        _cut_power(job)
+        for one in (job, after, held):
+            _make_rows(one, other, boot_id="the-boot-before")
+        began = time.monotonic()
+        assert reconcile(box.data) == [job.id]
+        assert start_all(box.data) == [after.id, held.id]
+        taken = time.monotonic() - began
+        job.require(JobState.LOST, "the machine was restarted")
+        assert [one.row.state for one in (after, held)] == [JobState.QUEUED] * 2
+        assert (after.row.after, held.row.held) == ((job.id,), True)
+        job.go_on().ended()
+        after.ended()
+        for one in (job, after):
+            one.require(JobState.FINISHED)
+        assert held.row.state == JobState.QUEUED, "a held job has started"
+        held.stop().ended()
+        assert other.is_alive(), "a stranger was signalled"
+        return taken
+
+
+def renamed(root: Path) -> float:
+    """Kill a job's processes and rename the machine; return the seconds until no process of the job is left."""
+    with boxed(root) as box:
+        job = _cut_power(RealJob(box).at_step(60))
+        box.control.move(job.id, "its-name-before")
+        taken = job.mend()
+        job.require(JobState.LOST, "disappeared")
+        job.go_on().at_step(80).stop().ended()
+        job.require(JobState.STOPPED)
+        assert job.row.host == socket.gethostname()
         return taken
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.launch.resume import resume
@@ -39,7 +39,10 @@ Result = tuple[bytes, list[tuple[int, float | None]]]
 
 
 class RealJob:
-    """A job that was launched as the app does it; `train` and `launch` are settings of those sections."""
+    """A job launched in the same way as by the app.
+
+    `train` and `launch` are settings of those sections; `place` holds its `after` and `held` options.
+    """
 
     def __init__(
         self,
@@ -49,6 +52,7 @@ class RealJob:
         launch: Mapping[str, Any] | None = None,
         cards: bool = True,
         start: launching.Start | None = None,
+        place: Mapping[str, Any] | None = None,
         **train: Any,
     ) -> None:
         self.box = box
@@ -56,7 +60,7 @@ class RealJob:
         where = Placement("cpu", CARDS[:n_ranks] if cards else (), n_ranks)
         config = box.config("job", **(launch or {})).replace("train", **(SHORT | train))
         gpu_source = "simulated" if cards else "none"
-        self.id = launching.launch(box.data, config, where, gpu_source=gpu_source, start=start)
+        self.id = launching.launch(box.data, config, where, gpu_source=gpu_source, start=start, **place or {})
         self.paths = box.data.run(self.id)
 
     @property
@@ -118,7 +122,7 @@ class RealJob:
 
     def is_free(self) -> bool:
         """Tell whether another job could have its GPUs."""
-        locks = GpuLocks(self.box.data.locks, [uuid for _, uuid in CARDS])
+        locks = GpuLocks(lock_folder(self.box.data, "simulated"), [uuid for _, uuid in CARDS])
         took = locks.take()
         locks.release()
         return took and not self.box.control.leases()

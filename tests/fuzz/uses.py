@@ -19,7 +19,6 @@ from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.owner import command_line
-from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards import locks
 from sae_tui.jobs.cards.availability import Holders
@@ -50,6 +49,7 @@ from trainer.contract.runs.log_tail import last_line, tail
 from trainer.contract.runs.rank_spec import rank_environment, read_spec, srun_environment
 from trainer.contract.runs.remote_rank_status import read_mark
 from trainer.contract.runs.resume import stored_run
+from trainer.contract.settings.consent import NO_CONSENT
 from trainer.contract.settings.job_file import dump_job, load_job
 from trainer.contract.settings.shards import inspect_shards
 from trainer.contract.settings.toml import table_of
@@ -67,7 +67,7 @@ CHECKPOINT = "runs/1/checkpoints/step-00000040"
 PLACES = {
     "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
-    "cards": "cards-auto.json",
+    "cards": f"cards-{DataDir(Path()).host_word}-auto.json",
     "exit": "runs/1/exit.json",
     "job": "runs/1/job.toml",
     "log": "runs/1/logs/rank0.log",
@@ -159,7 +159,7 @@ def job_file(home: Home) -> list[Problem]:
 
 
 def examined(home: Home) -> list[Problem]:
-    job, problems = examine_job(home.path("job"), [], None)
+    job, problems, _ = examine_job(home.path("job"), [], None, NO_CONSENT)
     return [*problems, *(check(job, MACHINE) if job else ())]
 
 
@@ -334,8 +334,6 @@ def driver(home: Home) -> list[str]:
 
 def read_cards(home: Home) -> int:
     """Read the cards as another process printed them, and share them as the queue does; return how many there are."""
-    with contextlib.suppress(ValueError):
-        samples_of(home.path("cards").read_bytes())
     reader = card_reader.CardReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     samples = reader.samples()

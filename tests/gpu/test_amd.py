@@ -73,6 +73,7 @@ def test_a_healthy_card_has_every_field(on_amd: Run) -> None:
     assert used["condition"] == {
         "sm_clock_mhz": 1987, "fan_percent": 40, "slowdown_c": 100, "performance_state": None, "xid": None,
         "slowed_by": ["a limit of power, current or heat is reached"],
+        "compute_mode": None, "ecc_uncorrected": 0, "rows_pending": None, "rows_failed": None,
     }  # fmt: skip
     assert idle["processes"] == idle["condition"]["slowed_by"] == []
 

@@ -43,8 +43,8 @@ FAULTS = {
     "no_util": ["memory_bandwidth_percent"],
     "no_pci": ["bus_id"],
 }
-# The fake driver has no call for remapped rows, no error is reported, and activity takes two readings.
-UNKNOWN = {"remapped_rows", "remapping_failed", "xid", "sm_percent", "occupancy_percent", "tensor_percent"}
+# No error is reported, and activity needs two readings.
+UNKNOWN = {"xid", "sm_percent", "occupancy_percent", "tensor_percent"}
 TWICE = """
 import json
 from dataclasses import asdict

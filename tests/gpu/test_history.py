@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -142,6 +144,44 @@ def test_a_card_that_cannot_be_read_leaves_no_rows(data_dir: DataDir, until: Unt
     assert {row["gpu_index"] for row in rows(data_dir)} == {0}
 
 
+def test_hosts_that_share_the_folder_store_separate_gpu_histories(
+    data_dir: DataDir, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders, files = [], []
+    for host in ("gpu7", "gpu8/lab"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        sampler = Sampler(Simulated(1), 0.01)
+        recorders.append(Recorder(sampler, data_dir, every_s=0.02))
+        recorders[-1].start()
+        until(lambda: len(rows(data_dir)) > 3)
+        assert {row["host"] for row in rows(data_dir)} == {host}
+        files.append(data_dir.gpu_db.name)
+    assert [recorder.elected for recorder in recorders] == [True, True]
+    assert files == ["gpu-gpu7.db", "gpu-gpu8_lab.db"]
+    for recorder in recorders:
+        recorder.stop(5)
+        recorder._sampler.stop()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_host_leaves_a_shared_history_file_and_copies_its_own_rows(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, is_shared: bool
+) -> None:
+    earlier = data_dir.root / "gpu.db"
+    with closing(open_writer(earlier, "gpu")) as db:
+        for host in (HOST, "other")[: 1 + is_shared]:
+            db.execute(
+                "INSERT INTO gpu_metrics VALUES(?, 0, ?, ?, 50, 1, 2, 40, 9.0, NULL, NULL)",
+                (host, time.time() - 60, uuid_of(0)),
+            )
+            db.execute(history.ROLL_UP, (host, 0, 0.0, uuid_of(0)))
+    record()
+    until(lambda: len(rows(data_dir)) > 5)
+    assert data_dir.gpu_db == (data_dir.own_gpu_db if is_shared else earlier)
+    assert {row["host"] for row in rows(data_dir)} == {HOST}
+    assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
+
+
 def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:
@@ -255,7 +295,7 @@ def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
 ) -> None:
     recorder = record()
     until(lambda: rows(data_dir))
-    for file in data_dir.root.glob("gpu.db*"):
+    for file in data_dir.root.glob("gpu-*.db*"):
         file.unlink()
     until(lambda: rows(data_dir))
     assert recorder.problem is None
@@ -392,7 +432,7 @@ def filled(data_dir: DataDir, hours: float) -> None:
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
     """Run two passes of upkeep, a minute apart, each to its end; return the sizes that the write-ahead log had."""
-    wal = data_dir.gpu_db.with_name("gpu.db-wal")
+    wal = data_dir.gpu_db.with_name(f"{data_dir.gpu_db.name}-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
         upkeep.turn(db, now)
@@ -439,6 +479,65 @@ def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
         assert (db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2) is shrinks
         assert (data_dir.gpu_db.stat().st_size < 0.6 * before) is shrinks
         assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
+
+
+def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
+    open_store, goes_on = history.open_writer, threading.Event()
+    stage = ["fails"]
+
+    def open_badly(*arguments: Any) -> sqlite3.Connection:
+        if stage[0] == "fails":
+            raise ZeroDivisionError
+        goes_on.wait(60)
+        return open_store(*arguments)
+
+    monkeypatch.setattr(history, "open_writer", open_badly)
+    recorder = record()
+    until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
+    stage[0] = "hangs"
+    until(lambda: "does not answer" in (recorder.problem or ""))
+    goes_on.set()
+    until(lambda: recorder.problem is None)
+    until(lambda: rows(data_dir))
+
+
+@pytest.mark.parametrize("ahead", [8 * 3600, 3 * DAY, 400 * DAY])
+@pytest.mark.parametrize("before", ["this process began", "it jumped"])
+def test_a_clock_that_jumps_ahead_deletes_nothing_and_recording_continues_once_it_is_corrected(
+    data_dir: DataDir, ahead: float, before: str
+) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - second for second in range(23 * 3600, 0, -60)])
+    kept = rows(data_dir), rows(data_dir, "SELECT * FROM gpu_minutes")
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        keeper = Upkeep(data_dir.gpu_db, HOST, Retention())
+        if before == "it jumped":
+            turn_whole(keeper, db, now)
+        for minute in range(10):
+            turn_whole(keeper, db, now + ahead + 60 * minute)
+        assert (rows(data_dir), rows(data_dir, "SELECT * FROM gpu_minutes")) == kept
+        turn_whole(keeper, db, now + 1)
+        assert len(rows(data_dir)) == len(kept[0])
+
+
+def test_a_machine_that_was_off_for_a_month_deletes_old_rows_after_half_an_hour(data_dir: DataDir) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - 35 * DAY - 60 * minute for minute in range(30)])
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        turn_whole(Upkeep(data_dir.gpu_db, HOST, Retention()), db, now)
+        assert len(rows(data_dir)) == 30
+        store(data_dir, 0, [now - 60 * minute for minute in range(40)])
+        turn_whole(Upkeep(data_dir.gpu_db, HOST, Retention()), db, now)
+    assert len(rows(data_dir)) == 40
+
+
+def turn_whole(keeper: Upkeep, db: sqlite3.Connection, now: float) -> None:
+    keeper.turn(db, now)
+    while keeper.busy:
+        keeper.turn(db, now)
 
 
 def test_a_new_file_can_give_pages_back(data_dir: DataDir) -> None:
@@ -537,3 +636,26 @@ def test_what_another_process_stores_a_little_later_closes_the_gap(
 def _set_version(path: Path, version: int) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version={version}")
+
+
+def test_setting_the_clock_back_while_recording_loses_no_reading(data_dir: DataDir, until: Until) -> None:
+    class Turned(Simulated):
+        offset_s = 0.0
+
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            sample = super().sample(index, processes=processes)
+            return replace(sample, timestamp=sample.timestamp + self.offset_s)
+
+    source = Turned(1)
+    sampler = Sampler(source, 0.02)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.05)
+    recorder.start()
+    until(lambda: len(rows(data_dir)) > 5)
+    turned = time.time() - 1800.0
+    source.offset_s = -3600.0
+    until(lambda: len([row for row in rows(data_dir) if row["timestamp"] < turned]) > 10)
+    assert sampler.stop(5)
+    assert recorder.stop(5)
+    stored = [row["timestamp"] for row in rows(data_dir)]
+    in_ring = sampler.ring(0).column("timestamp")
+    assert sorted(stored) == sorted(in_ring)

@@ -138,7 +138,7 @@ def test_a_rank_is_kept_to_its_card_and_the_card_has_a_history(frames: Path, tmp
     job = machine.json("job", str(launched["id"]))
     assert (job["state"], job["gpu_ids"], job["gpu_uuids"]) == ("finished", [1], ["ABACUS-frame-b"])
     assert (frames / "rank0").read_text() == repr({"ABACUS_FRAMES": "ABACUS-frame-b", "CUDA_VISIBLE_DEVICES": ""})
-    with closing(sqlite3.connect(tmp_path / "data" / "gpu.db")) as db:
+    with closing(sqlite3.connect(DataDir(tmp_path / "data").gpu_db)) as db:
         stored = set(db.execute("SELECT gpu_index, gpu_uuid, memory_used >> 30, job_id FROM gpu_metrics"))
     assert (0, "ABACUS-frame-a", 4, None) in stored
     assert {row for row in stored if row[0] == 1} <= {(1, "ABACUS-frame-b", 0, one) for one in (None, launched["id"])}
@@ -204,7 +204,7 @@ def test_the_vendor_of_a_job_is_that_of_its_cards(frames: Path, tmp_path: Path) 
     data, both = DataDir(tmp_path / "data"), Several([Cards(2), load_source("abacus")])
     data.create()
     samples = [both.sample(index, processes=True) for index in range(both.open())]
-    (data.root / "cards-auto.json").write_bytes(msgspec.json.encode(samples))
+    (data.root / f"cards-{data.host_word}-auto.json").write_bytes(msgspec.json.encode(samples))
     row = {"name": "job", "config": "", "user": "ann", "host": "box", "device": "cuda"}
     assert vendor_of(data, Job(**row, gpu_source="abacus", gpu_uuids=("ABACUS-frame-a",))) == "abacus"
     assert vendor_of(data, Job(**row, gpu_source="abacus")) == ""

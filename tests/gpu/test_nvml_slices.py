@@ -106,5 +106,5 @@ sample = nvml.sample(0, processes=True)
 print(json.dumps([n, sample.unusable, sample.memory_total_bytes]))
 """
     n, unusable, total = on_nvml(script, GPUS=1, FAULTS="0:mig", PIDS="")
-    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it had no slices")
+    assert (n, unusable.split(";")[0]) == (1, "MIG is on, but it has no slices")
     assert total is not None

@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
+import psutil
 import pytest
 
-from sae_tui.gpu import processes
+from sae_tui.gpu import proc_files, processes
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.owner import owner
+from sae_tui.gpu.proc_files import read_file
 from sae_tui.gpu.processes import ProcessDetails, ProcessReader, container_of, send_signal, surroundings
 from trainer.contract.errors import UserError
 
@@ -45,7 +50,8 @@ def spinning() -> Iterator[subprocess.Popen[bytes]]:
     environment = {
         "HF_TOKEN": "hf_very_secret",
         "PROXY": "http://ann:hush@box:1",
-        "NAME": "a\x1b[2Jb",
+        "LANG": "a\x1b[2Jb",
+        "PYTHONPATH": "/x:https://u:LE/AK@h/x",
     }
     code = "print(flush=True)\nwhile True: pass"
     with subprocess.Popen([sys.executable, "-c", code], env=environment, cwd="/", stdout=subprocess.PIPE) as process:
@@ -159,10 +165,9 @@ def test_where_a_process_works_is_told_without_its_secrets(spinning) -> None:
     around = surroundings(read(GpuProcess(spinning.pid, None, None, GIB)))
     assert around.folder == "/"
     assert "python" in around.program
-    environment = dict(around.environment)
-    assert environment["HF_TOKEN"] == "…"
-    assert environment["PROXY"] == "http://ann:…@box:1"
-    assert environment["NAME"] == "a�[2Jb"
+    shown = {"HF_TOKEN": "…", "PROXY": "…", "LANG": "a�[2Jb", "PYTHONPATH": "/x:https://…@h/x"}
+    assert {name: value for name, value in around.shown() if name in shown} == shown
+    assert dict(around.shown(whole=True))["HF_TOKEN"] == "hf_very_secret"
     assert surroundings(read(GpuProcess(UNSEEN, None, None, GIB))).environment == ()
 
 
@@ -190,3 +195,34 @@ def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
     assert container_of(1) == "docker 2"
     monkeypatch.setattr(processes, "_group", lambda _: "docker 1")
     assert container_of(1) == ""
+
+
+def test_a_file_that_never_answers_blocks_one_short_read_only(tmp_path) -> None:
+    pipe = tmp_path / "cmdline"  # opening it waits for a writer, like reading /proc of a hung process
+    os.mkfifo(pipe)
+    n_before = threading.active_count()
+    for limit_s in (0.05, 60, 60):
+        with pytest.raises(TimeoutError):
+            read_file(pipe, limit_s)
+    assert threading.active_count() == n_before + 1
+    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "proc-file"]
+    pipe.write_bytes(b"python\0train.py\0")
+    waiting.join(10)
+    pipe.unlink()
+    pipe.write_bytes(b"at once")
+    assert read_file(pipe, 60) == b"at once"
+
+
+def test_a_process_with_an_unreadable_command_line_is_shown_by_its_program_name(monkeypatch) -> None:
+    def hangs(path, limit_s=0.0):
+        raise TimeoutError
+
+    monkeypatch.setattr(proc_files, "read_file", hangs)
+    comm = Path("/proc/self/comm").read_text().strip()
+    assert owner(os.getpid()) == (processes._process(os.getpid()).username(), comm)
+    assert read(GpuProcess(os.getpid(), None, None, GIB)).command == comm
+
+
+def test_command_lines_equal_those_of_psutil() -> None:
+    for pid in (os.getpid(), os.getppid()):
+        assert proc_files.arguments_of(pid) == psutil.Process(pid).cmdline()

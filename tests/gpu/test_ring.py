@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sae_tui.gpu.base import GpuSample
@@ -65,12 +66,29 @@ def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 
-def test_readings_after_a_time_are_whole_rows() -> None:
-    ring = Ring()
-    for timestamp in (1, 2, 3):
+def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() -> None:
+    ring = Ring(capacity=4)
+    ring.extend_history([Reading(1.0, 50)])
+    for timestamp in (7, 8, 2):
         ring.append(sample(timestamp))
-    assert ring.after(1) == [Reading(2, 50, 20, None, None), Reading(3, 50, 30, None, None)]
-    assert ring.after(3) == []
+    rows, position = ring.since(None, "GPU-a")
+    assert [row.timestamp for row in rows] == [1, 7, 8, 2]
+    ring.append(sample(3))
+    assert ring.since(position, "GPU-a")[0] == [Reading(3, 50, 30, None, None)]
+    assert ring.since(position + 1, "GPU-a")[0] == []
+    assert len(ring.since(position - 100, "GPU-a")[0]) == 4
+
+
+def test_another_gpu_at_the_same_index_starts_without_the_old_readings() -> None:
+    ring = Ring()
+    ring.append(sample(1))
+    other = replace(sample(2), uuid="GPU-b")
+    lost = replace(sample(3), uuid="GPU-index-0", healthy=False, failed={"uuid": "unknown"})
+    for each in (lost, other):
+        ring.append(each)
+    assert ring.column("timestamp") == [2]
+    assert ring.since(None, "GPU-a")[0] == []
+    assert ring.since(None, "GPU-b")[0] == [Reading(2, 50, 20, None, None)]
 
 
 def test_a_reader_never_sees_half_a_row(until: Callable[..., Any]) -> None:
@@ -85,7 +103,7 @@ def test_a_reader_never_sees_half_a_row(until: Callable[..., Any]) -> None:
     threading.Thread(target=write, daemon=True).start()
     reads = 0
     while not done.is_set() or not reads:
-        rows = ring.after(-1)
+        rows, _ = ring.since(None, "GPU-a")
         reads += 1
         assert all(row.memory_used_bytes == row.timestamp * 10 for row in rows)
         assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)

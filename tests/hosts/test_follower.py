@@ -15,8 +15,9 @@ from sae_tui.hosts import follower as following
 from sae_tui.hosts.follower import HostFollower
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView, Stage
+from sae_tui.panels.far_gpus import FarHost, state_words
 
-GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
+GOOD = 'say(HELLO); say({"type": "jobs", "jobs": [JOB, JOB]}); say({"type": "gpus", "cards": [CARD]}); stay()'
 
 
 @pytest.fixture(autouse=True)
@@ -113,3 +114,40 @@ def test_leaving_ends_the_process_on_the_way_there(tmp_path: Path) -> None:
     while not gone.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
+    halted = GOOD.replace("stay()", "import os; os.kill(os.getpid(), 19)")
+    speaks = GOOD.replace("stay()", "[(say({'type': 'log'}), time.sleep(0.01)) for _ in iter(int, 1)]")
+    with followed(tmp_path, "import time; " + halted, "import time; " + speaks) as wait_for:
+        seen = wait_for(lambda view: view.cards)
+        silent = wait_for(lambda view: view.stage is Stage.SILENT)
+        assert (silent.cards, silent.is_connected) == ((), False)
+        assert silent.jobs
+        assert seen.since <= silent.since <= time.time()
+        assert state_words(FarHost(silent, ())).startswith("silent since ")
+        monkeypatch.setattr(following, "CUT_AFTER_S", 0.3)
+        cut = wait_for(lambda view: view.stage is Stage.CUT)
+        assert cut.sentence.startswith("has said nothing for ")
+        assert cut.since == silent.since
+        assert wait_for(lambda view: view.is_connected and view.cards)
+
+
+def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
+    goes_on = tmp_path / "go on"
+    later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(goes_on)!r}), True)]"
+    tail = "[(say({'type': 'gpus', 'cards': [CARD]}), time.sleep(0.01)) for _ in iter(int, 1)]"
+    with followed(tmp_path, f"say(HELLO); {later}\n{tail}") as wait_for:
+        wait_for(lambda view: view.stage is Stage.SILENT)
+        goes_on.touch()
+        assert wait_for(lambda view: view.cards).is_connected
+    assert len(runs_of(tmp_path)) == 1
+
+
+def test_a_login_without_a_greeting_is_ended(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(following, "GREETING_S", 0.3)
+    with followed(tmp_path, "stay()") as wait_for:
+        view = wait_for(lambda view: view.stage is Stage.FAILED)
+        assert view.sentence.startswith("has said nothing for ")

@@ -8,7 +8,23 @@ from sae_tui.jobs.launchers import local
 from sae_tui.jobs.supervisor import supervise
 from sae_tui.jobs.supervisor.supervise import main
 
+
+def plant_a_mistake() -> None:
+    """Make the supervisor fail with an error in its own code once the ranks make steps."""
+    from sae_tui.jobs.supervisor import attempt, follow_run
+
+    class Buggy(follow_run.Watch):
+        def poll(self) -> bool:
+            if self._beat and self._beat.step > 3:
+                raise ZeroDivisionError("division by zero")
+            return super().poll()
+
+    attempt.Watch = Buggy
+
+
 if __name__ == "__main__":
+    if os.environ.get("FAKE_BUG"):
+        plant_a_mistake()
     supervise.RESTART_AFTER_S = 0.1
     local.KILL_AFTER_S = float(os.environ.get("FAKE_KILL_AFTER_S", local.KILL_AFTER_S))
     fake_rank = Path(__file__).with_name("fake_rank.py")

@@ -268,6 +268,15 @@ def test_what_a_python_reads_at_its_start_is_its_owners_alone(tmp_path: Path) ->
     assert named_python.refusal(str(python)) == ""
     package.chmod(0o777)
     assert named_python.refusal(str(python)).endswith("; `chmod -R go-w` the folder that it is in")
+    package.chmod(0o755)
+    (inner := package / "a" / "inner").mkdir(parents=True)
+    (file := inner / "x.py").touch()
+    for place in (inner, file):
+        place.chmod(0o777)
+        with pytest.raises(UserError, match=f"for others may write to {place}; `chmod -R go-w` the folder"):
+            named_python.refuse(str(python))
+        assert f"others may write to {place}" in look(str(python)).lack()
+        place.chmod(0o755)
 
 
 def test_what_an_environment_was_made_from_is_judged_as_well(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.cards.locks import GpuLocks, lock_holders
+from sae_tui.jobs.queue.after import waiting_for
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
@@ -89,12 +90,24 @@ def test_a_held_job_that_comes_after_another_says_both_and_keeps_both(box):
     assert tries(box, second) == f"comes after job {first}, which is held"
 
 
-def test_a_job_after_one_that_was_deleted_may_start(box):
-    first = in_line(box)
-    second = in_line(box, after=(first,))
-    box.control.transition(first, JobState.FAILED)
-    trash.throw_away(box.data, first)
+def test_a_job_after_a_deleted_job_starts_only_if_that_had_finished(box):
+    finished, failed = in_line(box), in_line(box)
+    second, third = in_line(box, after=(finished,)), in_line(box, after=(finished, failed))
+    box.control.transition(finished, JobState.STARTING)
+    box.control.transition(finished, JobState.FINISHED)
+    box.control.transition(failed, JobState.FAILED)
+    warning = f"job {third} comes after job {failed} and would not start by itself any more"
+    assert waiting_for(box.control.jobs(), [finished, failed]) == warning
+    assert waiting_for(box.control.jobs(), [finished]) == ""
+    trash.throw_all_away(box.data, [finished, failed])
+    remedy = f"stop waiting for it: `sae-tui after {third}`"
+    assert tries(box, third) == f"comes after job {failed}, which was deleted before it had finished; {remedy}"
     assert tries(box, second) is None
+    box.control.transition(second, JobState.FINISHED)
+    trash.put_back(box.data, failed)
+    assert tries(box, third).startswith(f"comes after job {failed}, which failed; resume job {failed}")
+    edits.come_after(box.data, box.control, third, [])
+    assert tries(box, third) is None
 
 
 def test_a_higher_priority_goes_first_also_when_it_is_given_later(box):

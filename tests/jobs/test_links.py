@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from jobs.test_users import ANN, BOB, GROUP, User, place  # noqa: F401
 
+from sae_tui.cli import main as sae_tui_main
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
@@ -18,9 +20,11 @@ from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
-from trainer.contract.paths import open_private
+from trainer.contract.files import open_plain, write_own, write_whole
+from trainer.contract.paths import DataDir, follow_no_link_below, open_private, private_folder
 from trainer.contract.store.database import StoreError, open_reader, open_writer
 from trainer.contract.store.states import JobState
+from trainer.contract.trust import open_own
 
 KEY = "an ssh key\n"
 
@@ -65,7 +69,7 @@ writes = {
     "supervisor's log": lambda: detach.start(data, 1, ["echo"]),
     "progress": lambda: LineFile(paths.progress_file(1)).write((), None, ()),
     "run's lock": lambda: hold(paths.lock_file),
-    "sampler's lock": lambda: FileLock(data.locks / "gpu-sampler.lock").acquire(),
+    "sampler's lock": lambda: FileLock(data.locks / f"gpu-sampler-{data.host_word}.lock").acquire(),
 }
 print(os.getpid(), flush=True)
 while not Path(sys.argv[2]).exists():
@@ -129,14 +133,15 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
     with ann.start([sys.executable, "-c", WRITES, str(shared), str(shared.parent / "planted")]) as process:
         pid = int(process.stdout.readline())
         temporaries = [
-            run / f".record.json.{pid}", run / f".exit.json.{pid}", shared / f".box.json.{pid}", run / "job.new",
+            run / f".record.json.{pid}", run / f".exit.json.{pid}", run / "job.new",
+            shared / f".{DataDir(shared).box_file.name}.{pid}",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
         # Links in the place of files that are replaced, and of files that are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
-            shared / "locks" / "gpu-sampler.lock",
+            shared / "locks" / f"gpu-sampler-{DataDir(shared).host_word}.lock",
         ]  # fmt: skip
         for link in (*temporaries, *in_place, *appended):
             as_member(link, key)
@@ -207,6 +212,77 @@ def test_a_jobs_folder_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: 
             action()
     assert box.job(1).state == JobState.STOPPED
     assert {entry.name for entry in elsewhere.iterdir()} == {"step-00000001", "thesis.tex"}
+
+
+PLACES = ["runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "runs/1/checkpoints", "runs/1/checkpoints/step-00000010",
+          "saes", "saes/1", "saes/1/k=2", "evaluations", "locks"]  # fmt: skip
+COMMANDS = ["note 1 hey", "rename 1 new", "tag 1 x", "priority 1 3", "hold 1", "release 1", "after 1 2", "stop 1",
+            "pause 1", "resume 1", "job 1", "logs 1", "logs 1 --evaluation", "features 1", "clone 1 --print",
+            "export 1 --out ex", "compare 1 1", "eval 1", "rm 1 --yes", "stream --log 1"]  # fmt: skip
+
+
+def as_it_is(folder: Path) -> dict[Path, tuple[int, ...]]:
+    return {each: (status.st_mode, status.st_size, status.st_mtime_ns) for each in folder.rglob("*")
+            for status in [each.lstat()]}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_no_command_reads_or_writes_through_a_link(box, tmp_path: Path, monkeypatch, capsys, where: str) -> None:
+    assert box.record(state=JobState.STOPPED, name="steps=10") == 1
+    box.data.run(1).create()
+    for made in PLACES:
+        (box.data.root / made).mkdir(parents=True, exist_ok=True)
+    for file in (
+        "logs/rank0.log",
+        "logs/evaluation.log",
+        "record.json",
+        "job.toml",
+        "checkpoints/step-00000010/m.json",
+    ):
+        (box.data.run(1).root / file).write_text("private\n")
+    (box.data.sae(1) / "cfg.json").write_text("private")
+    private = tmp_path / "private"
+    shutil.copytree(box.data.root, private, ignore=shutil.ignore_patterns("*.db*"))
+    shutil.rmtree(box.data.root / where)
+    (box.data.root / where).symlink_to(private / where)
+    monkeypatch.chdir(tmp_path)
+    before = as_it_is(private)
+    for command in COMMANDS:
+        assert sae_tui_main([*command.split(), "--data-dir", str(box.data.root)]) == 1, command
+        out, err = capsys.readouterr()
+        assert f"{where} is a link, which is not followed; remove it" in err, command
+        assert "private\n" not in out
+    for command in ("jobs", "repair"):
+        sae_tui_main([*command.split(), "--data-dir", str(box.data.root)])
+        assert "private\n" not in capsys.readouterr().out, command
+    assert as_it_is(private) == before
+    assert box.job(1).name == "steps=10"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, depth: int) -> None:
+    data, private = DataDir(tmp_path / "data"), tmp_path / "private"
+    below = ["runs", "1", "logs", "x"]
+    (private / "/".join(below[depth:-1])).mkdir(parents=True)
+    (private / "/".join(below[depth:])).write_text("private")
+    link = data.root / "/".join(below[:depth])
+    link.parent.mkdir(parents=True)
+    link.symlink_to(private)
+    file = data.root / "/".join(below)
+    before = as_it_is(private)
+    for use in (
+        lambda: open_plain(file), lambda: open_own(file), lambda: open_private(file, os.O_TRUNC),
+        lambda: write_whole(file, b"x"), lambda: write_own(file, b"x"), lambda: open_plain(file.parent / "../logs/x"),
+        lambda: private_folder(file.parent / "made"), lambda: open_writer(file.parent / "new.db", "metrics"),
+    ):  # fmt: skip
+        with pytest.raises((OSError, UserError), match="is a link, which is not followed; remove it"):
+            use()
+    assert as_it_is(private) == before
+    # The same for paths through the data folder when that is itself a link.
+    assert open_plain(private / "/".join(below[depth:])).read() == b"private"
+    (tmp_path / "again").symlink_to(private)
+    follow_no_link_below(tmp_path / "again")
+    assert open_plain(tmp_path / "again" / "/".join(below[depth:])).read() == b"private"
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:

@@ -53,11 +53,12 @@ def test_jobs_that_live_in_another_pid_namespace_are_not_lost_and_dead_ones_are(
     assert (box.job(runs).state, box.job(waits).state) == (JobState.RUNNING, JobState.QUEUED)
     assert [lease.job_id for lease in box.control.leases()] == [runs]
     assert box.messages(runs, "orphaned") == []
-    box.job(waits).supervisor.send(signal.SIGKILL)
-    box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{waits}]"), "the dead one to be lost")
-    assert (box.job(waits).state, box.job(runs).state) == (JobState.LOST, JobState.RUNNING)
-    edits.stop(box.data, runs)
-    assert box.wait_ended(runs).state == JobState.STOPPED
+    edits.hold(box.data, box.control, waits)
+    box.job(runs).supervisor.send(signal.SIGKILL)
+    box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{runs}]"), "the dead one to be lost")
+    assert (box.job(waits).state, box.job(runs).state) == (JobState.QUEUED, JobState.LOST)
+    edits.stop(box.data, waits)
+    assert box.wait_ended(waits).state == JobState.STOPPED
 
 
 def test_the_trash_of_an_open_app_is_not_emptied_from_another_pid_namespace(box):

@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import time
+import types
 
 import pytest
 
+from sae_tui.jobs import reconcile as reconcile_module
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
 from sae_tui.jobs.upkeep.trash import throw_away
@@ -131,6 +133,23 @@ def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, orphan):
         assert time.monotonic() < deadline
     assert reconcile(box.data) == [job_id]
     assert box.control.leases() == []
+
+
+def test_a_clock_that_jumps_ahead_does_not_shorten_the_minute_of_orphaned_ranks(box, orphan, monkeypatch):
+    job_id = started(box, gone_process())
+    add_rank(box, job_id, orphan)
+    box.data.run(job_id).attempt(box.job(job_id).attempt).mkdir(parents=True)
+    assert reconcile(box.data) == []
+    ahead = types.SimpleNamespace(**vars(time) | {"time": lambda: time.time() + 3600})
+    with monkeypatch.context() as jumped:
+        jumped.setattr(reconcile_module, "time", ahead)
+        assert reconcile(box.data) == []
+        assert orphan.is_alive()
+        a_minute_later(box)
+        reconcile(box.data)
+    deadline = time.monotonic() + 5
+    while orphan.is_alive():
+        assert time.monotonic() < deadline
 
 
 def a_minute_later(box) -> None:

@@ -9,6 +9,7 @@ python far_side.py FOLDER [ARGUMENTS OF ssh]
 from __future__ import annotations
 
 import json
+import select
 import shlex
 import sys
 from pathlib import Path
@@ -41,6 +42,12 @@ def _say(message: Any) -> None:
     sys.stdout.flush()
 
 
+def _stay() -> None:
+    """Report every second that nothing changed, until standard input ends."""
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        _say({"type": "log"})
+
+
 def _main(folder: Path, command: str) -> None:
     words = shlex.split(command)[4:]
     with (folder / "runs").open("a") as runs:
@@ -48,7 +55,15 @@ def _main(folder: Path, command: str) -> None:
     asked = len([run for run in runs_of(folder) if run[0] == words[0]])
     programs = sorted((file for file in folder.iterdir() if file.name.isdecimal()), key=lambda file: int(file.name))
     program = programs[min(asked, len(programs)) - 1] if words[0] == "stream" else folder / words[0]
-    known = {"say": _say, "words": words, "stay": sys.stdin.read, "sys": sys, "HELLO": HELLO, "CARD": CARD, "JOB": JOB}
+    known = {
+        "say": _say,
+        "words": words,
+        "stay": _stay if words == ["stream"] else sys.stdin.read,
+        "sys": sys,
+        "HELLO": HELLO,
+        "CARD": CARD,
+        "JOB": JOB,
+    }
     exec(program.read_text(), known)
 
 

@@ -1,4 +1,4 @@
-"""Presses random keys in a real terminal, on a box with jobs in every state, and reports what broke.
+"""Presses random keys and sends random bytes, on a box with jobs in every state, and reports what broke.
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
@@ -59,6 +59,11 @@ WORDS = [
 ]
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
+# Terminal input other than keys, to which random bytes are added: nothing, mouse reports, replies, letters.
+BYTES = [
+    b"", b"", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[<", b"\x1b[<0;9;", b"\x1b[48;", b"\x1b[9999999999;5u", b"\x1b]11;",
+    b"\xe2",
+]  # fmt: skip
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
 # Only the question before a deletion has this word.
@@ -263,6 +268,8 @@ class Monkey:
             return (f"\x1b[200~{pasted}\x1b[201~" if bracketed else pasted.replace("\n", "\r")).encode()
         if kind < 0.8105:
             return b"q"
+        if kind < 0.83:
+            return self._random.choice(BYTES) + self._random.randbytes(self._random.randint(0, 5))
         return self._random.choice(TEXT).encode()
 
     def _read(self, seconds: float) -> None:

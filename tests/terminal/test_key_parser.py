@@ -12,7 +12,7 @@ from textual._xterm_parser import XTermParser
 from textual.message import Message
 
 from sae_tui.terminal import key_parser
-from sae_tui.terminal.key_parser import Packet, PacketParser
+from sae_tui.terminal.key_parser import Packet, PacketParser, TerminalDecoder
 
 START, END = "\x1b[200~", "\x1b[201~"
 
@@ -52,7 +52,23 @@ def in_pieces(text: str, cuts: set[int]) -> list[str]:
 
 
 def seen(message: Message) -> str:
-    return f"pasted {message.text!r}" if isinstance(message, events.Paste) else message.key
+    if isinstance(message, events.Key):
+        return message.key
+    return f"pasted {message.text!r}" if isinstance(message, events.Paste) else type(message).__name__
+
+
+def sent_bytes(clock: Clock, *pieces: bytes, pause_s: float = 0.05) -> list[str]:
+    """Return the events that the driver's decoder and parser make of these pieces of bytes."""
+    parser, decoder = PacketParser(), TerminalDecoder()
+    messages: list[Message] = []
+    for piece in pieces:
+        text = decoder.decode(piece)
+        messages += parser.feed(text) if text else []
+        clock.now += pause_s
+        messages += parser.tick()
+    clock.now += 5
+    messages += parser.tick()
+    return [seen(message) for message in messages if not isinstance(message, Packet)]
 
 
 @given(st.text(st.characters(exclude_categories=["C", "Z"])), st.data())
@@ -100,3 +116,52 @@ def test_escape_and_keys_that_come_together_are_all_taken(clock: Clock, rest: st
 
 def test_a_digit_after_escape_is_alt_with_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
+
+
+# Terminal input, whole and in parts, from which random bytes are composed.
+BYTES = [
+    b"\xff", b"\xe9", b"\xc3", b"\x9b", b"\0", b"\r", b"q", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[M\x20\xff\xff",
+    b"\x1b[<35;168;10M", b"\x1b[<0;99999999999999;-1M", b"\x1b[32;400;2M", b"\x1b[200~", b"\x1b[201~", b"\x1b]11;rgb:",
+    b"\x07", b"\x1b\\\\", b"\x1bP>|tmux 3.4\x1b\\", b"\x1b[?1;2c", b"\x1b[48;0;0;0;0t", b"\x1b[48;40;160;0;0t",
+    b"\x1b[48;9;99999999999;1;1t", b"\x1b[99999999;5u", b"\x1b[97:65;2u", b"\x1b[55357u", b"\x1b[;;u", b"\x1b[1;1R",
+    b"\x1b[?2026;2$y", b"\x1bO", b"\x1b[[", b"\x1b[3$", b";" * 40, b"9" * 40, "é日".encode(), b"\x1b[1;5A",
+]  # fmt: skip
+
+
+@given(st.lists(st.one_of(st.sampled_from(BYTES), st.binary(max_size=8)), max_size=12), st.booleans())
+def test_no_bytes_stop_the_input_and_the_key_after_them_is_read(clock: Clock, parts: list[bytes], apart: bool) -> None:
+    pieces = parts if apart else [b"".join(parts)]
+    assert sent_bytes(clock, *pieces, *[b""] * 5, b"?", pause_s=0.8)[-1] == "question_mark"
+
+
+@given(st.binary(min_size=3, max_size=3), st.sets(st.integers(1, 6)))
+def test_an_old_mouse_report_is_never_read_as_keys(clock: Clock, place: bytes, cuts: set[int]) -> None:
+    data = b"a\x1b[M" + place + b"b"
+    pieces = [data[begin:end] for begin, end in itertools.pairwise([0, *sorted(cuts), len(data)])]
+    assert sent_bytes(clock, *pieces) == ["a", "b"]
+
+
+UNKNOWN = [
+    b"\x1b[?1;2c", b"\x1b]11;rgb:1e1e/1e1e/1e1e\x1b\\", b"\x1b]52;c;cXE=\x07", b"\x1bP>|XTerm(370)\x1b\\",
+    b"\x1b[?62;1;2;4;6;9;15;22;28;29;42c", b"\x1b[99999999;5u", b"\x1b[97:65;2u", b"\x1b[55357u", b"\x1b[0n",
+    b"\x1b[48;0;0;0;0t", b"\x1b[48;99999;99999;1;1t", b"\x1b[35;168;10M", b"\x1b[<0;70000;1M", b"\x1b[3\xff",
+    b"\x1b[<35;1;1q", b"\x1b_Gi=1;OK\x1b\\",
+]  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(UNKNOWN), min_size=1, max_size=4), st.integers(1, 40))
+def test_unknown_sequences_are_dropped_as_a_whole(clock: Clock, sequences: list[bytes], size: int) -> None:
+    data = b"".join(sequences)
+    pieces = [data[at : at + size] for at in range(0, len(data), size)]
+    after = [name for name in sent_bytes(clock, *pieces, b"d", pause_s=0.01) if name != "replacement_character"]
+    assert after == ["d"]
+
+
+def test_letters_in_another_encoding_are_replaced_in_typed_and_pasted_text(clock: Clock) -> None:
+    assert sent_bytes(clock, b"\x1b[200~caf\xe9\x1b[201~", b"\xe9", b"x") == [
+        "pasted 'caf\ufffd'", "replacement_character", "x",
+    ]  # fmt: skip
+
+
+def test_a_multi_byte_letter_may_arrive_in_pieces(clock: Clock) -> None:
+    assert sent_bytes(clock, *(bytes([byte]) for byte in "日".encode())) == ["日"]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 from rich.cells import cell_len
+from rich.segment import Segment
+from rich.style import Style
 from support.scenes import SCENES, Scene, same_everywhere
+from textual.color import Color
 from textual.strip import Strip
 
 from sae_tui.app import SaeApp
 from sae_tui.format import bar, sparkline
 from sae_tui.jobs.states import _SHOWN, HELD
-from sae_tui.terminal.plain import Plain, is_plain, to_ascii
+from sae_tui.terminal.plain import Colourless, Plain, is_colourless, is_plain, to_ascii
 from sae_tui.widgets.chart import GLYPHS
 from trainer.contract.paths import DataDir
 
@@ -61,3 +64,31 @@ def test_a_terminal_without_blocks_is_known_and_the_user_is_followed() -> None:
     assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
     assert is_plain("auto", "xterm", has_blocks=False)
     assert (is_plain("plain", "xterm"), is_plain("full", "vt100")) == (True, False)
+
+
+async def test_without_colours_the_selection_is_reversed_and_no_colour_is_sent(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same_everywhere(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    data = DataDir(tmp_path)
+    data.create()
+    app = SCENES[0].app(data)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await SCENES[0].show(pilot)
+        styles = [part.style for row in rows(app) for part in row if part.style]
+    assert {(style.color, style.bgcolor) for style in styles} == {(None, None)}
+    assert any(style.dim for style in styles)
+    base = Color.parse("#121212")
+    marked, plain = Segment("a", Style.parse("white on blue3")), Segment("b", Style.parse("bold white on #1c1c1c"))
+    reversed_, kept = Colourless().apply([marked, plain], base)
+    assert (reversed_.style.reverse, reversed_.style.bgcolor) == (True, None)
+    assert (kept.style.reverse, kept.style.bold, kept.style.color) == (None, True, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "without"),
+    [({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, True), ({"TERM": "vt100"}, True), ({"TERM": "xterm"}, False)],
+)
+def test_terminals_without_colours_are_recognised(environ: dict[str, str], without: bool) -> None:
+    assert is_colourless(environ) is without

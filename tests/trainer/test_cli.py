@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.cli import main
+from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.runs.checkpoint_manifest import Position
@@ -81,7 +82,7 @@ def test_a_foreground_run_prints_its_result_as_the_last_line_and_stores_the_meas
     assert main(["estimate", str(job_file), "--set", "launch.gpus=cpu:2", "--json"]) == EXIT_FINISHED
     assert json.loads(capsys.readouterr().out)["is_measured"]
     assert stat.S_IMODE((tmp_path / "home" / "data").stat().st_mode) == 0o700
-    assert stat.S_IMODE((tmp_path / "home" / "data" / "box.json").stat().st_mode) == 0o600
+    assert stat.S_IMODE(DataDir(tmp_path / "home" / "data").box_file.stat().st_mode) == 0o600
 
 
 def test_rows_that_are_left_out_are_told_in_the_foreground_of_a_run_shorter_than_its_interval(
@@ -114,8 +115,11 @@ def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_fil
     assert result["best_sae"] == "k=4"
 
 
-# What Ctrl-C sends, what a batch system sends, and what a closed terminal sends to the whole group.
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
+# The signals of Ctrl-C, of batch systems, and of a closed terminal to the whole group.
+BATCH_SYSTEMS = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU]
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [*BATCH_SYSTEMS, signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
 def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
     numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:

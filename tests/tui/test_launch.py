@@ -913,6 +913,26 @@ def test_an_inspection_is_told_whole_in_any_width() -> None:
         assert "".join(lines[-9:]).replace(" ", "").endswith("warning:3rowsareodd;leavethemout")
 
 
+async def test_the_form_asks_before_it_takes_over_a_job_file_that_runs_code(make_app, tmp_path) -> None:
+    python = stand_in(tmp_path / "given", f"touch {tmp_path}/ran; exit 1")
+    file = tmp_path / "job.toml"
+    file.write_text(f'name = "given"\n[data]\nsource = "synthetic"\nd_in = 8\n[launch]\npython = "{python}"\n')
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        for key, taken in (("n", None), ("y", str(python))):
+            await answer(pilot, app, "ctrl+o", file)
+            await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query("#yes"))
+            question = app.screen.question
+            assert question.startswith(f"{file} runs code:\n  launch.python: runs `{python} -P -m trainer rank ...`")
+            assert not (tmp_path / "ran").exists()
+            await pilot.press(key)
+            await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "given")
+            values, _ = screen.query_one(KnobForm).values()
+            assert values.get("launch.python") == taken
+        await wait_until(pilot, (tmp_path / "ran").exists)
+
+
 async def test_another_python_is_asked_beside_the_screen_and_its_answer_is_reviewed(make_app, tmp_path) -> None:
     os.mkfifo(tmp_path / "gate")
     python = stand_in(tmp_path, f"read line < {tmp_path}/gate; cat {tmp_path}/answer.json")

@@ -6,17 +6,22 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
 
+from sae_tui.app_parts import front
+from sae_tui.gpu.processes import ProcessReader
 from sae_tui.gpu.simulated import GIB, Simulated, uuid_of
 from sae_tui.jobs.user import user_name
 from sae_tui.panels.processes import ProcessTable
+from sae_tui.screens import process_list
 from sae_tui.screens.processes import ProcessesScreen
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.filter import Found
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.reading import Page, Reading
@@ -25,13 +30,15 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Rank
 from trainer.contract.store.states import JobState
 
+SECRET, VALUE = "AN_OWN_NAME", "not-for-others"
 RESTS = "import time; time.sleep(600)"
 
 
 @pytest.fixture
 def two() -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two processes that stand for ranks on the first two cards."""
-    processes = [subprocess.Popen([sys.executable, "-c", RESTS, "--token=a\x1b[2J"]) for _ in range(2)]
+    argv, environment = [sys.executable, "-c", RESTS, "--token=a\x1b[2J"], {"PATH": "/bin", SECRET: VALUE}
+    processes = [subprocess.Popen(argv, env=environment) for _ in range(2)]
     yield processes
     for process in processes:
         process.kill()
@@ -76,7 +83,7 @@ async def test_a_key_shows_who_computes_on_all_cards(make_app, on_cards, two) ->
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, "mallory", "python train.py", str(two[0].pid))
         assert f"{two[1].pid} {user_name()}" in text(app)
-        assert "time.sleep(600)" in text(app)
+        assert "time.sleep(600) --tok" in text(app)
         assert "\x1b" not in text(app)
         assert app.session.monitor.shares_wanted
         await pilot.press("slash", *"mallory", "enter")
@@ -100,8 +107,9 @@ async def test_ranks_are_folded_and_opened(make_app, data, on_cards, two) -> Non
         await wait_until(pilot, lambda: f"{os.getpid()} {user_name()}" in text(app))
 
 
-async def test_a_process_is_shown_in_full(make_app, on_cards, two) -> None:
-    app = make_app(monitor=on_cards)
+@pytest.mark.parametrize("readonly", [False, True])
+async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app, on_cards, two, readonly) -> None:
+    app = make_app(monitor=on_cards, readonly=readonly)
     async with app.run_test(size=(120, 40)) as pilot:
         await opened(pilot, str(two[0].pid))
         await pilot.press("end", "enter")
@@ -109,7 +117,15 @@ async def test_a_process_is_shown_in_full(make_app, on_cards, two) -> None:
         page = app.screen.query_one(Page)
         await wait_until(pilot, lambda: "environment" in page.plain)
         assert f"started by   {os.getpid()}" in page.plain
-        assert "PATH=" in page.plain
+        assert "PATH=/" in page.plain
+        assert f"{SECRET}=…" in page.plain
+        await pilot.press("v")
+        await pilot.pause()
+        assert (VALUE in page.plain) is not readonly
+        assert app.screen.shows_all is not readonly
+        # Screenshots are shared, so they hide values.
+        assert VALUE not in app.export_screenshot()
+        assert VALUE not in page.plain
 
 
 async def test_a_signal_is_sent_after_a_question_to_the_process_under_the_cursor(make_app, on_cards, two) -> None:
@@ -182,3 +198,41 @@ async def test_a_box_without_gpus_says_what_tells_why(make_app) -> None:
     app.session.monitor._latest = ()
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, "There is no GPU here; d says why.")
+
+
+async def test_hung_reads_are_reported_do_not_pile_up_and_block_no_action(make_app, on_cards, monkeypatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(ProcessReader, "read", lambda *_: released.wait(60) and ())
+    monkeypatch.setattr(process_list, "_READ_EVERY_S", 0.0)
+    monkeypatch.setattr(process_list, "_SILENT_AFTER_S", 0.0)
+    app = make_app(monitor=on_cards)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(pilot)
+        listed = app.screen.query_one(process_list.ProcessList)
+        n_before = threading.active_count()
+        for _ in range(50):
+            listed.show_samples(app.session.monitor.latest(), "")
+            await pilot.pause()
+        assert threading.active_count() <= n_before + 1
+        assert "the system does not answer" in listed.query_one(Found).text
+        for _ in range(50):  # whatever else hangs
+            app.run_worker(lambda: released.wait(60), thread=True)
+        app.session.actions.do(lambda: "it was done")
+        await wait_until(pilot, lambda: "It was done." in [note.message for note in app._notifications])
+        released.set()
+
+
+async def test_an_action_without_a_free_thread_or_with_an_unforeseen_error_is_reported(make_app, monkeypatch) -> None:
+    monkeypatch.setattr(front, "_BEGINS_WITHIN_S", 0.01)
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        app.session.actions.do(lambda: {}["missing"])
+        await wait_until(pilot, lambda: any("KeyError('missing')" in note.message for note in app._notifications))
+
+        def no_thread(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as full:
+            full.setattr(threading.Thread, "start", no_thread)
+            app.session.actions.do(lambda: "it was done")
+            await wait_until(pilot, lambda: any("has not begun yet" in note.message for note in app._notifications))

@@ -6,15 +6,18 @@ import asyncio
 import json
 import re
 import socket
+import struct
+import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
 from support.browser import Served, wait_until
 
-from sae_tui.web.server import LONGEST_MESSAGE, MOST_CONNECTIONS, MOST_LOOKS, packet_of
+from sae_tui.web.server import LONGEST_MESSAGE, MOST_CONNECTIONS, MOST_LOOKS, Looks, packet_of
 
 STAYS = "os.write(1, packet(b'D', b'here'))\nwhile os.read(0, 65536): pass"
 ServeFake = Callable[[str], Served]
@@ -108,8 +111,24 @@ async def test_a_few_look_at_a_time_and_one_more_is_told(serve_fake: ServeFake) 
             await later.wait_for("here")
 
 
-def test_a_crowd_of_connections_is_hung_up_on(serve_fake: ServeFake) -> None:
+def test_too_many_connections_are_dropped_without_a_message_of_the_server(serve_fake: ServeFake) -> None:
     served = serve_fake(STAYS)
+    requests = (
+        b"",
+        b"GET / HTTP/1.1\r\n",
+        b"\x16\x03\x01\x02\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\0" * 9000,
+    )
+    for n in range(30):
+        with ExitStack() as stack:
+            for _ in range(120):
+                stranger = stack.enter_context(socket.socket())
+                with suppress(OSError):
+                    stranger.connect(("127.0.0.1", served.port))
+                    stranger.sendall(requests[n % len(requests)])
+                    if n % 2:  # a reset instead of an orderly end
+                        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     with ExitStack() as stack:
         for _ in range(MOST_CONNECTIONS):
             stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 20))
@@ -120,6 +139,27 @@ def test_a_crowd_of_connections_is_hung_up_on(serve_fake: ServeFake) -> None:
         with suppress(ConnectionError):
             assert served.ask("/")[0] == 404
             break
+    assert served.end() == 143
+    assert served.process.stderr.read() == ""
+
+
+async def test_a_closed_server_refuses_all_requests() -> None:
+    looks = Looks([sys.executable, "-c", "raise SystemExit"], lambda line: None)
+    runner = web.ServerRunner(web.Server(looks.answer))
+    await runner.setup()
+    listening = socket.create_server(("127.0.0.1", 0))
+    try:
+        await web.SockSite(runner, listening).start()
+        port = listening.getsockname()[1]
+        looks.be_at(port)
+        async with aiohttp.ClientSession() as session:
+            address = f"http://127.0.0.1:{port}{looks.base}"
+            assert (await session.get(address)).status == 200
+            await looks.close()
+            for headers in ({}, {"Host": ""}):
+                assert (await session.get(address, headers=headers)).status == 404
+    finally:
+        await runner.cleanup()
 
 
 async def test_who_says_too_much_or_what_is_not_understood_loses_the_look(serve_fake: ServeFake) -> None:
@@ -138,6 +178,7 @@ def test_sizes_are_bounded_and_a_broken_character_is_replaced() -> None:
     kind, resize = packet_of('["resize", {"width": 99999999, "height": -4}]') or (b"", b"")
     assert (kind, json.loads(resize)) == (b"M", {"type": "resize", "width": 1000, "height": 1})
     assert packet_of('["ping", "1"]') == ()
+    assert packet_of('["stdin", ""]') == ()
     assert packet_of('["deliver_chunk_request", {}]') is None
 
 

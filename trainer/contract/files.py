@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.contract.paths import file_mode
+from trainer.contract.paths import file_mode, open_below
 
 # The beginning of the pointer that git stores in place of a large file until git-lfs fetches it.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -49,22 +49,25 @@ def _encoded(content: bytes | str) -> bytes:
 def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a stream to a new file that replaces `path` once it is complete and on the disk; a link is not followed."""
     # A random name: whoever could guess it could put a link there first.
-    temporary = path.with_name(f".{path.name[:40]}.{os.urandom(8).hex()}")
-    clear_cut_off(path.parent, path.name)
+    temporary = f".{path.name[:40]}.{os.urandom(8).hex()}"
+    folder = open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with open(os.open(temporary, flags, 0o600), "wb") as stream:
+        clear_cut_off(path.parent, path.name)
+        with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as stream:
             # Not as the mode of `os.open`: the umask would remove permissions that a group needs.
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
             if durable:
                 os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            os.unlink(temporary, dir_fd=folder)
         raise
+    finally:
+        os.close(folder)
     if durable:
         _sync_names(path.parent)
 
@@ -96,7 +99,7 @@ def _is_cut_off(status: os.stat_result) -> bool:
 
 def open_plain(path: Path) -> io.BufferedReader:
     """Open a file to read; raise `OSError` for a pipe or a device, which might never end, and for a git-lfs pointer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = open_below(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file", str(path))

@@ -20,6 +20,9 @@ from trainer.contract.printable import printable_lines
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
+# What the command has done that must not be repeated; see `has_done`.
+_DONE: list[str] = []
+
 # How argparse begins a message on an argument, such as `argument -n/--count: `.
 _ARGUMENT = re.compile(r"argument ([^\s:]+): ")
 
@@ -61,17 +64,23 @@ def run_command(command: Callable[[], int], teller: str = "") -> int:
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
     _replace_unknown_characters()
+    _DONE.clear()
     try:
         code = _code_of(command)
         _flush()
     except BrokenPipeError:
-        _drop(sys.stdout)
-        return Exit.UNREAD
+        return _without_output(teller, "the output cannot be written: no program reads it", Exit.UNREAD)
     except OutputLost as error:
-        _drop(sys.stdout)
-        complain(f"{teller}{error}\n")
-        return Exit.FAILED
+        return _without_output(teller, str(error), Exit.FAILED)
     return code
+
+
+def has_done(what: str) -> None:
+    """Record what a command has done, such as "job 3 is launched", before printing it.
+
+    If the output is lost, the exit code is `Exit.UNTOLD`, so that a script does not repeat the command.
+    """
+    _DONE.append(what)
 
 
 def show_text(text: str) -> None:
@@ -104,6 +113,14 @@ def _code_of(command: Callable[[], int]) -> int:
         return command()
     except SystemExit as leaving:  # after help, or bad usage
         return leaving.code if isinstance(leaving.code, int) else 0
+
+
+def _without_output(teller: str, why: str, code: Exit) -> Exit:
+    """Print to standard error what was done and why the output is lost; nothing if only the reader is gone."""
+    _drop(sys.stdout)
+    if _DONE or code != Exit.UNREAD:
+        complain(f"{teller}{printable_lines('; '.join([*_DONE, why]))}\n")
+    return Exit.UNTOLD if _DONE else code
 
 
 def _flush() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 DATA_RECORD = "data.json"
 # A file next to the checkpoints that reserves space until the last one is written.
 RESERVE = ".reserved-for-the-last"
+# Folders below which no link is followed, since other users may write there. They may be links themselves.
+_KEPT: set[str] = set()
 
 
 class RunPaths:
@@ -38,7 +41,11 @@ class RunPaths:
     def free_reserve(self) -> None:
         """Free the space that a killed process of the run reserved for the last checkpoint."""
         with contextlib.suppress(OSError):
-            (self.checkpoints / RESERVE).unlink(missing_ok=True)
+            folder = open_below(self.checkpoints, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.unlink(RESERVE, dir_fd=folder)
+            finally:
+                os.close(folder)
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
@@ -90,7 +97,7 @@ class RunPaths:
 
     def refuse_links(self) -> None:
         """Raise `UserError` if a folder in which this program writes and deletes is a symbolic link."""
-        for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*")):
+        for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*"), *self.checkpoints.glob("step-*")):
             refuse_link(folder)
 
 
@@ -99,18 +106,42 @@ class DataDir:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        follow_no_link_below(root)
         self.control_db = root / "control.db"
-        self.gpu_db = root / "gpu.db"
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
-        self.box_file = root / "box.json"
         self.trash = root / "trash"
         # The progress of running evaluations, one file each.
         self.evaluations = root / "evaluations"
 
+    @property
+    def host_word(self) -> str:
+        """This host's name as part of file names, since hosts that share the folder have separate files."""
+        return re.sub(r"[^\w.-]", "_", socket.gethostname()).lstrip(".") or "localhost"
+
+    @property
+    def gpu_db(self) -> Path:
+        """This host's GPU history; without a file of its own, the `gpu.db` that earlier versions shared among hosts."""
+        own, of_all = self.own_gpu_db, self.root / "gpu.db"
+        return of_all if of_all.exists() and not own.exists() else own
+
+    @property
+    def own_gpu_db(self) -> Path:
+        return self.root / f"gpu-{self.host_word}.db"
+
+    @property
+    def box_file(self) -> Path:
+        """The measured speeds of this host."""
+        return self.root / f"box-{self.host_word}.json"
+
     def alerts(self, host: str) -> Path:
         """Return the file of a host's alerts, which only an app of that host writes."""
         return self.root / f"alerts-{host}.json"
+
+    @property
+    def app_log(self) -> Path:
+        """The log of what libraries write to standard error while this user's app has the terminal."""
+        return self.root / f"app-{os.getuid()}.log"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
@@ -141,12 +172,14 @@ class DataDir:
 
     def refuse_links(self, job_id: int | None = None) -> None:
         """Raise `UserError` if one of the folders, or of the folders of job `job_id`, is a symbolic link."""
-        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash):
+        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash, self.evaluations):
             refuse_link(folder)
         if job_id is not None:
             for folder in (self.run(job_id).root, self.sae(job_id), self.trash / str(job_id)):
                 refuse_link(folder)
             self.run(job_id).refuse_links()
+            for folder in self.sae(job_id).glob("*/"):
+                refuse_link(folder)
 
 
 def free_disk(path: Path) -> tuple[Path, int | None]:
@@ -167,13 +200,34 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
-    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder."""
-    path = chosen or os.environ.get(ENV_DATA_DIR)
-    if not path:
-        import platformdirs
+    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder.
 
+    Raise `UserError` if this needs a home folder that does not exist, as for a user without a name in a container.
+    """
+    path = os.path.expanduser(chosen or os.environ.get(ENV_DATA_DIR) or _usual_data_folder())
+    if str(path) == "~" or str(path).startswith("~/"):
+        raise UserError(f"the data folder cannot be {path}: this user has no home folder; give the whole path")
+    return DataDir(working_folder() / path)
+
+
+def _usual_data_folder() -> str:
+    import platformdirs
+
+    path = ""
+    with contextlib.suppress(RuntimeError):
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
-    return DataDir(working_folder() / os.path.expanduser(path))
+    if not path or path.startswith("~"):
+        who = f"the user of id {os.getuid()} has no home folder, and HOME is not set"
+        raise UserError(f"{who}; set HOME, or say where to keep everything by --data-dir or {ENV_DATA_DIR}")
+    return path
+
+
+def box_file() -> Path | None:
+    """Return the file of this machine's measured speeds; None if the user has no data folder."""
+    try:
+        return data_dir().box_file
+    except UserError:
+        return None
 
 
 def is_shared(folder: Path) -> bool:
@@ -190,6 +244,65 @@ def file_mode(folder: Path) -> int:
     return 0o660 if is_shared(folder) else 0o600
 
 
+def follow_no_link_below(root: Path) -> None:
+    """Make `open_below`, and all that uses it, follow no link below this folder, in this process."""
+    _KEPT.add(os.path.abspath(root))
+
+
+def keep_run(path: Path) -> None:
+    """Follow no link below the data folder of a run or SAE, or below the run itself if it has none.
+
+    `path` is the run or something in it. Any other path is ignored.
+    """
+    place = Path(os.path.abspath(path))
+    around = (place, *place.parents[:4])
+    # The outermost one, since other users may have put a file of this name into an inner folder.
+    data = [folder for folder in around if os.path.lexists(folder / "control.db")][-1:]
+    runs = [folder for folder in around if os.path.lexists(folder / "job.toml")][-1:]
+    for folder in data or runs:
+        follow_no_link_below(folder)
+
+
+def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
+    """Open a file or folder like `os.open`; raise `OSError` for a link anywhere below a kept folder.
+
+    Each folder is opened relative to its parent, so that no folder on the way can be replaced by a link.
+    """
+    whole = os.path.abspath(path)
+    root = min((one for one in _KEPT if whole.startswith(f"{one}/")), key=len, default=None)
+    if root is None:
+        return os.open(path, flags, mode)
+    *folders, name = whole[len(root) + 1 :].split("/")
+    descriptor = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for depth, folder in enumerate(folders, 1):
+            place = "/".join([root, *folders[:depth]])
+            inner = _open_in(descriptor, folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, mode, place)
+            os.close(descriptor)
+            descriptor = inner
+        return _open_in(descriptor, name, flags, mode, whole)
+    finally:
+        os.close(descriptor)
+
+
+def _open_in(folder: int, name: str, flags: int, mode: int, place: str) -> int:
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
+    except OSError as error:
+        # For a link in place of a folder, Linux reports ENOTDIR.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and os.path.islink(place):
+            reason = f"{os.path.basename(place)} is a link, which is not followed; remove it"
+            raise OSError(errno.ELOOP, reason, place) from None
+        error.filename = place
+        raise
+
+
+def refuse_links_on_the_way(path: Path) -> None:
+    """Raise `OSError` if a folder on the way to a path is a link below a kept folder; ignore what is no folder."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.close(open_below(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
 def open_private(file: Path, flags: int) -> int:
     """Open a file to write and return its descriptor; a new file gets `file_mode`, whatever the umask.
 
@@ -197,7 +310,7 @@ def open_private(file: Path, flags: int) -> int:
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        descriptor = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = open_below(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return _open_existing(file, flags)
     os.fchmod(descriptor, file_mode(file.parent))
@@ -209,7 +322,7 @@ def _open_existing(file: Path, flags: int) -> int:
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
     # Opening a pipe that nobody reads would block.
-    descriptor = os.open(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
+    descriptor = open_below(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     # A hard link is refused as well where other people can write to the folder.
     if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
@@ -269,6 +382,7 @@ def private_folder(path: Path, setting: str = "") -> Path:
     that is not --data-dir.
     """
     with _explain_failure(path, setting):
+        refuse_links_on_the_way(path / "any")
         for folder in (*reversed(path.parents), path):
             if not folder.exists():
                 _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 
 MARK = "�"
+# Characters with a meaning in Markdown.
+MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 # Characters that no name may hold: control characters of C0 and C1, which steer a terminal, line separators, and the
 # marks that change the direction of reading.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -24,6 +26,12 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Make every line of a text `printable` and keep its line ends."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def in_markdown(text: str, longest: int = 120) -> str:
+    """Escape a foreign text for Markdown, on one line and cut to `longest` characters."""
+    cut = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return MARKDOWN.sub(r"\\\1", printable(cut))
 
 
 def printable_json(text: str) -> str:

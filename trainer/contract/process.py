@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -65,6 +66,11 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
+# Signals to save and stop: SIGTERM, and what schedulers send some time before the end of a job: SIGUSR1 and SIGUSR2
+# (`#SBATCH --signal`, Grid Engine, LSF), and SIGXCPU once a second when the CPU time is used up.
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU})
+
+
 def take_back_signals() -> None:
     """Reset the signal settings inherited from the parent process, which some daemons and containers change.
 
@@ -72,7 +78,7 @@ def take_back_signals() -> None:
     rank could be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS})
 
 
 @functools.cache
@@ -84,6 +90,21 @@ def boot_id() -> str:
         return _boot()
     # Outside of containers the plain boot id, as earlier versions wrote it, so that their rows stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return the machine id, which a Linux installation keeps over restarts; "" if it has none.
+
+    Containers of one image share its id, so a container counts as having none.
+    """
+    if in_container():
+        return ""
+    for file in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        with contextlib.suppress(OSError, ValueError):
+            if text := Path(file).read_text(encoding="ascii").strip():
+                return text[:64]
+    return ""
 
 
 def in_container() -> bool:

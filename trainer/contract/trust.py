@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from trainer.contract.errors import UserError
-from trainer.contract.paths import is_shared
+from trainer.contract.paths import is_shared, open_below
 
 # As many as Linux follows.
 _MOST_LINKS = 40
@@ -113,7 +113,7 @@ def open_own(file: Path) -> io.BufferedReader:
 
     Raises `UserError` for any other file, and `OSError` where there is none.
     """
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    descriptor = open_below(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     # Checked on the open file: the name may lead to another one by now.
     if why := distrust_of_open(file, os.fstat(descriptor)):
         os.close(descriptor)

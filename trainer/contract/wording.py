@@ -15,6 +15,8 @@ def gibibytes(n_bytes: float, digits: int = 1) -> str:
 
 def distinct_sizes(first: int, second: int) -> tuple[str, str]:
     """Write two sizes in bytes with as many digits (up to 3) as it takes to see which one is more."""
+    if max(first, second) < 2**20:
+        return f"{first / 2**10:,.1f} KiB", f"{second / 2**10:,.1f} KiB"
     pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
@@ -64,17 +66,25 @@ def number(value: float) -> str:
 
 def count(value: float) -> str:
     """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow it."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    # Limits from which the smaller unit would round to four digits before the decimal point.
+    for limit, one, unit in ((999_950_000, 1e9, "G"), (999_950, 1e6, "M"), (9_999.5, 1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
+            return f"{value / one:.1f}{unit}"
     return f"{value:.0f}"
 
 
 def share(value: float) -> str:
-    """Write a fraction of 1 in percent, as the log has it: `12.5%`, `<0.1%`, `0%`."""
+    """Write a fraction as a percentage, as in the log: `12.5%`, `<0.1%`, `>99.9%`, `0%`."""
     if 0 < value < 0.0005:
         return "<0.1%"
+    if 0.9995 <= value < 1:
+        return ">99.9%"
     return f"{100 * value:.1f}".removesuffix(".0") + "%"
+
+
+def done(progress: float) -> str:
+    """Write a progress as a percentage: `100%` only if it is complete."""
+    return f"{min(round(100 * progress), 100 if progress >= 1 else 99)}%"
 
 
 def bars(counts: Sequence[int]) -> str:

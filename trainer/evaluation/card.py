@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain, write_whole
-from trainer.contract.printable import printable
+from trainer.contract.printable import MARKDOWN, in_markdown, printable
 from trainer.contract.runs.card_versions import Version, archive, locked, of_weights, weights_of
 from trainer.contract.runs.features import CARD, FEATURES, is_of_weights
 from trainer.contract.runs.report_card import (
@@ -33,9 +33,6 @@ from trainer.contract.runs.row_sums import SUMS
 from trainer.contract.wording import join_words, plural
 from trainer.evaluation.contexts import with_older, write_features
 from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, has_own_model_card, public_name
-
-# What Markdown would take for more than text.
-_MARKDOWN = re.compile(r"([\\`*_\[\]<>|#~$])")
 
 
 def write_card(
@@ -122,11 +119,11 @@ def model_card(card: Card) -> str:
             card, spliced=msgspec.structs.replace(card.spliced, text=public_name(card.spliced.text))
         )
     rows = "\n".join(f"| {title} | {_in_table(value)} |" for title, value in facts(card))
-    where = "\n".join(f"- {name.replace('_', ' ')}: {_in_markdown(str(value))}" for name, value in origin.items())
+    where = "\n".join(f"- {name.replace('_', ' ')}: {in_markdown(str(value))}" for name, value in origin.items())
     shape = f"{card.figures.d_in} dimensions, {card.figures.d_sae:,} latents"
-    return f"""{CARD_TITLE}: {_in_markdown(card.title)}
+    return f"""{CARD_TITLE}: {in_markdown(card.title)}
 
-{_in_markdown(card.architecture)}, {shape}, trained on {card.tokens:,} tokens.
+{in_markdown(card.architecture)}, {shape}, trained on {card.tokens:,} tokens.
 {where}
 
 Measured on {card.data.rows(card.figures.n_tokens)}; {_left_out(card.data)}.
@@ -163,14 +160,9 @@ def _latents(latents: tuple[SampledLatent, ...]) -> Iterator[str]:
 
 def _with_bold(text: str) -> str:
     """Escape a text for Markdown, with the part between the two marks in bold."""
-    return _MARKDOWN.sub(r"\\\1", text).replace("\0", "**").replace("\1", "**")
+    return MARKDOWN.sub(r"\\\1", text).replace("\0", "**").replace("\1", "**")
 
 
 def _in_table(text: str) -> str:
     """Escape a figure for a table cell: it may contain a foreign name, which must not end the cell or be HTML."""
     return re.sub(r"([\\|<`])", r"\\\1", printable(text))
-
-
-def _in_markdown(text: str) -> str:
-    """Escape a foreign text so that Markdown shows it unchanged, on one line."""
-    return _MARKDOWN.sub(r"\\\1", printable(text))

@@ -26,7 +26,8 @@ from trainer.contract.runs.report_card import (
     lines,
     read_card,
 )
-from trainer.contract.settings.job_file import members
+from trainer.contract.settings.consent import refuse_code
+from trainer.contract.settings.job_file import load_extraction, members, to_table
 from trainer.evaluation.card import write_card
 from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
@@ -52,10 +53,12 @@ def evaluate(
     is_probed: bool = False,
     n_sets: int | None = None,
     keeps_rows: bool = False,
+    allows_code: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
     Return each as `card`, as `lines` and where it was `written_to`.
+    A model's own code, which the job file of a run or of `model` asks for, runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
     With `is_probed` the SAEs of a run are probed on `n_sets` (12) sets of texts that `model` reads.
     Cards, and up to `n_contexts` (20) texts on which each latent fires, are written where the run has exported the
@@ -80,31 +83,37 @@ def evaluate(
             if is_given:
                 raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
         with Progress("evaluating"):
-            return [_written(*one) for one in cards_in(path.absolute(), _device(device), data)]
+            cards = cards_in(path.absolute(), _device(device), data, allows_code=allows_code)
+            return [_written(*one) for one in cards]
     if data and RunPaths(path).job_file.exists():
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which is measured on its own data")
     if data:
         # Raise the error that names the missing files.
         in_folder(path)
+    if model not in (None, "auto"):
+        refuse_code(to_table(load_extraction(model)), allows=allows_code)
     n_contexts = N_CONTEXTS if n_contexts is None else n_contexts
     n_sets = (n_sets or len(DEFAULTS)) if is_probed else 0
     on = _device(device)
     evaluations = evaluations_of(
-        path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows
-    )
+        path, on, best=best, model=model, n_tokens=n_tokens, n_sets=n_sets, keeps_rows=keeps_rows,
+        allows_code=allows_code,
+    )  # fmt: skip
     asked = {
         ROWS: not keeps_rows, FIRES_ON: n_contexts and not keeps_rows, IN_MODEL: model and n_tokens != 0,
         PROMOTED: model, PROBES: n_sets,
     }  # fmt: skip
-    with Progress("evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on)):
+    with Progress(
+        "evaluating", _planned(path, [part for part, is_asked in asked.items() if is_asked], on, allows_code)
+    ):
         return [_written_to_run(one, n_contexts) for one in evaluations]
 
 
-def _planned(path: Path, parts: Sequence[str], device: torch.device) -> dict[str, Planned]:
+def _planned(path: Path, parts: Sequence[str], device: torch.device, allows_code: bool) -> dict[str, Planned]:
     """Return how long each part of an evaluation of a run is expected to take; {} if the run cannot be read."""
     with contextlib.suppress(UserError):
         run_dir, _ = checkpoint_of(path.absolute(), best=False)
-        job, output = evaluated_job(RunPaths(run_dir).job_file), output_of(run_dir)
+        job, output = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code), output_of(run_dir)
         cards = [card for label in members(job) if (card := read_card(output / label))]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         return planned(job, parts, device=device.type, name=name, cards=cards)

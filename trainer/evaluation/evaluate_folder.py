@@ -32,7 +32,9 @@ from trainer.training.thresholds import SET_ON
 _ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
 
-def cards_in(path: Path, device: torch.device, data: str | None = None) -> Iterator[tuple[Path, Card]]:
+def cards_in(
+    path: Path, device: torch.device, data: str | None = None, *, allows_code: bool = False
+) -> Iterator[tuple[Path, Card]]:
     """Measure the SAE in a folder, or each in the folders in it, and yield where it is and its card.
 
     It is measured on a sample of the activations `data`, a folder, or else on the rows held out by the run that it lies
@@ -43,7 +45,7 @@ def cards_in(path: Path, device: torch.device, data: str | None = None) -> Itera
     if data:
         job = _job_on(data)
     elif run:
-        job = evaluated_job(run.job_file)
+        job = evaluated_job(run.job_file, allows_code=allows_code)
     else:
         raise UsageError(f"--data: {path} does not belong to a run; give a folder of activations to measure on")
     source = open_source(job)

@@ -82,6 +82,7 @@ def evaluations_of(
     n_tokens: int | None = None,
     n_sets: int = 0,
     keeps_rows: bool = False,
+    allows_code: bool = False,
 ) -> Iterator[Evaluation]:
     """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
@@ -92,7 +93,7 @@ def evaluations_of(
     """
     sets = read_sets(n_sets) if n_sets else []
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
-    job = evaluated_job(RunPaths(run_dir).job_file)
+    job = evaluated_job(RunPaths(run_dir).job_file, allows_code=allows_code)
     state, source = read_state(checkpoint), open_source(job)
     if job.data.held_out(source.n_tokens):
         # The data may have grown: hold out the same rows as in training.

@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.contract.runs.run_job import load_run_job
+from trainer.contract.settings.consent import refuse_code
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.toml import read_own_text, read_plain_text
 
 
-def evaluated_job(file: Path) -> JobConfig:
+def evaluated_job(file: Path, *, allows_code: bool = False) -> JobConfig:
     """Return the job of a run, in fp32.
 
-    Raise `UserError` where it says to run a model's own code, and somebody else may have written it.
+    Raise `UserError` if it runs a model's own code and that is not allowed, or other users may write the file.
     """
     job = load_run_job(file, read=read_plain_text)
     if any(isinstance(knobs, ModelKnobs) and knobs.remote_code for knobs in job.hooks.values()):
         job = load_run_job(file, read=read_own_text)
+        refuse_code(to_table(job), allows=allows_code)
     return job.replace("train", precision="fp32")

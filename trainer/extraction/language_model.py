@@ -21,6 +21,7 @@ from trainer.contract.extras import install
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.language import Model, lack_of_model
+from trainer.contract.settings.model_size import model_size
 from trainer.extraction.hook_points import (
     Blocks,
     drop_blocks_above,
@@ -32,6 +33,7 @@ from trainer.extraction.hook_points import (
     rows_of,
     taking,
 )
+from trainer.extraction.model_files import refuse_odd_config, refuse_odd_files
 from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
 from trainer.extraction.spread import spread
 from trainer.extraction.unembedding import find_ending, folded
@@ -293,6 +295,14 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
         name, extra = str(Path(settings.path).parent), {"gguf_file": Path(settings.path).name}
     common = {"revision": settings.revision, "trust_remote_code": settings.remote_code, **extra}
     try:
+        refuse_odd_files(Path(name))
+        if extra:
+            # The gguf package takes seconds to read the header of such a file.
+            size = model_size(settings.path)
+            config = {"num_hidden_layers": size.n_layers} if size else {}
+        else:
+            config, _ = transformers.PretrainedConfig.get_config_dict(name, **common)
+        refuse_odd_config(config, Path(name), allows_code=settings.remote_code)
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
         dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
         # The progress of unpacking a GGUF file takes no notice of the setting above.
@@ -301,6 +311,8 @@ def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, A
             warnings.simplefilter("ignore")
             kind: Any = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
             model, loading = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **common)
+    except UserError as error:
+        raise UserError(f"model.path: {show(settings.path)} cannot be loaded: {error}") from None
     except Exception as error:
         # Every part of a damaged or foreign model has errors of its own, as have the hub and the network.
         raise UserError(f"model.path: {_reason(settings, error)}") from None

@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 from trainer.contract.errors import UserError, first_line
 from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
+from trainer.runtime.time_limit import TookTooLong, ended_after
 
 Ids = NDArray[np.int64]
 # Of a place that holds no token.
 PADDING = -1
 # Documents that a tokenizer gets at once, which it shares over the cores.
 _AT_ONCE = 64
+# Seconds. A template takes milliseconds, but it is a program from the model's author and may never end.
+_TEMPLATE_S = 3.0
 
 
 class Tokens(NamedTuple):
@@ -102,7 +105,11 @@ class Tokenizer:
         if self._tokenizer.chat_template is None:
             raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
         try:
-            return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+            with ended_after(_TEMPLATE_S):
+                return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        except TookTooLong:
+            message = f"the model's chat template takes more than {_TEMPLATE_S:g} s for a chat; take another template"
+            raise UserError(f"text.column: {message}") from None
         except Exception as error:
             # A template is a program that comes with the model, and may raise anything.
             message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.extras import install
@@ -23,6 +25,17 @@ MASK = "attention_mask"
 _ROLES = {"human": "user", "gpt": "assistant"}
 # Bytes. A longer text file is taken as several documents, cut at the ends of lines: it need not fit into memory.
 _LONGEST = 2**20
+# Bytes, or characters. A longer row is refused, since tokenizing holds it several times in memory.
+_LONGEST_ROW = 16 * 2**20
+# Bytes. A JSON file is held in memory as a whole.
+_LARGEST_JSON = 256 * 2**20
+# Rows of Parquet or Arrow read at once, and the bytes up to which they become texts together: dictionary values may be
+# larger by a factor of up to the number of rows.
+_ROWS_AT_ONCE, _BYTES_AT_ONCE = 64, 16 * 2**20
+# Bytes that a row group may take in memory, and how many times its stored size: a few bytes can encode billions of
+# equal numbers.
+_LARGEST_GROUP, _MOST_OF_A_BYTE = 2**30, 1000
+_TOO_LONG = f"is longer than {_LONGEST_ROW >> 20} MiB; cut it into several"
 
 
 def documents(text: Text) -> Iterator[Document]:
@@ -74,7 +87,7 @@ def _of_file(file: Path, text: Text) -> Iterator[Document]:
             yield from _of_rows(_json_lines(file), text, str(file))
         elif file.suffix == ".json":
             with open_plain(file) as stream:
-                rows = json.loads(stream.read())
+                rows = json.loads(_whole_json(stream, file))
             yield from _of_rows(iter(rows if isinstance(rows, list) else [rows]), text, str(file))
         else:
             yield from _pieces(file)
@@ -82,20 +95,39 @@ def _of_file(file: Path, text: Text) -> Iterator[Document]:
         raise UserError(f"text.path: {file} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise UserError(f"text.path: {file} is not UTF-8") from None
+    except MemoryError:
+        raise UserError(f"text.path: {file} does not fit into memory; cut it into smaller rows") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"text.path: {file} cannot be read: {first_line(error)}") from None
 
 
 def _pieces(file: Path) -> Iterator[str]:
+    # Long lines are cut at a whole character.
+    decoder = codecs.getincrementaldecoder("utf-8")()
     with open_plain(file) as stream:
-        while lines := stream.readlines(_LONGEST):
+        while lines := stream.read(_LONGEST) + stream.readline(_LONGEST_ROW):
             # Editors on Windows put a byte order mark before a text.
-            yield b"".join(lines).decode().removeprefix("\ufeff")
+            yield decoder.decode(lines).removeprefix("\ufeff")
+        decoder.decode(b"", final=True)
+
+
+def _whole_json(stream: BinaryIO, file: Path) -> bytes:
+    content = stream.read(_LARGEST_JSON + 1)
+    if len(content) > _LARGEST_JSON:
+        raise UserError(
+            f"text.path: {file} is larger than {_LARGEST_JSON >> 20} MiB; write a row on each line of a .jsonl"
+        )
+    return content
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
     with open_plain(file) as stream:
-        for line in stream:
+        for number in itertools.count(1):
+            line = stream.readline(_LONGEST_ROW + 1)
+            if len(line) > _LONGEST_ROW:
+                raise UserError(f"text.path: line {number} of {file} {_TOO_LONG}")
+            if not line:
+                return
             if line.strip():
                 yield json.loads(line)
 
@@ -107,14 +139,37 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
         raise UserError(f"text.path: reading .parquet needs `{install('hf')}`") from None
 
     parquet = pyarrow.parquet.ParquetFile(file)
+    texts = [column.path for column in parquet.schema if column.physical_type == "BYTE_ARRAY"]
+    # Keep dictionary encoding: expanded, the repeated values of a 2 kB file could take all memory.
+    parquet = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
     wanted = {*COLUMNS} if column == "auto" else {column}
     names = [name for name in parquet.schema_arrow.names if name in wanted]
     columns = [*names, *({MASK} & {*parquet.schema_arrow.names})]
-    for batch in parquet.iter_batches(1024, columns=columns if names else None):
-        yield from _plain_rows(batch)
+    for number in range(parquet.num_row_groups):
+        _refuse_bomb(parquet.metadata.row_group(number), file)
+        batches = parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[number], columns=columns if names else None)
+        for batch in batches:
+            yield from _plain_rows(batch)
 
 
-def _plain_rows(rows: Any) -> list[Any]:
+def _refuse_bomb(group: Any, file: Path) -> None:
+    """Raise `UserError` for a row group whose numbers take far more memory than stored bytes."""
+    for place in range(group.num_columns):
+        column = group.column(place)
+        taken, stored = 8 * column.num_values, max(1, column.total_uncompressed_size)
+        if column.physical_type != "BYTE_ARRAY" and taken > max(_LARGEST_GROUP, _MOST_OF_A_BYTE * stored):
+            many = f"{column.num_values:,} values of {column.path_in_schema} in {stored:,} bytes"
+            raise UserError(f"text.path: {file} claims {many}, which no text has; leave it out")
+
+
+def _plain_rows(rows: Any) -> Iterator[Any]:
+    """Yield the rows of an Arrow table or batch, one at a time if they are large."""
+    step = len(rows) if rows.nbytes <= _BYTES_AT_ONCE else 1
+    for start in range(0, len(rows), step or 1):
+        yield from _as_python(rows.slice(start, step))
+
+
+def _as_python(rows: Any) -> list[Any]:
     """Return the rows of an Arrow table or batch; bytes that are not UTF-8 become unpaired surrogates."""
     try:
         return list(rows.to_pylist())
@@ -129,6 +184,8 @@ def _as_bytes(kind: Any) -> Any:
     import pyarrow
 
     types = pyarrow.types
+    if types.is_dictionary(kind):
+        return _as_bytes(kind.value_type)
     if types.is_string(kind) or types.is_large_string(kind):
         return pyarrow.large_binary()
     if types.is_struct(kind):
@@ -175,7 +232,7 @@ def _saved_rows(root: Path, text: Text) -> Iterator[Any]:
         if text.split not in stored:
             raise UserError(f"text.split: {root} has no {show(text.split)}, only {', '.join(stored)}")
         stored = stored[text.split]
-    for rows in stored.with_format("arrow").iter(1024):
+    for rows in stored.with_format("arrow").iter(_ROWS_AT_ONCE):
         yield from _plain_rows(rows)
 
 
@@ -209,6 +266,8 @@ def _of_rows(rows: Iterator[Any], text: Text, place: str) -> Iterator[Document]:
 def _document(row: Mapping[str, Any], column: str, place: str) -> Document:
     value = row[column]
     if isinstance(value, str):
+        if len(value) > _LONGEST_ROW:
+            raise UserError(f"text.path: {place} {_TOO_LONG}")
         return value
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _unfilled(value, row.get(MASK), place)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.paths import data_dir
+from trainer.contract.paths import box_file
 from trainer.contract.planning.check_job import chosen_indices, wanted_devices
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, read_box
@@ -53,7 +53,7 @@ class Estimate(msgspec.Struct, frozen=True):
         device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else gpus_here()
         name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
-        return cls(place_model(job, shape, devices, name, read_box(data_dir().box_file), _room(job, gpus)), name)
+        return cls(place_model(job, shape, devices, name, read_box(box_file()), _room(job, gpus)), name)
 
     def as_json(self) -> dict[str, Any]:
         """Return bytes under `per_gpu` and `per_model_gpu`, None where there is none, the time and the mode."""

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.paths import data_dir
+from trainer.contract.paths import box_file, working_folder
 from trainer.contract.planning.check_job import Machine, MachineGpu, outlook_of, wanted_ranks
 from trainer.contract.planning.extraction import ExtractionOutlook, disk_words
 from trainer.contract.planning.hardware import read_box
@@ -32,7 +32,9 @@ class ExtractionEstimate(msgspec.Struct, frozen=True):
         if not cards and not job.on_cpu:
             # The job may be for another machine.
             cards = tuple(MachineGpu(index, "GPU", None) for index in range(wanted_ranks(job)))
-        look = outlook_of(job, Machine(cards, 1, data_dir().root, speeds=read_box(data_dir().box_file)))
+        box = box_file()
+        folder = box.parent if box else working_folder()
+        look = outlook_of(job, Machine(cards, 1, folder, speeds=read_box(box)))
         if look.memory is None:
             raise JobFileError([Problem("model.path", f"{job.model.path} is not on this disk; download it first")])
         return cls(job, look)

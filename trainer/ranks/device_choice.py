@@ -11,7 +11,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, UsageError, errors
 from trainer.contract.output import complain
-from trainer.contract.paths import data_dir
+from trainer.contract.paths import box_file
 from trainer.contract.planning.check_job import Machine, check, chosen_indices, takes_slices, wanted_devices
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import is_slice, refusal_of_slices
@@ -62,7 +62,7 @@ def with_places(spec: RankSpec, job: JobConfig, gpus: Sequence[Device]) -> RankS
     """
     name = slowest(gpu.name for gpu in gpus) if gpus else CPU
     room = Room(total_bytes=min((gpu.memory_bytes for gpu in gpus), default=None))
-    return with_model_placed(spec, job, name, read_box(data_dir().box_file), room)
+    return with_model_placed(spec, job, name, read_box(box_file()), room)
 
 
 def devices_again(

@@ -22,6 +22,7 @@ from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, data_dir, open_private, private_folder, refuse_link
 from trainer.contract.planning.workload import steps_of
 from trainer.contract.printable import printable_lines
+from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
 from trainer.contract.runs.lock import RunLock, is_held, still_going
@@ -73,8 +74,8 @@ def own_box_file() -> Path | None:
 
     None if the folder cannot be made.
     """
-    data = data_dir()
     try:
+        data = data_dir()
         private_folder(data.root)
     except UserError:
         return None
@@ -159,7 +160,7 @@ class Foreground:
         return ChildRank(rank, process, self._paths.rank_exit(self._spec.attempt, rank), self._paths.log(rank))
 
     def _take_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, *STOP_SIGNALS):
             signal.signal(number, self._on_stop)
         # Under nohup it is ignored, and stays so.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

@@ -22,6 +22,7 @@ from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.check_job import chosen_indices, wanted_ranks
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable_lines
+from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.settings.extract import ExtractJob
@@ -53,7 +54,7 @@ def run(job: ExtractJob, *, as_json: bool) -> int:
 def _run_alone(job: ExtractJob, gpus: list[Device]) -> Result:
     """Extract in this process."""
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS):
         # Under nohup SIGHUP is ignored, and stays so.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())

@@ -25,6 +25,7 @@ from trainer.contract.planning.gpu_vendors import is_slice_by_name, refusal_of_s
 from trainer.contract.planning.plan import Plan
 from trainer.contract.planning.workload import steps_of, with_model_gpus
 from trainer.contract.printable import printable_lines
+from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
@@ -338,26 +339,26 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """Block SIGTERM until a thread waits for it; ignore SIGINT and SIGHUP, which are for whoever started the ranks."""
+    """Block `STOP_SIGNALS`, which a thread waits for; ignore SIGINT and SIGHUP, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
-    """Start a thread that waits for SIGTERM: a handler would not run while the main thread waits for a peer."""
+    """Start a thread that waits for `STOP_SIGNALS`: a handler would not run while the main thread waits for a peer."""
     arguments = (stop, progress, stuck_after_s, parent)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
 
 def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
-    """Ask the training to stop at every SIGTERM; from the first on, exit the process if it is stuck or orphaned."""
-    signal.sigwait({signal.SIGTERM})
+    """Ask the training to stop at each such signal; after the first, also exit if it is stuck or orphaned."""
+    signal.sigwait(STOP_SIGNALS)
     stop.set()
     threading.Thread(target=_end_if_stuck, args=(progress, stuck_after_s, parent), name="stuck", daemon=True).start()
     while True:
-        signal.sigwait({signal.SIGTERM})
+        signal.sigwait(STOP_SIGNALS)
         stop.set()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 
-_AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+_AWAITED = {*STOP_SIGNALS, signal.SIGCHLD}
 
 
 def fork_rank(mark_file: Path) -> None:
@@ -29,7 +29,7 @@ def fork_rank(mark_file: Path) -> None:
 
 
 def _watch(child: int, mark_file: Path) -> None:
-    """Wait until the rank has ended, passing SIGTERM on to it, record its exit code and exit; never return."""
+    """Wait for the rank, forwarding `STOP_SIGNALS`, record its exit code and exit; never return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process = ProcessRef.of(child) or ProcessRef(child, 0, boot_id())
@@ -44,9 +44,9 @@ def _watch(child: int, mark_file: Path) -> None:
 
 
 def _wait_for_exit(child: int, process: ProcessRef) -> int:
-    """Wait for the rank, passing SIGTERM on to it, and return its exit code; -N where signal N ended it."""
+    """Wait for the rank, forwarding `STOP_SIGNALS`, and return its exit code; -N if signal N ended it."""
     while True:
-        if signal.sigwait(_AWAITED) == signal.SIGTERM:
+        if signal.sigwait(_AWAITED) in STOP_SIGNALS:
             process.send(signal.SIGTERM)
             continue
         # A SIGCHLD also comes when SLURM stops the rank or lets it go on again.

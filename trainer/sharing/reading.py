@@ -98,6 +98,8 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError, ValueError, RuntimeError) as error:
         reason = sentence(error) if isinstance(error, OSError) else first_line(error)
         raise UserError(f"{file} is not a whole safetensors file: {reason}") from None
+    except MemoryError:
+        raise UserError(f"{file} does not fit into memory; its tensors are no SAE's") from None
 
 
 def read_state_dict(file: Path) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 
 from trainer.checkpoints.atomic_folder import NoRoomError
 from trainer.contract.errors import UserError
-from trainer.contract.paths import data_dir
+from trainer.contract.paths import box_file
 from trainer.contract.store.metrics_store import WAITING
 from trainer.contract.wording import join_words
 from trainer.parallel.base import Parallel
@@ -155,7 +155,8 @@ def _other_places(folder: Path) -> Iterator[Path]:
     while not folder.exists():
         folder = folder.parent
     seen = {folder.stat().st_dev}
-    for place in (data_dir().root, Path(tempfile.gettempdir()), Path("/dev/shm")):
+    box = box_file()
+    for place in (*([box.parent] if box else []), Path(tempfile.gettempdir()), Path("/dev/shm")):
         if place.is_dir() and (disk := place.stat().st_dev) not in seen:
             seen.add(disk)
             yield place

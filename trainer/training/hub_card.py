@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from trainer.contract.files import open_plain
 from trainer.contract.paths import RunPaths
+from trainer.contract.printable import in_markdown, printable_lines
 from trainer.contract.runs.checkpoint_manifest import TENSORS, State, read_state
 from trainer.contract.runs.recipe import recipe_lines
 from trainer.contract.runs.run_job import load_run_job
@@ -20,6 +23,8 @@ from trainer.sharing.base import CARD_REST, CARD_TITLE, MODEL_CARD, public_name
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import how_far_of_sae, output_of, recipe_of_run
 
+_LARGEST_CARD = 4 * 2**20
+_HTML = re.compile(r"(?<!\\)<")
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 
 
@@ -72,9 +77,22 @@ def _sections(checkpoint: Path, job: JobConfig, state: State, labels: Collection
     for label, member in _chosen(job, labels).items():
         card = output / label / MODEL_CARD
         is_judged = exported_tokens(output / label) == state.position.tokens and card.is_file()
-        text = card.read_text(errors="replace") if is_judged else ""
+        text = _card_text(card) if is_judged else ""
         # Its figures lie beside it, and are not sent.
         yield text.replace(CARD_REST, "") if text.startswith(CARD_TITLE) else _plain(checkpoint, member, state, label)
+
+
+def _card_text(card: Path) -> str:
+    """Return a model card written by `eval`; "" for any other. A received run may hold text by its author."""
+    with contextlib.suppress(OSError), open_plain(card) as stream:
+        content = stream.read(_LARGEST_CARD + 1)
+        # Cards written by `eval` contain no HTML, so each < is escaped.
+        return (
+            _HTML.sub(r"\\<", printable_lines(content.decode(errors="replace")))
+            if len(content) <= _LARGEST_CARD
+            else ""
+        )
+    return ""
 
 
 def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
@@ -82,16 +100,16 @@ def _plain(checkpoint: Path, job: JobConfig, state: State, label: str) -> str:
     origin = state.origin_of(label)
     recipe = recipe_of_run(checkpoint.parent.parent, state, label, _d_in(checkpoint, label))
     lines = [
-        f"- {fact.replace('_', ' ')}: {public_name(origin[fact])}"
+        f"- {fact.replace('_', ' ')}: {in_markdown(str(public_name(origin[fact])))}"
         for fact in ("model_name", "hook_name")
         if fact in origin
     ]
-    title = f"{CARD_TITLE}: {' '.join(word for word in (job.name, label) if word)}"
+    title = f"{CARD_TITLE}: {in_markdown(' '.join(word for word in (job.name, label) if word))}"
     what = f"{job.sae.architecture}, trained on {state.position.tokens:,} tokens."
-    trained = [f"- {name}: {value}" for name, value in recipe_lines(recipe)] if recipe else []
+    trained = [f"- {name}: {in_markdown(value, 1000)}" for name, value in recipe_lines(recipe)] if recipe else []
     run_dir, is_transcoder = checkpoint.parent.parent, state.d_out is not None
     how_far = how_far_of_sae(run_dir, _job_of(checkpoint), label, state, is_transcoder=is_transcoder)
-    trained += [f"- {name}: {words}" for name, words in how_far.facts()] if how_far else []
+    trained += [f"- {name}: {in_markdown(words, 1000)}" for name, words in how_far.facts()] if how_far else []
     return "\n".join([title, "", what, *lines, *trained, ""])
 
 

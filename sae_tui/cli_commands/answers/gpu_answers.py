@@ -19,6 +19,10 @@ _CONDITION = typed(
         "slowed_by": f"What keeps it from running faster, in words; {_NO_SENSOR}.",
         "slowdown_c": f"From how many °C on it slows itself down; {_NO_SENSOR}.",
         "xid": "The last error that its driver has reported; null: none.",
+        "compute_mode": f"shared, one process, or no computing; {_NO_SENSOR}.",
+        "ecc_uncorrected": f"Uncorrected errors of its memory since its last reset; {_NO_SENSOR}.",
+        "rows_pending": f"Whether rows of its memory wait for a reset to be replaced; {_NO_SENSOR}.",
+        "rows_failed": f"Whether a row of its memory could not be replaced; {_NO_SENSOR}.",
     },
     {
         "slowed_by": or_null(list_of(str)),
@@ -26,7 +30,12 @@ _CONDITION = typed(
             typed(
                 "Error of a driver",
                 Xid,
-                {"number": "Its number.", "timestamp": "When, in s since the epoch.", "words": "What it means."},
+                {
+                    "number": "Its number.",
+                    "timestamp": "When, in s since the epoch.",
+                    "words": "What it means.",
+                    "is_fatal": "Whether no job is started on the GPU until it is reset.",
+                },
             )
         ),
     },

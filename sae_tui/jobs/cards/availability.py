@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import ONE_PROCESS, GpuProcess, GpuSample
 from sae_tui.jobs.cards.locks import lock_holders, owner
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
@@ -23,8 +23,9 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
-    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
-    uses it: less than the total, of which the driver keeps some. `vendor` is that of the sample.
+    `brief` is a short reason, shown next to the GPU's use. `memory_usable_bytes` is what jobs have on an unused GPU:
+    less than the total, since the driver keeps some. `vendor` is the sample's. `withheld`: only other users may use the
+    GPU.
     """
 
     index: int
@@ -38,6 +39,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     memory_usable_bytes: int | None = None
     brief: str = ""
     vendor: str = ""
+    withheld: bool = False
 
     @property
     def may_be_offered(self) -> bool:
@@ -127,8 +129,10 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     reason = brief = ""
     if not sample.healthy:
         state, reason = "unhealthy", sample.reason or "it cannot be read"
-    elif sample.unusable:
-        state, reason = "unhealthy", sample.unusable
+    elif sample.obstacle:
+        state, reason = "unhealthy", sample.obstacle
+        short = sample.condition.trouble[1] if sample.condition and not sample.unusable else ""
+        brief = f"{short}, job {job.id}" if job and short else short
     elif "uuid" in sample.failed:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
@@ -140,6 +144,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "busy", held.strangers[sample.uuid]
     elif foreign := _largest_foreign(_others(sample, held), held.own_pids):
         state, reason = "busy", _used_by(foreign)
+    elif taken := _taken_alone(sample, held):
+        state, reason = "busy", taken
     elif _is_used_unseen(sample, held):
         state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
         brief = "in use, cannot be seen by whom"
@@ -157,7 +163,19 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         memory_usable_bytes=_usable(sample),
         brief=brief or reason,
         vendor=sample.vendor,
+        withheld=sample.withheld,
     )
+
+
+def takes_one_process(sample: GpuSample) -> bool:
+    """Return whether only one process at a time may compute on a GPU (exclusive compute mode)."""
+    return sample.condition is not None and sample.condition.compute_mode == ONE_PROCESS
+
+
+def _taken_alone(sample: GpuSample, held: Holders) -> str:
+    """Return who uses a GPU that takes one process at a time, however little memory it uses; "" for no process."""
+    alone = [one for one in _others(sample, held) if one.pid not in held.own_pids and not _has_ended(one)]
+    return f"{_used_by(alone[0])}, and takes one process at a time" if takes_one_process(sample) and alone else ""
 
 
 def _usable(sample: GpuSample) -> int | None:

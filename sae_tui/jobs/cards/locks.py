@@ -12,11 +12,12 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer.contract.locks import try_lock
-from trainer.contract.paths import DataDir
+from trainer.contract.mounts import mount_of
+from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
@@ -24,7 +25,6 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # of our own in it: the user whose job came first would own it, and could keep others out.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 _ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
-_NO_CARDS = ("simulated", "none")
 
 
 class GpuLocks:
@@ -49,8 +49,12 @@ class GpuLocks:
         taken: list[int] = []
         for uuid, path in self._paths.items():
             try:
+                if not path.parent.exists():
+                    private_folder(path.parent)
                 taken.append(open_lock(path))
-                is_free, why = try_lock(taken[-1], shared=self._shared), ""
+                # If the file was replaced meanwhile, another process can hold the lock of the new file.
+                is_free = try_lock(taken[-1], shared=self._shared) and _is_there_still(path, taken[-1])
+                why = ""
             except OSError as error:
                 is_free, why = False, _why(path, error)
             if not is_free:
@@ -66,6 +70,12 @@ class GpuLocks:
         self.descriptors = ()
 
 
+def _is_there_still(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
+
+
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
     """Return the folder of the GPUs' locks: the machine's for real cards, the data folder's for simulated ones."""
     return _place(data, gpu_source)[0]
@@ -77,8 +87,11 @@ def lock_problem(data: DataDir, gpu_source: str) -> str:
 
 
 def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
-    if gpu_source.partition(":")[0] in _NO_CARDS:
+    if gpu_source == "none":
         return data.locks, ""
+    if gpu_source.partition(":")[0] == "simulated":
+        # Simulated GPUs have the same UUIDs on all hosts that share the folder.
+        return data.locks / data.host_word, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
         wrong = _make_shared_folder(Path(chosen))
         return (data.locks, f"{wrong}; {_ALONE}") if wrong else (Path(chosen), "")
@@ -90,18 +103,28 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
+    return _holders({uuid: _path(folder, uuid) for uuid in uuids})
+
+
+def lock_holder(path: Path) -> int | None:
+    """Return the pid that holds the lock of a file; None if it is free, or held from another PID namespace."""
+    return _holders({"": path}).get("")
+
+
+def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
+    """Return by name the pid that holds the lock of each file; all files must be in one folder."""
     try:
         pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
     held = {}
     with contextlib.suppress(OSError):
-        device = _file_system(folder)
-        for uuid in uuids if pids else ():
+        # Inode numbers are unique only within one device.
+        device = mount_of(next(iter(paths.values())).parent).device if paths and pids else ""
+        for name, path in paths.items() if device else ():
             with contextlib.suppress(OSError):
-                inode = _path(folder, uuid).stat().st_ino
-                if pid := pids.get(f"{device}:{inode}"):
-                    held[uuid] = pid
+                if pid := pids.get(f"{device}:{path.stat().st_ino}"):
+                    held[name] = pid
     return held
 
 
@@ -110,25 +133,6 @@ def pids_by_lock(lines: bytes) -> dict[str, int]:
     # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
     return {place.decode(): int(pid) for pid, place in matches}
-
-
-def _file_system(folder: Path) -> str:
-    """Return a folder's device as /proc/locks names it, which on btrfs is not that of `stat`.
-
-    Numbers of inodes are unique only within it.
-    """
-    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-    try:
-        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-    finally:
-        os.close(descriptor)
-    (mount,) = [line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")]
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        number, _, device = line.split()[:3]
-        if number == mount:
-            major, _, minor = device.partition(":")
-            return f"{int(major):02x}:{int(minor):02x}"
-    raise FileNotFoundError(folder)
 
 
 def owner(pid: int) -> str:

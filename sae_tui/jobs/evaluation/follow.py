@@ -49,6 +49,7 @@ class Evaluation:
     def __init__(self, data: DataDir, request: Request) -> None:
         self._data, self._request = data, request
         self._paths = data.run(request.job_id)
+        data.refuse_links(request.job_id)
         os.umask(umask_of(data.root))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._lock = FileLock(self._paths.evaluation_lock)
@@ -79,6 +80,10 @@ class Evaluation:
                 self._tell(FAILED, failure(self._paths, code), "warning")
             else:
                 self._tell(*outcome(self._data, self._request.job_id, self._request.parts))
+        except Exception as error:
+            what = f"sae-tui itself failed: {type(error).__name__}: {error}"
+            self._tell(FAILED, f"was not evaluated: {what}; see {self._paths.evaluation_log}", "warning")
+            raise
         finally:
             going.remove(self._data, self._request.job_id)
 

@@ -24,8 +24,9 @@ from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.progress import Progress, Reached
 from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.report_card import IN_MODEL, PROBES, ROWS
+from trainer.contract.settings.consent import FLAG, code_in
 from trainer.contract.settings.job_file import read_toml
-from trainer.contract.settings.toml import Judged
+from trainer.contract.settings.toml import Judged, read_plain_text
 from trainer.contract.store.rows import Job
 
 FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
@@ -59,6 +60,7 @@ class Request(msgspec.Struct, frozen=True):
     gpu_source: str = "auto"
     keeps_rows: bool = False
     is_spliced: bool = True
+    allows_code: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -70,7 +72,7 @@ class Request(msgspec.Struct, frozen=True):
     def flags(self) -> list[str]:
         """The flags of the trainer's command."""
         model = ["--model", self.model] if self.model else []
-        flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows}
+        flags = {"--probe": self.is_probed, "--keep-rows": self.keeps_rows, FLAG: self.allows_code}
         spliced = ["--tokens", "0"] if self.model and not self.is_spliced else []
         return [*model, *spliced, *(flag for flag, is_given in flags.items() if is_given)]
 
@@ -79,7 +81,8 @@ def evaluate(data: DataDir, request: Request) -> str:
     """Start the evaluation of a job's SAEs and return the sentence on it; raise `UserError` where it cannot be."""
     with existing(data, request.job_id) as control:
         refuse(data, control.job(request.job_id))
-    request = msgspec.structs.replace(request, python=python_of(data, request.job_id))
+    python, allows_code = python_of(data, request.job_id), request.allows_code or _runs_code(data, request.job_id)
+    request = msgspec.structs.replace(request, python=python, allows_code=allows_code)
     arguments = [*FOLLOWER, str(data.root), msgspec.json.encode(request).decode()]
     try:
         start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
@@ -133,6 +136,12 @@ def python_of(data: DataDir, job_id: int) -> str:
         raise UserError(f"job {job_id} names a Python that is not run, for {judged.distrust}")
     named_python.refuse(python)
     return named_python.whole(python)
+
+
+def _runs_code(data: DataDir, job_id: int) -> bool:
+    """Return whether the job runs a model's own code, which was allowed at its launch."""
+    file = data.run(job_id).job_file
+    return file.exists() and any(code.path == "data.remote_code" for code in code_in(read_toml(file, read_plain_text)))
 
 
 def offer(data: DataDir, job_id: int) -> tuple[str, str]:

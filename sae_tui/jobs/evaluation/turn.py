@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from pathlib import Path
 
 from sae_tui.jobs.cards.availability import choices, holders, with_strangers
 from sae_tui.jobs.cards.locks import lock_folder
@@ -25,10 +27,19 @@ def free_card(data: DataDir, job_id: int, source: str, since: float) -> tuple[Ca
         return None, str(error)
     if before := [one for one in jobs if _is_before(one, job.host, since)]:
         return None, f"job {before[-1].id} queued before it"
-    samples = CardReader(data, source).samples()
+    reader = _reader(data.root, source)
+    samples = reader.samples()
+    if not samples and reader.problem:
+        return None, f"the GPUs cannot be read: {reader.problem}"
     held = with_strangers(holders(jobs, leases, ranks), lock_folder(data, source), samples)
     card = idle_card(data, job, choices(samples, held), source)
     return card, "" if card else "no GPU is free"
+
+
+@functools.cache
+def _reader(root: Path, source: str) -> CardReader:
+    """Return the one reader of a source, which remembers for how long another process has blocked it."""
+    return CardReader(DataDir(root), source)
 
 
 def _is_before(job: Job, host: str, since: float) -> bool:

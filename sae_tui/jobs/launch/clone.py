@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 
 from sae_tui.jobs.edits import LONGEST_NAME
-from sae_tui.jobs.launch.launching import refuse_options_of_others, sets
+from sae_tui.jobs.launch.launching import refuse_options_of_others
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.workload import Layout, ranks_of
+from trainer.contract.settings.consent import sets
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import AnyJob, any_job_of, load_any, to_table
 from trainer.contract.settings.toml import Judged, table_of

@@ -14,7 +14,6 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.environment import Environment
 from sae_tui.jobs.launch import extraction
-from sae_tui.jobs.launch.launching import python_of_others
 from sae_tui.jobs.launch.memory_need import (
     Need,
     Room,
@@ -33,8 +32,8 @@ from trainer.contract.paths import DataDir, shipped_data, working_folder
 from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.planning.workload import Layout
-from trainer.contract.printable import printable_toml
-from trainer.contract.settings import job_file
+from trainer.contract.printable import printable, printable_toml
+from trainer.contract.settings import consent, job_file
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
@@ -297,15 +296,24 @@ def read_job_table(path: Path) -> dict[str, Any]:
     """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
     judged = Judged(pipes=True)
     job, problems = job_file.parse_any(job_file.read_toml(path, judged), job_file.bases_of(path))
-    if job is None or (problems := python_of_others(judged.distrust, job)):
+    if job is None:
         raise JobFileError(problems)
     table = job_file.to_table(job)
+    if judged.distrust and (code := consent.refused(table, consent.NO_CONSENT, judged.distrust)):
+        raise JobFileError(consent.problems_of(code, judged.distrust))
     for section, name in _paths_read(job):
         where = table[section].get(name) or []
         beside = [_beside(path, one) for one in (where if isinstance(where, list) else [where])]
         if where:
             table[section][name] = beside if isinstance(where, list) else beside[0]
     return table
+
+
+def question_about(code: Sequence[consent.Code], path: Path) -> str:
+    """Return the question to ask before a form is filled from a job file that runs code."""
+    lines = [f"  {each.path}: {printable(each.does)}" for each in code]
+    asks = "Take that over? Only if you trust who wrote it."
+    return "\n".join([f"{printable(str(path))} runs code:", *lines, "", asks])
 
 
 def _beside(job_file: Path, where: str) -> str:

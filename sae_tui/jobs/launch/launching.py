@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -13,13 +12,14 @@ from sae_tui.gpu import resolve
 from sae_tui.jobs import detach, environment
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
+from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.named_python import whole
 from sae_tui.jobs.queue.after import refuse_circle
 from sae_tui.jobs.queue.promised import promised_by
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
-from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
+from trainer.contract.errors import JobFileError, UserError, errors, sentence
 from trainer.contract.extras import refuse_without_trainer
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
@@ -32,9 +32,10 @@ from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.model_placement import place_model
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.planning.workload import steps_of
+from trainer.contract.settings.consent import SBATCH, Code, Consent, problems_of, refused, sets
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import AnyJob, dump_job, with_paths
+from trainer.contract.settings.job_file import AnyJob, dump_job, to_table, with_paths
 from trainer.contract.settings.promised import Promises
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.job_store import Control
@@ -77,7 +78,7 @@ def launch(
             row = Job(
                 name=job.name,
                 user=user_name(),
-                host=socket.gethostname(),
+                **this_machine(),
                 gpu_source=gpu_source,
                 held=hold,
                 after=after,
@@ -129,26 +130,14 @@ def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Star
 
 
 def refuse_options_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` where a job file of others, by `distrust`, says what can run anything: see `orders_of`."""
-    if problems := orders_of(distrust, job, overrides):
-        raise JobFileError(problems)
-
-
-def orders_of(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> list[Problem]:
-    """Report what runs a program and stands in a file that others may write: options of sbatch, and a Python."""
+    """Raise `JobFileError` if a job file that others may write (`distrust`) sets code to run or sbatch options."""
     # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
-    orders = {"launch.sbatch_options": job.launch.sbatch_options, "launch.python": job.launch.python}
-    told = [path for path, value in orders.items() if distrust and value and not sets(overrides, path)]
-    return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in told]
-
-
-def python_of_others(distrust: str, job: AnyJob, overrides: Sequence[str] = ()) -> list[Problem]:
-    """Report a Python that is named in a file which others may write."""
-    return [problem for problem in orders_of(distrust, job, overrides) if problem.path == environment.SETTING]
-
-
-def sets(overrides: Iterable[str], *paths: str) -> bool:
-    return any(override.partition("=")[0].strip() in paths for override in overrides)
+    table = to_table(job)
+    refusals = refused(table, Consent(overrides=tuple(overrides)))
+    if job.launch.sbatch_options and not sets(overrides, SBATCH):
+        refusals.append(Code(SBATCH, "", ""))
+    if distrust and refusals:
+        raise JobFileError(problems_of(refusals, distrust))
 
 
 def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,13 +13,15 @@ from sae_tui.jobs.launch.launching import (
     begin,
     fields_of,
     refuse_options_of_others,
-    sets,
     visible_devices,
     with_whole_python,
 )
 from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.machine import elsewhere, is_here, this_machine
 from sae_tui.jobs.output import NO_SHARD
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.queue.after import comes_after
+from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
@@ -32,12 +33,14 @@ from trainer.contract.planning.stored_extraction import n_stored_rows
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, data_notes, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.consent import sets
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
 from trainer.contract.settings.toml import Judged, read_plain_text, table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import distrust_of_file
+from trainer.contract.wording import join_words
 
 Place = Callable[[AnyJob], Placement]
 # What decides where a job runs, and on how many ranks.
@@ -57,6 +60,8 @@ class Plan(msgspec.Struct, frozen=True):
     has_checkpoint: bool = True
     # The last step of a training that has a checkpoint.
     total_steps: int | None = None
+    # Why a job that never began does not start yet: `it is held until it is released`.
+    in_line: str = ""
 
     @property
     def sentence(self) -> str:
@@ -64,6 +69,8 @@ class Plan(msgspec.Struct, frozen=True):
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its whole shards" if self.step else begins
+        if self.in_line:
+            return f"is in line again; it {self.in_line}"
         if not self.has_checkpoint:
             return "starts from step 0: it had saved no checkpoint"
         return f"resumes from step {self.step}"
@@ -84,14 +91,17 @@ def resume(
 
     Raise `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """
-    reconcile(data)
+    reconcile_and_revive(data)
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if not job.state.is_final:
-            raise UserError(_not_ended_message(job))
+            raise UserError(_not_ended_message(data, job))
         if is_held(data.run(job_id).lock_file):
             raise UserError(still_going(data.run(job_id).root))
         plan = prepare(data, job, place, overrides)
+        _refuse_gpus_of_others(data, job, plan.placement)
+        job = _with_its_place(job)
+        plan = msgspec.structs.replace(plan, in_line=_in_line(job))
         if finish and plan.counts == "row":
             raise UserError(f"job {job_id} trains nothing that could cool down; resume it without --finish")
         with environment.required(plan.config):
@@ -104,9 +114,10 @@ def resume(
             fields["priority"] = job.priority
         if plan.total_steps:
             fields["total_steps"] = plan.total_steps
-        fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
+        fields |= {"restarts": 0, "held": job.held, "after": job.after}
+        fields |= {"supervisor_pid": None, "supervisor_start": None}
         # The supervisor runs on the host of the resume; only that host can tell whether it lives.
-        fields["host"] = socket.gethostname()
+        fields |= this_machine()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
         if finish:
@@ -169,11 +180,41 @@ def _complete_launch(data: DataDir, job: Job) -> None:
         raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
 
 
-def _not_ended_message(job: Job) -> str:
+def _not_ended_message(data: DataDir, job: Job) -> str:
+    if why := elsewhere(data, job):
+        return f"job {job.id} {stands(job)}; {why}"
     if job.state == JobState.QUEUED:
         how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
         return f"job {job.id} {stands(job)}; {how}"
     return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
+
+
+def _with_its_place(job: Job) -> Job:
+    """Return the job as it is queued again: a job that never began keeps `after` and `held`.
+
+    A job that has begun loses both. A job that its user stopped is not held any more, as `resume` releases a held job.
+    """
+    if job.attempt:
+        return msgspec.structs.replace(job, held=False, after=())
+    return msgspec.structs.replace(job, held=job.held and job.state != JobState.STOPPED)
+
+
+def _in_line(job: Job) -> str:
+    """Return why a queued job does not start: it comes after others, or is held; "" if nothing prevents it."""
+    held = "is held until it is released" if job.held else ""
+    return " and ".join(filter(None, (comes_after(job.after), held)))
+
+
+def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> None:
+    """Raise `JobFileError` if the job is pinned to GPUs of its former host that this host does not have."""
+    named = {uuid for _, uuid in placement.gpus}
+    if is_here(job) or not named or job.gpu_source == "none":
+        return
+    here = {sample.uuid for sample in CardReader(data, job.gpu_source).samples()}
+    if missing := [index for index, uuid in placement.gpus if uuid not in here]:
+        gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
+        message = f"job {job.id} had {gpus} of {job.host}, which this host does not have; choose others by --gpus"
+        raise JobFileError([Problem("launch.gpus", message)])
 
 
 def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -> None:

@@ -15,7 +15,7 @@ from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
 from trainer.contract.paths import open_private
 from trainer.contract.prctl import end_with_parent
-from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.process import STOP_SIGNALS, ProcessRef, boot_id
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
@@ -110,6 +110,7 @@ def _die_with(supervisor: int) -> None:
 
     Run in the rank before its program.
     """
-    # Until the program is there, the supervisor's own handler would take it.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Until exec, the supervisor's own handlers would receive these signals.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     end_with_parent(supervisor)

@@ -19,10 +19,27 @@ def comes_after(job_ids: Iterable[int]) -> str:
     return f"comes after {join_words(named)}" if named else ""
 
 
+def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
+    """Describe the queued jobs that come after unfinished jobs which are to be deleted; return "" for none.
+
+    `job 2 comes after job 1 and would not start by itself any more`
+    """
+    jobs, gone = list(jobs), {*deleted}
+    unfinished = {job.id for job in jobs if job.id in gone and job.state not in DONE}
+    waiting = [job.id for job in jobs if job.state == JobState.QUEUED and not unfinished.isdisjoint(job.after)]
+    if not waiting:
+        return ""
+    before = sorted(unfinished & {other for job in jobs if job.id in waiting for other in job.after})
+    which = join_words([f"job {job_id}" for job_id in sorted(waiting)])
+    come, itself = ("come", "themselves") if len(waiting) > 1 else ("comes", "itself")
+    after = join_words([f"job {job_id}" for job_id in before])
+    return f"{which} {come} after {after} and would not start by {itself} any more"
+
+
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
     """Describe the first job that this one comes after and that has not finished, or return "".
 
-    A deleted job counts as finished.
+    Deleting a finished job removes it from `after`; a deleted job that is still listed there had not finished.
     """
     for other in job.after:
         try:
@@ -32,7 +49,9 @@ def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
         if state is None and data.run(other).root.is_dir():
             # A store that was lost does not say how it ended.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` finds it again"
-        state = state or JobState.FINISHED
+        if state is None:
+            remedy = f"stop waiting for it: `sae-tui after {job.id}`"
+            return f"{comes_after([other])}, which was deleted before it had finished; {remedy}"
         if not state.is_final:
             return f"{comes_after([other])}, which is {_word(control, other, state)}"
         if state not in DONE:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
+import os
+import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from sae_tui.gpu import AUTO, resolve
-from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample
-from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
-from sae_tui.jobs.cards.locks import open_lock
+from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, samples_of
+from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices, takes_one_process
+from sae_tui.jobs.cards.locks import lock_holder, open_lock
 from sae_tui.jobs.queue.order import Card
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import slowest
+from trainer.contract.process import ProcessRef, boot_id, state_of
 from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
@@ -28,6 +33,12 @@ FRESH_S = 5.0
 NAMED_S = 86_400.0
 # Python's own start, and what opening the driver and reading a card may take.
 READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
+# Seconds by which samples may exceed the requested age while another process reads the GPUs.
+LATE_S = 5.0
+# Seconds; a process that has answered ends at once.
+END_S = 1.0
+# Seconds until the next read after one hangs in the driver; doubled for each further one.
+STUCK_S, LONGEST_STUCK_S = 60.0, 3600.0
 
 
 class CardReader:
@@ -35,14 +46,29 @@ class CardReader:
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
-        self._file = data.root / f"cards-{source.replace(':', '-')}.json"
-        self._lock = data.locks / "cards.lock"
+        # Another host that shares the folder has other GPUs.
+        self._file = data.root / f"cards-{data.host_word}-{source.replace(':', '-')}.json"
+        self._lock = data.locks / f"cards-{data.host_word}.lock"
+        # Processes that hang in the driver.
+        self._stuck_file = self._file.with_suffix(".stuck")
+        # Since when another process holds the lock: monotonic time and time of day.
+        self._refused: tuple[float, str] | None = None
+        # Why there are no samples.
+        self.problem = ""
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
-        """Return samples no older than `fresh_s`, unless somebody reads them just now; () where they cannot be read."""
+        """Return samples no older than `fresh_s`, or `LATE_S` more while another process reads the GPUs.
+
+        Return () without such samples; `problem` says why.
+        """
+        self.problem = ""
         if not 0 <= self._age_s() <= fresh_s:
             self._read()
-        return read_json(self._file, tuple[GpuSample, ...]) or ()
+        # `abs`, since an old reading must not count as fresh after the clock was set back.
+        if abs(self._age_s()) > fresh_s + LATE_S:
+            self.problem = self.problem or "the reading is not written"
+            return ()
+        return samples_of(read_json(self._file, list[msgspec.Raw]) or ())
 
     def _age_s(self) -> float:
         """Return the seconds since the reading; negative if the clock was set back, infinite without one."""
@@ -52,21 +78,102 @@ class CardReader:
             return math.inf
 
     def _read(self) -> None:
+        """Read the GPUs, unless another process is reading them.
+
+        The lock only avoids repeated reads. If its holder is stopped or hangs, the GPUs are read without it.
+        """
         with open(open_lock(self._lock)) as lock:
-            if not try_lock(lock.fileno()):
-                return
-            command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
-            try:
-                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=READ_TIMEOUT_S)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                note(f"the GPUs could not be read: {error}")
-                return
-            if done.returncode:
-                note(f"the GPUs could not be read: {done.stderr.decode(errors='replace').strip()}")
-                self._file.unlink(missing_ok=True)
+            if _is_ours(lock.fileno()):
+                self._refused = None
             else:
-                # Read again in a few seconds.
-                write_whole(self._file, done.stdout, durable=False)
+                self._refused = self._refused or (time.monotonic(), time.strftime("%H:%M:%S"))
+                since, clock = self._refused
+                if time.monotonic() - since <= READ_TIMEOUT_S + 2 * END_S:
+                    self.problem = f"{_who(lock_holder(self._lock))} has been reading them since {clock}"
+                    return
+            self._run_reader()
+
+    def _run_reader(self) -> None:
+        stuck = [process for process in read_json(self._stuck_file, list[ProcessRef]) or () if _is_there(process)]
+        if stuck and self._seconds_since_stuck() < min(LONGEST_STUCK_S, STUCK_S * 2 ** (len(stuck) - 1)):
+            self.problem = f"{_who(stuck[-1].pid)} hangs in the driver and cannot be ended"
+            return
+        command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
+        try:
+            reader = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except OSError as error:
+            self._fail(str(error))
+            return
+        identity = ProcessRef.of(reader.pid)
+        answer, complaint = _answer_of(reader, READ_TIMEOUT_S)
+        if answer.endswith(b"\n"):
+            write_whole(self._file, answer, durable=False)
+        if not _has_ended(reader) and identity:
+            note(f"process {reader.pid}, which read the GPUs, hangs in the driver and cannot be ended")
+            write_json(self._stuck_file, [*stuck, identity])
+        if not answer.endswith(b"\n"):
+            self._file.unlink(missing_ok=True)
+            self._fail(complaint or f"no answer within {READ_TIMEOUT_S:g} s")
+
+    def _fail(self, reason: str) -> None:
+        self.problem = reason
+        note(f"the GPUs could not be read: {reason}")
+
+    def _seconds_since_stuck(self) -> float:
+        try:
+            return abs(time.time() - self._stuck_file.stat().st_mtime)
+        except OSError:
+            return math.inf
+
+
+def _is_ours(lock: int) -> bool:
+    """Take the lock; return False if another process holds it, True if the file system has no locks."""
+    try:
+        return try_lock(lock)
+    except OSError:
+        return True
+
+
+def _is_there(process: ProcessRef) -> bool:
+    """Return whether a process still exists; a thread that hangs in the driver keeps a killed process."""
+    return process.boot_id == boot_id() and state_of(process.pid) != ""
+
+
+def _who(pid: int | None) -> str:
+    return f"process {pid}" if pid else "another process"
+
+
+def _answer_of(reader: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, str]:
+    """Return the line that a process prints, with its newline if it is complete, and its standard error.
+
+    Do not wait for end of file, since a thread that hangs keeps the pipe open.
+    """
+    assert reader.stdout is not None
+    assert reader.stderr is not None
+    written = {reader.stdout.fileno(): b"", reader.stderr.fileno(): b""}
+    deadline = time.monotonic() + limit_s
+    with reader.stdout as output, reader.stderr, selectors.DefaultSelector() as ready:
+        for descriptor in written:
+            ready.register(descriptor, selectors.EVENT_READ)
+        while ready.get_map() and not written[output.fileno()].endswith(b"\n") and time.monotonic() < deadline:
+            for key, _ in ready.select(deadline - time.monotonic()):
+                chunk = os.read(key.fd, 1 << 16)
+                written[key.fd] += chunk
+                if not chunk:
+                    ready.unregister(key.fd)
+        answer, complaint = written.values()
+    return answer, complaint.decode(errors="replace").strip()
+
+
+def _has_ended(reader: subprocess.Popen[bytes]) -> bool:
+    """Wait 1 s for a process to end, then kill it; return False if that does not end it either."""
+    for end in (reader.kill, lambda: None):
+        try:
+            reader.wait(END_S)
+            return True
+        except subprocess.TimeoutExpired:
+            end()
+    return False
 
 
 def vendor_of(data: DataDir, job: Job) -> str:
@@ -119,6 +226,7 @@ def _card(
         leases=tuple(leases),
         frees_in_s=_frees_in_s(leases, jobs),
         vendor=sample.vendor,
+        takes_one_process=takes_one_process(sample),
     )
 
 

@@ -36,6 +36,7 @@ class Card(msgspec.Struct, frozen=True):
     frees_in_s: float = 0.0
     # Whose card it is, where the machine has those of several vendors.
     vendor: str = ""
+    takes_one_process: bool = False
 
     def has_memory(self, job: Job) -> bool:
         """Tell whether the job would fit beside strangers alone.
@@ -55,6 +56,8 @@ class Card(msgspec.Struct, frozen=True):
     def takes_now(self, job: Job) -> bool:
         if not self.leases:
             return True
+        if self.takes_one_process:
+            return False
         return job.shares_gpus and all(lease.shared for lease in self.leases) and self._has_room_beside_others(job)
 
     def _has_room_beside_others(self, job: Job) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,21 +23,31 @@ from trainer.contract.store.states import JobState
 
 # A job whose turn has come reads the cards again, unless somebody has within this time.
 JUST_NOW_S = 1.0
+# A supervisor checks its turn at least every 10 s.
+SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
+# Seconds for which the same reason to wait is not recorded as an event again.
+TOLD_FOR_S = 600.0
 
 
 class Line:
     """One job's place in the queue; `job` is its row as last read, `locks` are those of the GPUs it has got."""
 
-    def __init__(self, data: DataDir, control: Control, job: Job) -> None:
+    def __init__(self, data: DataDir, control: Control, job: Job, is_ready: Callable[[], bool] = lambda: True) -> None:
+        """Enter the queue; `is_ready` is called before locks are taken, and may restart this program."""
         self._data = data
         self._control = control
         self.job = job
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
+        self._is_ready = is_ready
         self._again_at = 0.0
+        self._told_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
+        # By job id: since when a job could have started, and the rows of jobs that lost their turn.
+        self._could_since: dict[int, float] = {}
+        self._silent: dict[int, Job] = {}
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
@@ -54,9 +64,20 @@ class Line:
         reason = self._try_take_gpus()
         if reason and reason != self.job.waits_for:
             self._control.update(self.job.id, waits_for=reason)
-            if _without_numbers(reason) != _without_numbers(self.job.waits_for or ""):
+            if self._is_news(_kind(reason), _kind(self.job.waits_for or "")):
                 self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
         return not reason
+
+    def _is_news(self, kind: str, before: str) -> bool:
+        """Return whether the reason to wait is new, and was not recorded within `TOLD_FOR_S`.
+
+        A job may wait for a month while the other processes on its GPUs change every minute.
+        """
+        now = time.monotonic()
+        if kind == before or now - self._told_at.get(kind, -TOLD_FOR_S) < TOLD_FOR_S:
+            return False
+        self._told_at = {other: at for other, at in self._told_at.items() if now - at < TOLD_FOR_S} | {kind: now}
+        return True
 
     def _try_take_gpus(self) -> str:
         """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
@@ -66,6 +87,8 @@ class Line:
         turn = self._turn()
         if turn.waits_for:
             return turn.waits_for
+        if not self._is_ready():
+            return "sae-tui is being upgraded"
         locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
         if not locks.take():
             return self._lock_obstacle(turn.cards, locks)
@@ -93,7 +116,29 @@ class Line:
             note(self._control.problem or "all rows of the list of jobs can be read again")
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
         self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
-        return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
+        seen = self._cards(active, fresh_s)
+        if not seen and self._reader and self._reader.problem:
+            return Turn(waits_for=f"the GPUs cannot be read: {self._reader.problem}")
+        moving = [job for job in others if self._silent.get(job.id) != job]
+        planned = turns([self.job, *moving], seen, time.time())
+        self._pass_over_silent([job for job in moving if planned[job.id].cards])
+        return planned[self.job.id]
+
+    def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
+        """Skip jobs that could have started for 30 s but have not, until their rows change.
+
+        Their supervisors are alive but stopped or hung, as on a file server that does not answer.
+        """
+        now = time.monotonic()
+        self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
+        for job in could_start:
+            if now - self._could_since[job.id] < SILENT_AFTER_S:
+                continue
+            words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
+            if job.waits_for != words:
+                self._control.update(job.id, waits_for=words)
+                self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
+            self._silent[job.id] = self._control.job(job.id)
 
     def _is_in_line(self, job: Job) -> bool:
         """Tell whether that job could start as soon as it has its cards."""
@@ -143,6 +188,6 @@ class Line:
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
 
 
-def _without_numbers(obstacle: str) -> str:
-    """Remove the numbers: free memory changes every second, which is no news for the job's history."""
-    return re.sub(r"[\d.,]+", "", obstacle)
+def _kind(obstacle: str) -> str:
+    """Remove numbers and text in brackets, since free memory and other users' processes change all the time."""
+    return re.sub(r"\(.*\)|[\d.,]+", "", obstacle)

@@ -21,7 +21,8 @@ from sae_tui.jobs.queue.card_reader import name_of, vendor_of
 from sae_tui.jobs.queue.promised import refuse_other_rows
 from sae_tui.jobs.supervisor.energy_meter import EnergyMeter
 from sae_tui.jobs.supervisor.follow_run import Watch
-from sae_tui.jobs.supervisor.signals import Orders
+from sae_tui.jobs.supervisor.sign import Sign
+from sae_tui.jobs.supervisor.signals import SAVE_S, Orders
 from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.extras import Elsewhere, judged_by
@@ -57,10 +58,11 @@ class OneAttempt:
     """Owns the ranks of one attempt from their start to the end of the last."""
 
     def __init__(
-        self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand
-    ) -> None:
+        self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand,
+        sign: Sign,
+    ) -> None:  # fmt: skip
         self._data, self._control, self._job, self._orders = data, control, job, orders
-        self._locks, self._command = locks, command
+        self._locks, self._command, self._sign = locks, command, sign
         self._paths = data.run(job.id)
         self._killed = False
         self._failure = ""
@@ -75,12 +77,28 @@ class OneAttempt:
             return Outcome(self._ending(JobState.FAILED, sentence(error)))
         stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
         meter = EnergyMeter(self._data, self._control, self._job)
-        requests = self._watch(attempt, meter)
-        self._paths.free_reserve()
-        if stop_recording:
-            stop_recording()
-        meter.end()
+        try:
+            requests = self._watch(attempt, meter)
+        except Exception:
+            self._let_save(attempt)
+            raise
+        finally:
+            self._paths.free_reserve()
+            if stop_recording:
+                stop_recording()
+            meter.end()
         return self._outcome(attempt, requests)
+
+    def _let_save(self, attempt: Attempt) -> None:
+        """After an error of this program, let the ranks save and stop as on a user's request; then end them."""
+        attempt.ask_to_stop()
+        with tolerate("asking for a stop"):
+            self._control.request(self._job.id, "stop")
+        deadline = time.monotonic() + SAVE_S
+        while attempt.alive:
+            self._record(attempt.wait(TICK_S))
+            if time.monotonic() > deadline:
+                attempt.end()
 
     def _begin(self) -> Attempt:
         """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
@@ -144,6 +162,7 @@ class OneAttempt:
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
             self._record(attempt.wait(TICK_S))
+            self._sign.turn()
             if watch.poll():
                 self._record(attempt.rows())
             if is_gone(self._paths.root):

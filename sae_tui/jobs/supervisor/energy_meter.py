@@ -17,6 +17,8 @@ from trainer.contract.store.rows import Job
 # So seldom that it costs nothing, and so often that a job whose supervisor is killed has lost next to nothing.
 EVERY_S = 30.0
 J_PER_WH = 3600.0
+# Seconds. A smaller step ahead is an ordinary adjustment of the clock.
+JUMP_S = 60.0
 
 
 class EnergyMeter:
@@ -36,12 +38,12 @@ class EnergyMeter:
     ) -> None:
         """Begin now by `clock`, which the samples have as well; `steady` is never set back."""
         self._steady = steady
-        self._latest = 0.0
-        self._path, self._control, self._job, self._clock = data.gpu_db, control, job, clock
+        self._latest = self._latest_steady = 0.0
+        self._data, self._control, self._job, self._clock = data, control, job, clock
         self._cards = tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
         self._begin(clock())
         self._due = steady() + EVERY_S
-        # What was taken before: by earlier attempts, and by this one before its clock was set back.
+        # The energy used before: by earlier attempts, and by this one before its clock jumped.
         self._before: Used | None = None
 
     def turn(self) -> None:
@@ -55,16 +57,17 @@ class EnergyMeter:
         if not self._cards:
             return
         with tolerate("measuring the energy"):
-            now = self._clock()
-            if now < self._latest:
-                self._before = self._total(self._latest)
+            now, steady = self._clock(), self._steady()
+            expected = self._latest + steady - self._latest_steady
+            if now < self._latest or now > expected + JUMP_S:
+                self._before = self._total(self._latest if now < self._latest else expected)
                 self._begin(now)
-            self._latest = now
+            self._latest, self._latest_steady = now, steady
             self._read(now)
             self._write(self._total(now))
 
     def _begin(self, now: float) -> None:
-        self._latest = now
+        self._latest, self._latest_steady = now, self._steady()
         self._meters = {uuid: CardMeter(now) for uuid in self._job.gpu_uuids}
 
     def _total(self, until: float) -> Used:
@@ -74,10 +77,11 @@ class EnergyMeter:
         return sum((meter.used(until) for meter in self._meters.values()), start=self._before)
 
     def _read(self, until: float) -> None:
-        if not self._path.exists():
+        path = self._data.gpu_db
+        if not path.exists():
             return
         after = {uuid: meter.newest for uuid, meter in self._meters.items()}
-        for uuid, readings in energy_readings(self._path, self._job.host, self._cards, after, until).items():
+        for uuid, readings in energy_readings(path, self._job.host, self._cards, after, until).items():
             for reading in readings:
                 self._meters[uuid].add(reading)
 

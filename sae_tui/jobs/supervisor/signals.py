@@ -22,6 +22,10 @@ class Orders:
 
     def end(self) -> None:
         self.at_once = self.at_once or self.to_end_since is not None
+        self.stop()
+
+    def stop(self) -> None:
+        """Record a request that may repeat, as SIGXCPU does every second."""
         self.to_end_since = self.to_end_since or time.monotonic()
 
     @property

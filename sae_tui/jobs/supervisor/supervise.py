@@ -6,6 +6,7 @@ more than it needs for that, since one of these lives for every job in line.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import signal
@@ -20,14 +21,17 @@ import msgspec
 from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.machine import this_machine
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.record import as_recorded, write_record
+from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.supervisor.signals import Orders, end_descendants
+from sae_tui.jobs.supervisor.upgrade import Installed
 from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.prctl import become_subreaper
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import STOP_SIGNALS, ProcessRef
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.database import StoreError
@@ -56,8 +60,11 @@ class Supervisor:
         self._store = self._control.version()[0]
         self._job = self._control.job(job_id)
         self._command = command
-        self._line = Line(data, self._control, self._job)
+        self._installed = Installed()
+        self._line = Line(data, self._control, self._job, self._installed.restart_if_replaced)
+        self._is_waiting = True
         self._orders = Orders()
+        self._sign = Sign(self._control, job_id, self._paths)
         self._lock: RunLock | None = None
 
     def register(self) -> None:
@@ -71,15 +78,28 @@ class Supervisor:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._orders.end())
+        for number in STOP_SIGNALS - {signal.SIGTERM}:
+            signal.signal(number, lambda *_: self._orders.stop())
         become_subreaper()
         me = ProcessRef.current()
-        fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+        # The host may differ from the one at launch: a container created again, or a renamed machine.
+        fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, **this_machine()}
         self._control.update(self._job.id, **fields)
         self._job = msgspec.structs.replace(self._job, **fields)
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """Take the job through its whole life; return when nothing of it is left."""
+        """Run the job from the queue to its end; return when none of its processes is left.
+
+        Record an error of this program itself as the job's failure, then raise it.
+        """
+        try:
+            self._run()
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _run(self) -> None:
         while self._wait_for_gpus():
             outcome = self._run_ranks()
             ending = self._pause(outcome.ending) if outcome.paused else outcome.ending
@@ -89,16 +109,35 @@ class Supervisor:
 
     def _wait_for_gpus(self) -> bool:
         """Wait in the queue; return True with locks and lease taken, False where the job ended before."""
+        self._is_waiting = True
         for tick in itertools.count():
+            self._sign.turn()
             with tolerate("waiting for GPUs"), tolerate_disk("waiting for GPUs"):
                 if self._is_over():
                     return False
                 if tick % TICKS_PER_TRY == 0 and self._line.try_start():
                     self._job = self._line.job
+                    self._is_waiting = False
                     write_record(self._paths, self._job)
                     return True
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
+
+    def _fail(self, error: Exception) -> None:
+        """End all ranks, record that this program failed, and run the user's command."""
+        # The package may have been replaced, which mixes modules of two versions; the restarted program has only one.
+        if self._is_waiting:
+            self._installed.restart_if_replaced()
+        end_descendants()
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        reason = f"sae-tui itself failed: {what}; see {self._paths.supervisor_log}"
+        ending = Ending(state=JobState.FAILED, ended=time.time(), error=reason)
+        try:
+            self._conclude(ending)
+        except Exception as second:
+            note(f"recording the failure: {second!r}")
+            with tolerate("recording the failure"):
+                self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _is_over(self) -> bool:
         """Tell whether a queued job is to wait no longer, and record its end."""
@@ -111,7 +150,7 @@ class Supervisor:
         if "pause" in requests:
             self._control.update(self._job.id, held=True)
             self._control.answer(self._job.id, "pause")
-        if self._orders.to_end_since or requests - {"pause"}:
+        if self._orders.to_end_since or (requests - {"pause"} and self._installed.restart_if_replaced()):
             self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
             return True
         if is_gone(self._paths.root):
@@ -121,13 +160,17 @@ class Supervisor:
 
     def _run_ranks(self) -> Outcome:
         """Run attempt after attempt, as long as they crash and may be repeated; return the outcome of the last."""
-        # Imported only here: a waiting supervisor does not need it.
+        # Imported only here, since a waiting supervisor does not need them, and all at once, since the package may be
+        # replaced while the job runs.
+        for name in ("sae_tui.jobs.known_failures", "sae_tui.jobs.supervisor.end_hook"):
+            importlib.import_module(name)
         from sae_tui.jobs.supervisor.attempt import OneAttempt
 
         while True:
             own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
             locks = (*self._line.locks.descriptors, *own)
-            outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
+            attempt = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command, self._sign)
+            outcome = attempt.run()
             end_descendants()
             with tolerate_disk(f"writing how attempt {self._job.attempt} ended"):
                 write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
@@ -203,7 +246,7 @@ class Supervisor:
         with tolerate("telling that it is paused"):
             retry("telling that it is paused", self._tell_paused)
         self._line.locks.release()
-        self._line = Line(self._data, self._control, self._job)
+        self._line = Line(self._data, self._control, self._job, self._installed.restart_if_replaced)
         write_record(self._paths, self._job)
         return None
 

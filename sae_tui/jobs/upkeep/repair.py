@@ -12,8 +12,9 @@ import msgspec
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.reconcile import end_jobs_elsewhere
 from sae_tui.jobs.record import read_record
+from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import describe_state, stands
 from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.upkeep import trash
@@ -31,8 +32,10 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import gibibytes
 
 
-def repair(data: DataDir) -> Iterator[str]:
+def repair(data: DataDir, host: str = "") -> Iterator[str]:
     """Repair the stores step by step, and yield what was done; nothing is deleted.
+
+    With `host`, also end the jobs of that other host, which must be gone for good.
 
     Raise `StoreError` where it cannot be done.
     """
@@ -65,10 +68,11 @@ def repair(data: DataDir) -> Iterator[str]:
         metrics = RunPaths(folder).metrics_db
         if int(folder.name) not in active and (backup := _put_aside_if_corrupt(metrics, "metrics")):
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {backup}"
-    for job_id in reconcile(data):
+    for job_id in reconcile_and_revive(data):
         with open_control(data) as control:
             job = control.job(job_id)
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
+    yield from end_jobs_elsewhere(data, host)
 
 
 def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
@@ -90,7 +94,7 @@ def _unknown_job(job_id: int) -> Job:
 
 
 def _runs(data: DataDir) -> list[Path]:
-    return [folder for folder in numbered(data.root / "runs") if folder.is_dir()]
+    return [folder for folder in numbered(data.root / "runs") if folder.is_dir() and not folder.is_symlink()]
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:

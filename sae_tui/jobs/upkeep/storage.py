@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, free_disk
 from trainer.contract.store.database import network_file_system
 
 
 def store_warning(data: DataDir) -> str:
-    """Return why the stores are slower here than on a local disk; "" where they are not. Starts a process (2 ms)."""
-    folder = next(folder for folder in (data.root, *data.root.parents) if os.path.exists(folder))
+    """Return why the stores are slower here than on a local disk; "" if they are not."""
+    folder, free_bytes = free_disk(data.root)
     name = network_file_system(folder)
-    if name is None:
+    # A file system without a size, such as /proc, holds no files at all.
+    if name is None or free_bytes is None:
         return ""
     return f"{data.root} is on {name}, where reading and writing jobs wait for each other; better a local --data-dir"

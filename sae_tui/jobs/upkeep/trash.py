@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from sae_tui.jobs.machine import elsewhere
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing, open_control
 from trainer.contract.errors import UserError, sentence
@@ -58,7 +59,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
             # Before anything moves: whoever resumes it meanwhile either comes first, or finds no job.
             if not control.forget(job_id):
-                raise UserError(_not_ended(control.job(job_id)))
+                raise UserError(_not_ended(data, control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
             _move(data.sae(job_id), folder / _SAE)
             write_whole(folder / _WHOLE, b"")
@@ -181,14 +182,15 @@ def size(folder: Path) -> int:
 def _require_ended(data: DataDir, control: Control, job_id: int) -> Job:
     job = control.job(job_id)
     if not job.state.is_final:
-        raise UserError(_not_ended(job))
+        raise UserError(_not_ended(data, job))
     if is_held(data.run(job_id).lock_file):
         raise UserError(still_going(data.run(job_id).root))
     return job
 
 
-def _not_ended(job: Job) -> str:
-    return f"job {job.id} {stands(job)}; stop it before you delete it"
+def _not_ended(data: DataDir, job: Job) -> str:
+    why = elsewhere(data, job)
+    return f"job {job.id} {stands(job)}; " + (why or "stop it before you delete it")
 
 
 def _remove(data: DataDir, folder: Path) -> None:

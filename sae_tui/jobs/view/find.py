@@ -73,6 +73,8 @@ def architectures(job: Job) -> str:
 
 def waits(job: Job) -> str:
     """Say what keeps a job in the queue, in a few words that follow its state, after its priority if that is not 0."""
+    if silent := getattr(job, "silent", ""):
+        return str(silent)
     if job.state != JobState.QUEUED:
         return ""
     reason = _held_reason(job) if job.held else (job.waits_for or "in line")

@@ -13,6 +13,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
+AGAIN_S = 5.0  # after an error
 FIRST_LINES = 20_000
 EVALUATION = "evaluation"
 
@@ -45,6 +46,16 @@ class LogReader:
         self._stopped.set()
 
     def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self._follow()
+            except Exception as error:
+                # This thread must survive every error of a log or the disk.
+                self._on_lines((LogLine("supervisor", f"(the logs cannot be read: {error!r})"),))
+                self._stopped.wait(AGAIN_S)
+
+    def _follow(self) -> None:
+        """Pass on existing and new lines until the reader is stopped."""
         followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():

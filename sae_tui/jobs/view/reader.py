@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -13,20 +15,23 @@ from sae_tui.jobs.evaluation.outcome import ENDS
 from sae_tui.jobs.evaluation.report_card import ReportCard, read_cards
 from sae_tui.jobs.going import Evaluations, Going
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.machine import elsewhere, is_here, silence
 from sae_tui.jobs.view.shape import d_sae_words, k_words
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.runs.lock import is_held
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.series import held_out, held_out_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import ENDING, Control
-from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader
+from trainer.contract.store.metrics_store import BEFORE_FIRST_STEP, Point, SeriesReader, SeriesWriter
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
 MOST_POINTS = 2000
+SILENT_EVERY_S = 10.0
 
 
 class News(msgspec.Struct, frozen=True):
@@ -39,10 +44,11 @@ class News(msgspec.Struct, frozen=True):
 class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
 
-    `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
-    `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
-    of metrics that the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the
-    highest. `evaluation` is the running evaluation of its SAEs.
+    `dropped` counts the rows of metrics that the run could not store; None where its file was not read. `best_sae` is
+    the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values of metrics that
+    the row has no column for, by name. `k` and `d_sae` are text, for a sweep from the lowest to the highest.
+    `evaluation` is the running evaluation of its SAEs. `silent` says for how long the host that has the job has given
+    no sign of life; the state of the job is then unknown.
     """
 
     phase: str = ""
@@ -55,6 +61,7 @@ class JobView(Job, frozen=True, kw_only=True):
     k: str = ""
     d_sae: str = ""
     evaluation: Going | None = None
+    silent: str = ""
 
 
 def is_loading(job: JobView) -> bool:
@@ -108,6 +115,7 @@ class JobsReader:
         self._live: dict[int, LiveRun] = {}
         self._evaluations = Evaluations(data)
         self._still: dict[int, tuple[Job, JobView]] = {}
+        self._silent = _Silent(data)
 
     @property
     def problem(self) -> str:
@@ -121,11 +129,11 @@ class JobsReader:
     def poll(self) -> bool:
         """Read what is new and tell whether anything changed; costs microseconds where nothing did."""
         changed = self._store.poll(self._read)
-        news = [self._evaluations.poll(), *(live.poll() for live in self._live.values())]
+        news = [self._evaluations.poll(), *(live.poll() for live in self._live.values()), self._silent.poll(self._rows)]
         if not changed and not any(news):
             return False
         going = self._evaluations.going
-        self.jobs = tuple(_evaluated(self._view(job), going.get(job.id)) for job in self._rows)
+        self.jobs = tuple(self._silent.mark(_evaluated(self._view(job), going.get(job.id))) for job in self._rows)
         return True
 
     def close(self) -> None:
@@ -205,11 +213,36 @@ def _evaluated(view: JobView, evaluation: Going | None) -> JobView:
     return view if evaluation is None else msgspec.structs.replace(view, evaluation=evaluation)
 
 
+class _Silent:
+    """The jobs on other hosts that have long been silent."""
+
+    def __init__(self, data: DataDir) -> None:
+        self._data = data
+        self._words: dict[int, str] = {}
+        self._again_at = 0.0
+
+    def poll(self, jobs: Iterable[Job]) -> bool:
+        """Check every 10 s and return whether anything changed; read no file if no job is on another host."""
+        if time.monotonic() < self._again_at:
+            return False
+        self._again_at = time.monotonic() + SILENT_EVERY_S
+        away = [job for job in jobs if not (job.state.is_final or is_here(job))]
+        words = {job.id: elsewhere(self._data, job) for job in away if silence(self._data, job).is_long}
+        changed, self._words = words != self._words, words
+        return changed
+
+    def mark(self, view: JobView) -> JobView:
+        words = self._words.get(view.id, "")
+        return msgspec.structs.replace(view, silent=words, eta_s=None) if words and not view.state.is_final else view
+
+
 class JobReader:
     """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
-    def __init__(self, data: DataDir, job_id: int) -> None:
+    def __init__(self, data: DataDir, job_id: int, *, mends: bool = False) -> None:
+        """Read a job of this data folder; with `mends`, rebuild missing roll-ups of its metrics once."""
         self.job_id = job_id
+        self._data, self._mends = data, mends
         self.view: JobView | None = None
         self.ranks: tuple[Rank, ...] = ()
         self.series: dict[tuple[str, int], list[Point]] = {}
@@ -220,6 +253,7 @@ class JobReader:
         self._row: Job | None = None
         self._asked = False
         self._told: list[Event] = []
+        self._silent = _Silent(data)
         self._evaluations = Evaluations(data)
 
     @property
@@ -234,14 +268,17 @@ class JobReader:
         """Read what is new and tell whether anything changed; never raise."""
         changed = self._store.poll(self._read)
         # Both are read each time.
-        news = any([self._live.poll(), self._evaluations.poll()])
+        news = any([self._live.poll(), self._evaluations.poll(), self._silent.poll([self._row] if self._row else [])])
         if self._row is None or not (changed or news):
             return False
         going = self._evaluations.going.get(self.job_id)
-        self.view = _evaluated(self._row_view(self._row), going)
+        self.view = self._silent.mark(_evaluated(self._row_view(self._row), going))
         run_events: list[Event] = []
         if self._live.reader:
             try:
+                if self._mends:
+                    self._mends = False
+                    _roll_up_missing(self._data, self.job_id, self._live.reader)
                 self._extend_series(self._live.reader)
                 run_events = self._live.reader.events()
             except StoreError:
@@ -283,6 +320,17 @@ class JobReader:
                 points += reader.points(name, rank, after=points[-1].step)
             if not points or len(points) > MOST_POINTS:
                 points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
+
+
+def _roll_up_missing(data: DataDir, job_id: int, reader: SeriesReader) -> None:
+    """Rebuild missing roll-ups in a run's store, unless the run is alive or the store cannot be written."""
+    paths = data.run(job_id)
+    if reader.is_rolled_up() or is_held(paths.lock_file):
+        return
+    with contextlib.suppress(UserError):
+        data.refuse_links(job_id)
+        with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+            writer.roll_up_missing()
 
 
 def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:

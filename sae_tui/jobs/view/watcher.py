@@ -11,6 +11,7 @@ import msgspec
 from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import revive
 from sae_tui.jobs.view.postmortem import Postmortem, examine
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
@@ -22,6 +23,7 @@ from trainer.contract.store.rows import Event
 POLL_S = 0.5
 RECONCILE_S = 5.0
 IDLE_EVERY_S = 60.0
+SILENT_AFTER_S = 10.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
@@ -42,13 +44,19 @@ class JobDetail(msgspec.Struct, frozen=True):
 class Watcher:
     """Polls twice a second; what it has read, like `jobs` and `news`, is replaced whole: any thread may read it."""
 
-    def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
+    def __init__(self, data: DataDir, on_change: Callable[[], object], *, readonly: bool = False) -> None:
+        """Watch the jobs of a data folder.
+
+        Unless `readonly`, restart lost supervisors of queued jobs, and rebuild missing roll-ups.
+        """
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
         self.holders = Holders()
         self.news: tuple[News, ...] = ()
-        self.problem = ""
-        self._data = data
+        self._problem = ""
+        self._answered = time.monotonic()
+        self._data, self._mends = data, not readonly
+        self._revive = None if readonly else revive
         self._on_change = on_change
         self._followed: tuple[int, int] | None = None
         self._wake = threading.Event()
@@ -59,7 +67,16 @@ class Watcher:
         self._detail_reader: JobReader | None = None
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
+    @property
+    def problem(self) -> str:
+        """Why the jobs cannot be read, or for how long the disk has not answered; "" without a problem."""
+        silent_s = time.monotonic() - self._answered
+        if self._thread.is_alive() and silent_s > SILENT_AFTER_S:
+            return f"the jobs have not been read for {silent_s:.0f} s: the disk of {self._data.root} does not answer"
+        return self._problem
+
     def start(self) -> None:
+        self._answered = time.monotonic()
         self._thread.start()
 
     def stop(self) -> None:
@@ -84,7 +101,8 @@ class Watcher:
                 changed = self._look(jobs)
             except Exception as error:
                 # This thread must outlive whatever the store or the disk does.
-                changed, self.problem = True, f"the jobs cannot be read: {error!r}"
+                changed, self._problem = True, f"the jobs cannot be read: {error!r}"
+            self._answered = time.monotonic()
             if changed and not self._stopped:
                 self._on_change()
             self._wake.wait(POLL_S)
@@ -96,8 +114,8 @@ class Watcher:
             self._reconcile_at = time.monotonic() + RECONCILE_S
         changed = jobs.poll()
         problem = jobs.problem or jobs.passed_over or self._unmended
-        changed = changed or problem != self.problem
-        self.jobs, self.news, self.problem = jobs.jobs, jobs.news, problem
+        changed = changed or problem != self._problem
+        self.jobs, self.news, self._problem = jobs.jobs, jobs.news, problem
         self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
         return self._read_detail(self._detail_reader) or changed
@@ -109,7 +127,7 @@ class Watcher:
             reader.close()
             reader = self.detail = None
         if reader is None and followed is not None:
-            reader = JobReader(self._data, followed[0])
+            reader = JobReader(self._data, followed[0], mends=self._mends)
         return reader
 
     def _read_detail(self, reader: JobReader | None) -> bool:
@@ -140,7 +158,7 @@ class Watcher:
     def _reconcile(self) -> str:
         """Correct the rows of jobs that died without recording it; return why that cannot be done now, or ""."""
         try:
-            reconcile(self._data)
+            reconcile(self._data, self._revive)
         except UserError as error:
             return str(error)
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 import stat
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlite_utils import Database
 from support.new_stores import statements_of, text_of
 
 from trainer.contract.store import database
@@ -68,6 +70,20 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             " 0, 1, 'single', 1.0)"
         )
     return path
+
+
+def test_an_old_store_with_a_damaged_list_of_gpus_is_migrated(tmp_path: Path) -> None:
+    file = tmp_path / "a.db"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        old = Database(connection)
+        for number, step in enumerate(MIGRATIONS["control"][:2], 1):
+            step(old)
+            connection.execute(f"PRAGMA user_version = {number}")
+        for gpu_ids in (None, "[", "[0, 1]"):
+            needed = [row[1] for row in connection.execute("PRAGMA table_info(jobs)") if row[3] and row[4] is None]
+            old.table("jobs").insert({name: "1" for name in needed if name != "id"} | {"gpu_ids": gpu_ids})
+    with contextlib.closing(open_writer(file, "control")) as connection:
+        assert [wanted for (wanted,) in connection.execute("SELECT gpus_wanted FROM jobs ORDER BY id")] == [0, 0, 2]
 
 
 @pytest.mark.parametrize("schema", MIGRATIONS)
@@ -373,6 +389,46 @@ def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: p
         assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
         with transaction(connection):
             connection.execute("INSERT INTO events(message) VALUES('x')")
+
+
+@pytest.mark.parametrize("reader", [open_reader, open_writer])
+def test_the_next_reader_rolls_back_what_a_killed_writer_left_half_written(tmp_path, monkeypatch, reader) -> None:
+    path = leave_hot_journal(tmp_path, monkeypatch)
+    with contextlib.closing(reader(path, "control")) as connection:
+        assert {row[0] for row in connection.execute("SELECT message FROM events")} == {"kept"}
+    assert not path.with_name("control.db-journal").exists()
+
+
+def test_a_reader_that_may_not_repair_a_half_written_store_names_the_user_who_may(tmp_path, monkeypatch) -> None:
+    path = leave_hot_journal(tmp_path, monkeypatch)
+    monkeypatch.setattr(database, "_connect", read_only_connect(database._connect))
+    with pytest.raises(
+        StoreError, match="half written, and it cannot be written here; any command of its owner repair"
+    ):
+        open_reader(path, "control")
+
+
+def read_only_connect(connect):
+    """Return a connect function that behaves as on a read-only file system."""
+    return lambda uri: connect(uri.replace("mode=rw", "mode=ro"))
+
+
+def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Kill a writer in a transaction whose pages have reached the file, on a file system without WAL."""
+    monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
+    path = folder / "control.db"
+    with contextlib.closing(open_writer(path, "control")) as connection:
+        connection.executemany("INSERT INTO events(message) VALUES(?)", [("kept",)] * 100)
+    child = os.fork()
+    if not child:
+        writer = open_writer(path, "control")
+        writer.execute("PRAGMA cache_size=2")
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("UPDATE events SET message = hex(randomblob(3000))")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert path.with_name("control.db-journal").exists()
+    return path
 
 
 def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:

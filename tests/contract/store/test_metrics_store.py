@@ -6,6 +6,7 @@ import contextlib
 import math
 import resource
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -155,6 +156,36 @@ def test_a_long_history_has_as_many_points_as_asked_for(shared: Store) -> None:
         steps = [point.step for point in history]
         assert steps == sorted(set(steps))
         assert steps[-1] <= 199_999
+
+
+@pytest.mark.parametrize(
+    "lost",
+    ["level >= 1", "level = 2", "level = 1", "bucket >= 3", "level = 1 AND bucket % 5 = 0", "level = 2 AND bucket < 4"],
+)
+def test_reads_are_correct_without_lost_roll_ups_which_are_detected_and_rebuilt(run: Store, lost: str) -> None:
+    run.writer.write(rows("loss", {3 * step: math.sin(step) if step % 7 else math.nan for step in range(9_000)}))
+    run.writer.write(rows("few", {8: 1.0, 30_000: 2.0}, rank=1))
+    asked = [("loss", 0, most) for most in (1, 20, 500, 10_000)] + [("few", 1, 500)]
+    before = [run.reader.history(name, rank, most=most) for name, rank, most in asked]
+    assert run.reader.is_rolled_up()
+    with contextlib.closing(sqlite3.connect(run.path)) as other, other:
+        other.execute(f"DELETE FROM rollups WHERE {lost}")
+    assert not run.reader.is_rolled_up()
+    for (name, rank, most), points in zip(asked, before, strict=True):
+        for point, expected in zip(run.reader.history(name, rank, most=most), points, strict=True):
+            assert (point.step, point.low, point.high) == (expected.step, expected.low, expected.high)
+            assert point.value == pytest.approx(expected.value, rel=1e-9, abs=1e-12)
+    run.writer.roll_up_missing()
+    assert run.reader.is_rolled_up()
+    assert [run.reader.history(name, rank, most=most) for name, rank, most in asked] == before
+
+
+def test_rows_appended_without_roll_ups_are_still_read_in_buckets(run: Store) -> None:
+    run.writer.write(rows("loss", {1: 1.0}))
+    with contextlib.closing(sqlite3.connect(run.path)) as other, other:
+        other.execute("DELETE FROM rollups WHERE bucket > 0")
+        other.executemany("INSERT INTO metrics VALUES(1, 0, ?, 0, 1.0)", [(step,) for step in range(2, 20_000)])
+    assert len(run.reader.history("loss", most=100)) <= 101
 
 
 def test_one_value_too_many_does_not_empty_the_curve(run: Store) -> None:

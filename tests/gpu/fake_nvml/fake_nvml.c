@@ -16,13 +16,22 @@
  *     per-field faults: no_X -> NOT_SUPPORTED, err_X -> UNKNOWN, perm_X -> NO_PERMISSION, fnf_X -> FUNCTION_NOT_FOUND,
  *                       nodata_X -> NO_DATA, notready_X -> NOT_READY, lost_X -> GPU_IS_LOST, slow_X=MS
  *       X in: name uuid serial pci memory_info util temp power power_limit fan clock max_clock pstate persistence
- *             compute_mode display mig procs gprocs procutil pcie pcielink codec ecc throttle energy bus cores cc bar1 fields
+ *             compute_mode display mig procs gprocs procutil pcie pcielink codec ecc throttle energy bus cores cc bar1 fields rows pages numa
  *             nvlink p2p topo violation index driver_model samples gpm events
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
  *       idle (nothing in use, utilisation 0)
  *       bad_name (name with invalid UTF-8) long_name mig=N (MIG on, N slices of at most 7; without a number 2) util_hi (util 105) power_w=N  throttle_on
+ *       u32max (util, temperature, power, its limit and the fan answer all ones) temp_neg (-5 degrees; the unsigned call wraps)
+ *       mem_max (used is 2^64-1) used_over (used is twice the total) total_max (total is 2^63) plim0 (a limit of 0 W)
+ *       fan_hi (140 %) thr=N (these bits of throttle reasons) cmode=N (compute mode: 2 prohibited, 3 exclusive)
+ *       pending (rows wait to be remapped) failed_rows (a row could not be remapped) pages (retired pages are pending)
+ *       uuid=N (another GPU: N is added to its UUID)
+ *       unload (as a driver that is unloaded: everything is UNINITIALIZED and nvmlInit fails; afterwards a GPU answers only
+ *       after another nvmlInit, once nvmlShutdown has been called as often as nvmlInit)
+ *       dropped (lost, and afterwards until nvmlInit is called again, as after a reset)
+ *       gone (lost, and from the next nvmlInit on not counted, nor are those after it)
  *       xid=N (an error with this number is reported once, when it begins)
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
@@ -58,7 +67,7 @@ typedef dev *D;
 static dev gpus[MAXG], migs[MAXG][MOST_MIG];
 static int ngpu = 8, nfault, npid, init_count;
 static int pids[1024];
-static double t_init, t_origin;
+static double t_init, t_origin, t_opened;
 static u64 mem_mib = 143771, pid_mib = 61440;
 static const char *gpu_name = "NVIDIA H200";
 static long lat_us;
@@ -154,9 +163,21 @@ static int fault(int g, const char *name, double *v) {
     }
   return 0;
 }
+/* whether the driver was unloaded since the library was opened */
+static int unloaded(void) {
+  double t = t_init ? now() - t_init : 0;
+  for (int k = 0; k < nfault; k++)
+    if (!strcmp(faults[k].name, "unload") && t >= faults[k].t0 && t_opened < faults[k].t0) return 1;
+  return 0;
+}
 static int whole(int g) {
   double v;
   if (!nfault) return OK;
+  if (unloaded()) return UNINIT;
+  if (fault(g, "gone", 0)) return LOST;
+  double t = t_init ? now() - t_init : 0;
+  for (int k = 0; k < nfault; k++)
+    if (faults[k].g == g && !strcmp(faults[k].name, "dropped") && t >= faults[k].t0 && (t < faults[k].t1 || t_opened < faults[k].t0)) return LOST;
   if (fault(g, "hang", 0)) for (;;) pause();
   if (fault(g, "slow", &v)) zzz((long)(v * 1000));
   if (fault(g, "lost", 0)) return LOST;
@@ -211,12 +232,12 @@ static void latency(const char *fn) {
 /* smooth time-varying values */
 static double tt(void) { return wall() - t_origin; }
 static double wave(int g, double period, double phase) { return 0.5 + 0.5 * sin(2 * M_PI * tt() / period + g * 0.8 + phase); }
-static u32 util(int g) { return fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
+static u32 util(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
 static double memfrac(int g) { return fault(g, "idle", 0) ? 0 : 0.06 + 0.85 * wave(g, 180, 1.0); }
-static u64 tot(D d) { return fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? n_slices(d->i) : 1); }
+static u64 tot(D d) { return fault(d->i, "total_max", 0) ? 1ull << 63 : fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? n_slices(d->i) : 1); }
 static u64 reserved(D d) { return d->mig >= 0 ? 0 : 600ull << 20; }
-static u32 power_mw(int g) { double v; if (fault(g, "power_w", &v)) return (u32)(v * 1000); return 78000 + (u32)(610000 * wave(g, 60, 0.1)); }
-static u32 temp(int g) { return 31 + (u32)(48 * wave(g, 60, -0.5)); }
+static u32 power_mw(int g) { double v; if (fault(g, "u32max", 0)) return ~0u; if (fault(g, "power_w", &v)) return (u32)(v * 1000); return 78000 + (u32)(610000 * wave(g, 60, 0.1)); }
+static u32 temp(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "temp_neg", 0) ? (u32)-5 : 31 + (u32)(48 * wave(g, 60, -0.5)); }
 
 /* ---- library ---- */
 static int do_init(void) {
@@ -225,7 +246,11 @@ static int do_init(void) {
   if (ms && !init_count) usleep(1000u * atoi(ms));
   if (s && atoi(s)) return atoi(s);
   if (!t_init) t_init = now();
-  init_count++;
+  if (fault(-1, "unload", 0)) return DRIVER_NOT_LOADED;
+  if (!init_count++) {
+    t_opened = now() - t_init;
+    for (int g = ngpu - 1; g >= 0; g--) if (fault(g, "gone", 0)) ngpu = g;
+  }
   return OK;
 }
 X int nvmlInit_v2(void) { CNT("nvmlInit_v2"); return do_init(); }
@@ -265,6 +290,7 @@ X int nvmlDeviceGetCount_v2(u32 *n) {
   if (!init_count) return UNINIT;
   const char *s = getenv("FAKE_NVML_COUNT_ERROR");
   if (s && atoi(s)) return atoi(s);
+  if (unloaded()) return UNINIT;
   *n = ngpu; return OK;
 }
 X int nvmlDeviceGetCount(u32 *n) { return nvmlDeviceGetCount_v2(n); }
@@ -273,7 +299,7 @@ X int nvmlDeviceGetHandleByIndex_v2(u32 i, D *o) { CNT("nvmlDeviceGetHandleByInd
 X int nvmlDeviceGetHandleByIndex(u32 i, D *o) { return handle(i, o); }
 static void uuid(D d, char *b) {
   if (d->mig >= 0) sprintf(b, "MIG-%08x-0000-4000-8000-%012x", 0xa1b20000u + d->i, 0x100 + d->mig);
-  else sprintf(b, "GPU-%08x-1234-4a5b-8c6d-%012x", 0xfa4e0000u + d->i, 0xc0ffee00u + d->i);
+  else { double v = 0; fault(d->i, "uuid", &v); sprintf(b, "GPU-%08x-1234-4a5b-8c6d-%012x", 0xfa4e0000u + d->i + (u32)v, 0xc0ffee00u + d->i); }
 }
 static void busid(int i, char *b) { sprintf(b, "%08X:%02X:00.0", 0, 0x18 + i * 0x11); }
 X int nvmlDeviceGetHandleByUUID(const char *u, D *o) {
@@ -314,17 +340,18 @@ X int nvmlDeviceGetPciInfo_v2(D d, Pci *p) { ENTER("nvmlDeviceGetPciInfo_v2", "p
 X int nvmlDeviceGetPciInfo(D d, Pci *p) { ENTER("nvmlDeviceGetPciInfo", "pci"); return pci(d, p); }
 typedef struct { u64 total, free, used; } Mem;
 typedef struct { u32 version; u64 total, reserved, free, used; } Mem2;
+static void odd(D d, u64 *used) { if (fault(d->i, "mem_max", 0)) *used = ~0ull; if (fault(d->i, "used_over", 0)) *used = 2 * tot(d); }
 X int nvmlDeviceGetMemoryInfo(D d, Mem *m) {
   ENTER("nvmlDeviceGetMemoryInfo", "memory_info");
   u64 t = tot(d), r = t ? reserved(d) : 0, u = t ? (u64)((t - r) * memfrac(d->i)) : 0;
-  m->total = t; m->used = u + r; m->free = t - r - u; return OK; /* v1 counts the reserved memory as used */
+  m->total = t; m->used = u + r; m->free = t - r - u; odd(d, &m->used); return OK; /* v1 counts the reserved memory as used */
 }
 #ifndef OLD_DRIVER
 X int nvmlDeviceGetMemoryInfo_v2(D d, Mem2 *m) {
   ENTER("nvmlDeviceGetMemoryInfo_v2", "memory_info");
   if (m->version != (sizeof(Mem2) | 2u << 24)) return VERMISMATCH;
   u64 t = tot(d), r = t ? reserved(d) : 0, u = t ? (u64)((t - r) * memfrac(d->i)) : 0;
-  m->total = t; m->reserved = r; m->used = u; m->free = t - r - u; return OK;
+  m->total = t; m->reserved = r; m->used = u; m->free = t - r - u; odd(d, &m->used); return OK;
 }
 #endif
 X int nvmlDeviceGetBAR1MemoryInfo(D d, Mem *m) { ENTER("nvmlDeviceGetBAR1MemoryInfo", "bar1"); m->total = 256ull << 30; m->free = 255ull << 30; m->used = 1ull << 30; return OK; }
@@ -340,12 +367,13 @@ X int nvmlDeviceGetTemperatureV(D d, TempV *t) { ENTER("nvmlDeviceGetTemperature
 #endif
 X int nvmlDeviceGetTemperatureThreshold(D d, u32 k, u32 *t) { ENTER("nvmlDeviceGetTemperatureThreshold", "temp"); static const u32 v[] = {95, 92, 95, 87}; if (k > 3) return NOTSUP; *t = v[k]; return OK; }
 X int nvmlDeviceGetPowerUsage(D d, u32 *p) { ENTER("nvmlDeviceGetPowerUsage", "power"); *p = power_mw(d->i); return OK; }
-X int nvmlDeviceGetEnforcedPowerLimit(D d, u32 *p) { ENTER("nvmlDeviceGetEnforcedPowerLimit", "power_limit"); *p = 700000; return OK; }
-X int nvmlDeviceGetPowerManagementLimit(D d, u32 *p) { ENTER("nvmlDeviceGetPowerManagementLimit", "power_limit"); *p = 700000; return OK; }
+static u32 limit_mw(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "plim0", 0) ? 0 : 700000; }
+X int nvmlDeviceGetEnforcedPowerLimit(D d, u32 *p) { ENTER("nvmlDeviceGetEnforcedPowerLimit", "power_limit"); *p = limit_mw(d->i); return OK; }
+X int nvmlDeviceGetPowerManagementLimit(D d, u32 *p) { ENTER("nvmlDeviceGetPowerManagementLimit", "power_limit"); *p = limit_mw(d->i); return OK; }
 X int nvmlDeviceGetPowerManagementDefaultLimit(D d, u32 *p) { ENTER("nvmlDeviceGetPowerManagementDefaultLimit", "power_limit"); *p = 700000; return OK; }
 X int nvmlDeviceGetPowerManagementLimitConstraints(D d, u32 *a, u32 *b) { ENTER("nvmlDeviceGetPowerManagementLimitConstraints", "power_limit"); *a = 200000; *b = 700000; return OK; }
 X int nvmlDeviceGetTotalEnergyConsumption(D d, u64 *e) { ENTER("nvmlDeviceGetTotalEnergyConsumption", "energy"); *e = (u64)(wall() * 1000) * 300; return OK; }
-X int nvmlDeviceGetFanSpeed(D d, u32 *s) { ENTER("nvmlDeviceGetFanSpeed", "fan"); *s = 30 + (u32)(50 * wave(d->i, 90, 0)); return OK; }
+X int nvmlDeviceGetFanSpeed(D d, u32 *s) { ENTER("nvmlDeviceGetFanSpeed", "fan"); *s = fault(d->i, "u32max", 0) ? ~0u : fault(d->i, "fan_hi", 0) ? 140 : 30 + (u32)(50 * wave(d->i, 90, 0)); return OK; }
 X int nvmlDeviceGetFanSpeed_v2(D d, u32 f, u32 *s) { (void)f; return nvmlDeviceGetFanSpeed(d, s); }
 X int nvmlDeviceGetNumFans(D d, u32 *n) { ENTER("nvmlDeviceGetNumFans", "fan"); *n = 1; return OK; }
 static u32 clk(int g, u32 t) { return t == 2 ? 3201 : t == 3 ? 1500 : 345 + (u32)(1635 * wave(g, 60, 0)) / 15 * 15; }
@@ -353,7 +381,9 @@ X int nvmlDeviceGetClockInfo(D d, u32 t, u32 *c) { ENTER("nvmlDeviceGetClockInfo
 X int nvmlDeviceGetMaxClockInfo(D d, u32 t, u32 *c) { ENTER("nvmlDeviceGetMaxClockInfo", "max_clock"); if (t > 3) return INVAL; *c = t == 2 ? 3201 : 1980; return OK; }
 X int nvmlDeviceGetPerformanceState(D d, u32 *s) { ENTER("nvmlDeviceGetPerformanceState", "pstate"); *s = 0; return OK; }
 X int nvmlDeviceGetPersistenceMode(D d, u32 *s) { ENTER("nvmlDeviceGetPersistenceMode", "persistence"); *s = 1; return OK; }
-X int nvmlDeviceGetComputeMode(D d, u32 *s) { ENTER("nvmlDeviceGetComputeMode", "compute_mode"); *s = 0; return OK; }
+X int nvmlDeviceGetComputeMode(D d, u32 *s) { ENTER("nvmlDeviceGetComputeMode", "compute_mode"); double v; *s = fault(d->i, "cmode", &v) ? (u32)v : 0; return OK; }
+X int nvmlDeviceGetRemappedRows(D d, u32 *c, u32 *u, u32 *p, u32 *f) { ENTER("nvmlDeviceGetRemappedRows", "rows"); *p = fault(d->i, "pending", 0); *f = fault(d->i, "failed_rows", 0); *c = 0; *u = *p || *f; return OK; }
+X int nvmlDeviceGetRetiredPagesPendingStatus(D d, u32 *s) { ENTER("nvmlDeviceGetRetiredPagesPendingStatus", "pages"); *s = fault(d->i, "pages", 0); return OK; }
 X int nvmlDeviceGetDisplayActive(D d, u32 *s) { ENTER("nvmlDeviceGetDisplayActive", "display"); *s = 0; return OK; }
 X int nvmlDeviceGetDisplayMode(D d, u32 *s) { ENTER("nvmlDeviceGetDisplayMode", "display"); *s = 0; return OK; }
 X int nvmlDeviceGetDriverModel(D d, u32 *a, u32 *b) { (void)a; (void)b; ENTER("nvmlDeviceGetDriverModel", "driver_model"); return NOTSUP; }
@@ -429,7 +459,7 @@ X int nvmlDeviceGetDecoderUtilization(D d, u32 *u, u32 *p) { ENTER("nvmlDeviceGe
 X int nvmlDeviceGetTotalEccErrors(D d, u32 t, u32 k, u64 *v) { (void)t; (void)k; ENTER("nvmlDeviceGetTotalEccErrors", "ecc"); double e = 0; fault(d->i, "ecc", &e); *v = (u64)e; return OK; }
 X int nvmlDeviceGetMemoryErrorCounter(D d, u32 t, u32 k, u32 l, u64 *v) { (void)l; return nvmlDeviceGetTotalEccErrors(d, t, k, v); }
 X int nvmlDeviceGetEccMode(D d, u32 *a, u32 *b) { ENTER("nvmlDeviceGetEccMode", "ecc"); *a = *b = 1; return OK; }
-static int thr(D d, u64 *v) { double w = wave(d->i, 60, 0); *v = fault(d->i, "throttle_on", 0) ? 0x40 | 0x8 : w < 0.05 ? 1 : w > 0.97 ? 4 : 0; return OK; }
+static int thr(D d, u64 *v) { double bits; if (fault(d->i, "thr", &bits)) { *v = (u64)bits; return OK; } double w = wave(d->i, 60, 0); *v = fault(d->i, "throttle_on", 0) ? 0x40 | 0x8 : w < 0.05 ? 1 : w > 0.97 ? 4 : 0; return OK; }
 X int nvmlDeviceGetCurrentClocksThrottleReasons(D d, u64 *v) { ENTER("nvmlDeviceGetCurrentClocksThrottleReasons", "throttle"); return thr(d, v); }
 X int nvmlDeviceGetSupportedClocksThrottleReasons(D d, u64 *v) { ENTER("nvmlDeviceGetSupportedClocksThrottleReasons", "throttle"); *v = 0x1ff; return OK; }
 #ifndef OLD_DRIVER

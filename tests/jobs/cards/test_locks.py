@@ -11,6 +11,7 @@ import pytest
 
 from sae_tui.jobs.cards import locks as subject
 from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 
 
@@ -87,6 +88,23 @@ def test_a_machine_s_folder_of_another_user_is_not_trusted(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
+def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: Path, monkeypatch) -> None:
+    first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
+
+    def remove_and_lock(descriptor: int, *, shared: bool) -> bool:
+        (file,) = tmp_path.iterdir()
+        file.unlink()
+        return try_lock(descriptor, shared=shared)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subject, "try_lock", remove_and_lock)
+        assert not first.take()
+        assert first.why == ""
+    assert second.take()
+    assert not first.take()
+    second.release()
+
+
 def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
@@ -108,3 +126,21 @@ def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path
     finally:
         for folder in (one, other):
             subprocess.run(["umount", folder], check=True)
+
+
+def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp_path: Path, monkeypatch) -> None:
+    first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
+    open_lock = subject.open_lock
+
+    def replaced(path: Path) -> int:
+        monkeypatch.setattr(subject, "open_lock", open_lock)
+        descriptor = open_lock(path)
+        path.unlink()
+        assert first.take()
+        return descriptor
+
+    monkeypatch.setattr(subject, "open_lock", replaced)
+    assert not second.take()
+    assert second.refused == "GPU-0"
+    first.release()
+    assert second.take()

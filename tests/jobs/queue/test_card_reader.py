@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
 import pytest
 from support.driver import environment
 
@@ -13,6 +21,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
+ANSWER = """import sys; print('[{"index":0,"uuid":"GPU-1","name":"X","timestamp":1.0}]')"""
 # As the library names its first cards.
 UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))
 
@@ -83,6 +92,84 @@ def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypat
     ]
 
 
+def test_an_old_reading_does_not_count_as_fresh_while_another_process_has_the_lock(box, on_driver):
+    on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
+    waiting = in_line(box)
+    assert len(CardReader(box.data, "nvml").samples()) == 1
+    (file,) = box.data.root.glob("cards-*.json")
+    os.utime(file, (time.time() - 15,) * 2)
+    with flock(box) as holder:
+        assert tried(waiting).startswith(f"the GPUs cannot be read: process {holder.pid} has been reading them since ")
+        assert len(CardReader(box.data, "nvml").samples(12)) == 1  # a slightly older reading is enough
+        os.utime(file, (time.time() + 86_400,) * 2)  # the clock was set back
+        assert CardReader(box.data, "nvml").samples(12) == ()
+
+
+def test_a_stopped_reader_delays_a_job_by_at_most_the_time_limit_of_a_read(box, on_driver, monkeypatch):
+    on_driver(GPUS=1, PIDS="", FAULTS="*:idle")
+    waiting = in_line(box)
+    with flock(box) as holder:
+        os.kill(holder.pid, signal.SIGSTOP)
+        assert "has been reading them since" in tried(waiting)
+        monkeypatch.setattr(card_reader, "READ_TIMEOUT_S", -10 * card_reader.END_S)
+        monkeypatch.setattr(card_reader, "_answer_of", lambda reader, _: answer_of(reader, 60))
+        waiting._again_at = 0.0
+        assert tried(waiting) == (0,)
+
+
+answer_of = card_reader._answer_of
+
+
+@contextlib.contextmanager
+def flock(box):
+    """Hold the lock of the reader in another process."""
+    command = ["flock", CardReader(box.data, "nvml")._lock, "sh", "-c", "echo; exec cat"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        yield holder
+        holder.kill()  # its program ends with the pipe
+
+
+def test_a_reader_that_hangs_after_its_answer_blocks_neither_the_lock_nor_other_gpus(box, monkeypatch, tmp_path):
+    """A thread in the driver keeps the reader alive; further readers start ever less often."""
+    box.data.create()
+    started = []
+
+    class Unkillable(subprocess.Popen):
+        def __init__(self, command, **pipes):
+            script = f"{ANSWER}; sys.stdout.flush(); import time; time.sleep(60)"
+            started.append(self)
+            super().__init__([sys.executable, "-c", script], **pipes)
+
+        def kill(self):
+            pass
+
+    messages = []
+    monkeypatch.setattr(card_reader, "note", messages.append)
+    monkeypatch.setattr(card_reader, "END_S", 0.05)
+    monkeypatch.setattr(subprocess, "Popen", Unkillable)
+    reader = CardReader(box.data, "nvml")
+    assert [sample.uuid for sample in reader.samples()] == ["GPU-1"]
+    assert reader.samples(0.0)  # slightly older, since it is not read again
+    assert len(started) == 1
+    assert messages == [f"process {started[0].pid}, which read the GPUs, hangs in the driver and cannot be ended"]
+    reader._file.unlink()
+    assert reader.samples() == ()
+    assert reader.problem == f"process {started[0].pid} hangs in the driver and cannot be ended"
+    for file in box.data.root.glob("cards-*.stuck"):
+        os.utime(file, (time.time() - 61,) * 2)
+    assert reader.samples()
+    assert len(started) == 2
+    for one in started:
+        one.send_signal(signal.SIGKILL)
+        one.wait()
+    reader._file.unlink()
+    reader.samples()  # no reader hangs any more
+    assert len(started) == 3
+    started[-1].send_signal(signal.SIGKILL)
+    started[-1].wait()
+
+
 def test_the_reader_is_given_more_time_than_the_driver():
     assert card_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.CARD_LIMIT_S
 
@@ -91,6 +178,17 @@ def test_the_cards_of_a_job_tell_their_name_though_nobody_has_read_them(box, on_
     on_driver(GPUS=2, PIDS="", FAULTS="*:idle")
     job = box.job(box.record(gpu_source="nvml", gpu_ids=(1,), gpu_uuids=(UUIDS[1],)))
     (name,) = {sample.name for sample in CardReader(box.data, "nvml").samples()}
-    (box.data.root / "cards-nvml.json").unlink()
+    next(box.data.root.glob("cards-*-nvml.json")).unlink()
     assert name_of(box.data, job) == name
     assert name_of(box.data, box.job(box.record(gpu_source="nvml", gpu_uuids=("GPU-gone",)))) == ""
+
+
+def test_readings_of_another_host_that_shares_the_folder_are_ignored(box, monkeypatch):
+    box.data.create()
+    for host, n_cards in (("gpu7", 2), ("gpu8", 1)):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        reading = next(iter(box.data.root.glob("cards-*.json")), None)
+        if reading:
+            reading.write_text(reading.read_text().replace("GPU-", "GPU-of-gpu7-"))
+        (sample, *_) = CardReader(box.data, "simulated:2").samples()
+        assert not sample.uuid.startswith("GPU-of-gpu7"), n_cards

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import threading
 
 import pytest
 
 from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.queue import waiting_job
 from sae_tui.jobs.queue.waiting_job import Line
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.database import StoreError
@@ -71,12 +74,71 @@ def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
     entry.locks.release()
 
 
+@pytest.fixture
+def halted(monkeypatch):
+    """Start a process that stands in for a supervisor, and stop it by SIGSTOP."""
+    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 0.0)
+    monkeypatch.setattr(waiting_job, "PAUSE_EACH_S", 0.0)
+    supervisor = subprocess.Popen(["sleep", "60"])
+    supervisor.send_signal(signal.SIGSTOP)
+    yield ProcessRef.of(supervisor.pid)
+    supervisor.kill()
+    supervisor.wait()
+
+
+def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box, halted, monkeypatch):
+    first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, priority=3)
+    second, third = (line(box, queued(box)) for _ in range(2))
+    assert not second.try_start()
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert [(event.kind, event.level) for event in box.control.events(first)] == [("silent", "warning")]
+    assert second.try_start()
+    assert not third.try_start()
+    assert len(box.control.events(first)) == 1
+    # Its supervisor continues, finds the GPU taken, and is first in the queue again.
+    assert not line(box, first).try_start()
+    assert "GPU 0 is held by job" in box.job(first).waits_for
+    second.locks.release()
+    box.control.transition(second.job.id, JobState.FINISHED)
+    monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
+    assert not third.try_start()
+    assert box.job(third.job.id).waits_for == f"job {first} was there first"
+
+
 def test_a_reason_to_wait_is_told_once(box):
     first, second = queued(box), queued(box)
     entry = line(box, second)
     assert [entry.try_start() for _ in range(3)] == [False] * 3
     assert len(box.control.events(second)) == 1
     assert box.job(first).state == JobState.QUEUED
+
+
+def test_changing_processes_of_other_users_are_not_an_event_each_time(box, monkeypatch):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    for number in range(20):
+        user = "alice" if number % 3 else "bob"
+        reason = f"GPU 0 is used by {user} (pid {number}, python sweep_{'abcdefghij'[number % 10]}.py --lr (1))"
+        monkeypatch.setattr(entry, "_try_take_gpus", lambda reason=reason: reason)
+        assert not entry.try_start()
+        assert box.job(job_id).waits_for == reason
+    reasons = [event.message for event in box.control.events(job_id) if event.kind == "waiting"]
+    assert [message.split(" (")[0] for message in reasons] == [
+        "waits: GPU 0 is used by bob", "waits: GPU 0 is used by alice",
+    ]  # fmt: skip
+
+
+def test_short_processes_of_other_users_do_not_fill_the_history_of_a_queued_job(box, monkeypatch):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    commands = [f"train --name {'abcdefgh'[number % 8]}" for number in range(50)]
+    reasons = [f"GPU 0 is used by ada (pid {number}, {command})" for number, command in enumerate(commands)]
+    reasons += [f"GPU 0 is used by ada (pid 1, f{'(' * number})" for number in range(50)]
+    answers = iter(reasons)
+    monkeypatch.setattr(entry, "_try_take_gpus", lambda: next(answers))
+    assert not any(entry.try_start() for _ in reasons)
+    assert len(box.control.events(job_id)) <= 3
+    assert box.job(job_id).waits_for == reasons[-1]
 
 
 def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):

@@ -83,6 +83,20 @@ def test_a_clock_that_is_set_back_loses_nothing_of_what_was_measured(box, job_id
     assert (job.energy_s, job.energy_known_s) == pytest.approx((300, 300))
 
 
+def test_a_clock_that_jumps_ahead_by_a_day_and_back_adds_no_unmeasured_time(box, job_id):
+    day = 86_400
+    store(box, [*range(101), *range(day + 100, day + 201), *range(201, 301)], 360.0)
+    now, steady = [NOW], [50.0]
+    meter = EnergyMeter(box.data, box.control, box.job(job_id), lambda: now[0], lambda: steady[0])
+    for wall in (100, day + 100, day + 200, 200, 300):
+        steady[0] += 100 if wall in (100, day + 200, 300) else 0
+        now[0] = NOW + wall
+        meter.end()
+    job = box.job(job_id)
+    assert job.energy_s == pytest.approx(600)
+    assert job.energy_known_s == pytest.approx(600, abs=4)
+
+
 def test_a_history_that_cannot_be_read_leaves_the_job_alone(box, job_id):
     now = [NOW]
     meter = meter_of(box, job_id, now)

@@ -21,6 +21,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launch import launching
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.live import LiveRun
+from sae_tui.settings import Settings, save_settings
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning import memory
 from trainer.contract.process import ProcessRef
@@ -181,8 +182,8 @@ def test_a_supervisor_that_is_told_to_end_lets_its_ranks_save(box):
     job_id = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(job_id)
     supervisor = box.job(job_id).supervisor
-    supervisor.send(signal.SIGHUP)
-    supervisor.send(signal.SIGTERM)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGXCPU):
+        supervisor.send(number)
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3]
 
@@ -286,3 +287,19 @@ def test_the_metrics_of_a_run_are_whole_after_its_end(box):
     reader = SeriesReader(box.data.run(job_id).metrics_db)
     assert [point.step for point in reader.points("loss")] == [5, 10, 15, 20]
     reader.close()
+
+
+def test_an_error_in_the_supervisor_fails_its_job_with_the_reason_after_its_ranks_have_saved(box, monkeypatch):
+    monkeypatch.setenv("FAKE_BUG", "1")
+    box.data.create()
+    save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >told']))
+    job_id = box.launch("steps=100000", gpus=(0,), max_restarts=3)
+    job, paths = box.wait_ended(job_id), box.data.run(job_id)
+    reason = f"sae-tui itself failed: ZeroDivisionError: division by zero; see {paths.supervisor_log}"
+    assert (job.state, job.error, job.attempt) == (JobState.FAILED, reason, 1)
+    assert [file.name for file in paths.checkpoints.iterdir()]
+    assert box.living(job_id) == box.control.leases() == []
+    box.wait_for((box.data.root / "told").exists, "the user's command")
+    assert (box.data.root / "told").read_text() == "failed\n"
+    box.wait_for(lambda: not job.supervisor.is_alive(), "the supervisor to end")
+    assert paths.supervisor_log.read_text().endswith("ZeroDivisionError: division by zero\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.jobs.upkeep.storage import store_warning
+from trainer.contract import mounts
 from trainer.contract.paths import DataDir
 
 
@@ -17,10 +18,8 @@ def test_a_local_data_folder_needs_no_warning(data):
     assert store_warning(data) == ""
 
 
-def test_a_data_folder_on_a_network_file_system_is_named_with_the_remedy(data, tmp_path, monkeypatch):
-    stat = tmp_path / "stat"
-    stat.write_text("#!/bin/sh\necho 6969\n")
-    stat.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert store_warning(data).startswith(f"{data.root} is on NFS, ")
+def test_a_data_folder_on_a_network_file_system_is_named_with_the_remedy(data, monkeypatch):
+    monkeypatch.setattr(mounts, "LOCAL", frozenset())
+    (kind,) = {mounts.mount_of(data.root.parents[2]).kind}
+    assert store_warning(data).startswith(f"{data.root} is on {kind}, ")
     assert "--data-dir" in store_warning(data)

@@ -372,3 +372,21 @@ def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
     with log.open("ab") as stream:
         stream.write(b"\rthe end\nnext\n")
     assert follower.new_lines() == ["the end", "next"]
+
+
+def test_lost_roll_ups_of_an_ended_run_are_rebuilt_except_by_a_read_only_reader(box):
+    job_id = box.record()
+    paths = box.data.run(job_id)
+    paths.create()
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        write(writer, 1, 20_000)
+    with contextlib.closing(sqlite3.connect(paths.metrics_db)) as db:
+        db.execute("DELETE FROM rollups")
+        db.commit()
+        count = "SELECT count(*) FROM rollups WHERE level = 2"
+        for mends, made in ((False, 0), (True, 6)):
+            with contextlib.closing(JobReader(box.data, job_id, mends=mends)) as reader:
+                assert reader.poll()
+                points = reader.series["loss", 0]
+            assert MOST_POINTS // 4 < len(points) <= MOST_POINTS // 2 + 1
+            assert db.execute(count).fetchone() == (made,)

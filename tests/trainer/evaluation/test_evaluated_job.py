@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from trainer.cli import main
 from trainer.contract.errors import UserError
+from trainer.contract.runs.rank_spec import EXIT_USAGE
 from trainer.evaluation.evaluated_job import evaluated_job
 
 STREAM = """
@@ -33,10 +35,33 @@ def write(file: Path, more: str, mode: int) -> Path:
     return file
 
 
-def test_code_that_a_model_brings_is_only_run_by_a_job_file_that_nobody_else_may_write(file: Path) -> None:
+def test_a_models_own_code_runs_only_with_consent_and_if_only_the_user_may_write_the_file(
+    file: Path,
+) -> None:
     with pytest.raises(UserError, match=r"job\.toml"):
         evaluated_job(write(file, "remote_code = true", 0o666))
-    assert evaluated_job(write(file, "remote_code = true", 0o600)).data.knobs.remote_code
+    with pytest.raises(UserError, match=r"others may write"):
+        evaluated_job(write(file, "remote_code = true", 0o666), allows_code=True)
+    own = write(file, "remote_code = true", 0o600)
+    with pytest.raises(UserError, match=r'data.remote_code: runs the Python code that comes with "theirs/model"'):
+        evaluated_job(own)
+    assert evaluated_job(own, allows_code=True).data.knobs.remote_code
+
+
+@pytest.mark.parametrize("command", ["run", "extract", "join", "bench", "resume"])
+def test_no_command_runs_a_models_own_code_without_consent(file: Path, command: str, capsys) -> None:
+    write(file, "remote_code = true", 0o600)
+    section = "data"
+    if command == "extract":
+        model = 'path = "theirs/model"\nhooks = ["resid_post.1"]\nremote_code = true'
+        file.write_text(f'kind = "extract"\n[model]\n{model}\n[text]\npath = "x.txt"\n[extract]\noutput = "acts"\n')
+        section = "model"
+    out = ["--out", str(file.parent / "out")] if command in ("run", "join") else []
+    given = file.parent if command == "resume" else file
+    assert main([command, str(given), *out]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f'{section}.remote_code: runs the Python code that comes with "theirs/model" as you; add ')
+    assert sorted(file.parent.iterdir()) == [file]
 
 
 def test_any_other_run_of_somebody_else_is_measured_in_fp32(file: Path) -> None:

@@ -19,6 +19,7 @@ import tomli_w
 import torch
 
 from trainer.cli import main
+from trainer.contract.process import STOP_SIGNALS
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
 from trainer.extraction.language_model import LanguageModel
 
@@ -29,7 +30,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGALRM)
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
     """Give back the signals that a command takes."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGHUP, *STOP_SIGNALS)
     handlers = [signal.getsignal(number) for number in numbers]
     yield
     for number, handler in zip(numbers, handlers, strict=True):

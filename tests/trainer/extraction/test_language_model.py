@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,44 @@ def test_code_of_a_model_is_not_run_unasked(copy) -> None:
     edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
     shown = "comes with Python code of its own; set model.remote_code = true if you trust who wrote it"
     with pytest.raises(UserError, match=shown):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"n_layer": 10**7}, "n_layer = 10,000,000, and no model has more than 2,048"),
+        ({"n_layer": 900}, "n_layer = 900, and its files hold "),
+        ({"text_config": {"num_local_experts": 10**6}}, "text_config.num_local_experts = 1,000,000, and no model has"),
+        ({"layer_types": ["full"] * 10_000}, "layer_types = 10,000, and no model has"),
+        (
+            {"attn_implementation": "org/kernel"},
+            'asks for code of the hub (attn_implementation = "org/kernel"); remove',
+        ),
+        ({"_attn_implementation": {"vision": "org/k"}}, "asks for code of the hub (_attn_implementation"),
+        ({"_experts_implementation": "org/kernel"}, "asks for code of the hub (_experts_implementation"),
+        ({"use_kernels": True}, "asks for code of the hub (use_kernels = true)"),
+    ],
+)
+def test_a_configuration_that_asks_for_too_much_is_refused_before_anything_is_built(copy, settings, sentence) -> None:
+    folder = copy("gpt2")
+    edit(folder / "config.json", **settings)
+    with pytest.raises(UserError, match=re.escape(sentence)) as refused:
+        load(folder)
+    assert " cannot be loaded: its configuration " in str(refused.value)
+
+
+def test_model_files_that_point_outside_the_folder_or_are_too_large_are_refused(copy) -> None:
+    folder = copy("gpt2")
+    (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    index = {"metadata": {}, "weight_map": {"wte.weight": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="names weights outside of its folder"):
+        load(folder)
+    folder = copy("llama")
+    with (folder / "config.json").open("r+b") as stream:
+        stream.truncate(5 * 2**20)
+    with pytest.raises(UserError, match=r"/config.json is larger than 4 MiB; download the model again"):
         load(folder)
 
 

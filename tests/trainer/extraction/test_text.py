@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings.extract import Text
+from trainer.extraction import text
 from trainer.extraction.text import documents, mended
 
 CHAT = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
@@ -197,6 +199,42 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content:
 def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
         read(write(tmp_path / "a.json", "[" * 100_000))
+
+
+def test_a_small_parquet_file_that_expands_to_all_memory_is_a_one_sentence_error(tmp_path: Path, monkeypatch) -> None:
+    one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 4096, pyarrow.int32()), pyarrow.array(["A" * 2**21]))
+    nested = pyarrow.array([[{"role": "user", "content": "hi"}]] * 4096)
+    numbers = pyarrow.array([[7] * 2**19] * 4)
+    file = tmp_path / "a.parquet"
+    monkeypatch.setattr(text, "_LONGEST_ROW", 2**20)
+    monkeypatch.setattr(text, "_LARGEST_GROUP", 2**23)
+    for column, sentence in (
+        (one, "row 0 of {} is longer than "),
+        (numbers, "{} claims 2,097,152 values of text.list"),
+    ):
+        pyarrow.parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
+        assert file.stat().st_size < 10_000
+        with pytest.raises(UserError, match=re.escape(sentence.format(file))):
+            read(file)
+    pyarrow.parquet.write_table(pyarrow.table({"messages": nested}), file)
+    assert len(read(file)) == 4096
+
+
+def test_a_too_long_json_row_is_a_one_sentence_error_and_a_long_line_of_text_is_cut(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(text, "_LONGEST_ROW", 1000)
+    monkeypatch.setattr(text, "_LARGEST_JSON", 2000)
+    monkeypatch.setattr(text, "_LONGEST", 999)
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"text": "' + "A" * 1000 + '"}\n')
+    (tmp_path / "a.json").write_text(json.dumps(["A" * 900] * 3))
+    (tmp_path / "a.txt").write_text(whole := "\u20ac" * 5000)
+    for name, sentence in (("a.jsonl", "line 2 of {} is longer than"), ("a.json", "{} is larger than")):
+        with pytest.raises(UserError, match=re.escape(sentence.format(tmp_path / name))):
+            read(tmp_path / name)
+    pieces = read(tmp_path / "a.txt")
+    assert "".join(pieces) == whole
+    assert max(map(len, pieces)) < 1000
 
 
 def test_a_path_with_no_text_is_refused(tmp_path: Path) -> None:

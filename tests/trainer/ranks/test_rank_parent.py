@@ -14,17 +14,18 @@ import pytest
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 
-# Like a rank, the child keeps SIGTERM blocked and waits for it.
+# Like a rank, the child blocks the stop signals and waits for one.
 CHILD = """
 import os, signal, sys
 from pathlib import Path
+from trainer.contract.process import STOP_SIGNALS
 from trainer.ranks.rank_parent import fork_rank
 
 fork_rank(Path(sys.argv[1]))
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 print("begun", flush=True)
 if sys.argv[2] == "wait":
-    signal.sigwait({signal.SIGTERM})
+    signal.sigwait(STOP_SIGNALS)
 os._exit(int(sys.argv[3]))
 """
 

@@ -14,7 +14,7 @@ import pytest
 from support.workloads import stream_of_model
 
 from trainer.cli import main
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
@@ -68,7 +68,7 @@ def test_two_hosts_train_as_one_and_the_same_command_goes_on(
     job_file.write_text(dump_job(job))
     first, second = on_two_hosts(job_file, out)
     assert "finished at step 20/20" in first
-    assert [*read_box(tmp_path / "data" / "box.json").buses] == [f"{CPU} x2"]
+    assert [*read_box(DataDir(tmp_path / "data").box_file).buses] == [f"{CPU} x2"]
     assert "step 20/20" not in second
     assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
     with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +20,11 @@ import yaml
 from support.hub import TOKEN, Hub
 
 from trainer.cli import main
+from trainer.contract.runs.checkpoint_manifest import STATE, newest_first
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
-from trainer.training.hub_card import is_on_the_hub
+from trainer.training.hub_card import hub_card, is_on_the_hub
 
 
 @pytest.fixture
@@ -108,6 +110,29 @@ def test_the_card_of_the_hub_has_the_figures_and_what_the_hub_lists_an_sae_by(
     assert yaml.safe_load(front) == {"library_name": "saelens", "tags": ["sparse-autoencoder", "saelens"]}
     assert "| FVU |" in text
     assert "card.json" not in text
+
+
+HOSTILE = "# x\n\n<script>alert(1)</script>\n---\nbase_model: evil\n![a](http://h/\x1b]52;c;AA\x07\u202e" + "y" * 500
+
+
+def test_the_model_card_escapes_all_text_of_a_received_run(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run()
+    assert main(["eval", str(run)]) == EXIT_FINISHED
+    readme = run / "sae" / "README.md"
+    written = readme.read_text()
+    (checkpoint,) = newest_first(run / "checkpoints")[:1]
+    state = json.loads((checkpoint / STATE).read_text())
+    state["origin"] = {"model_name": HOSTILE, "hook_name": HOSTILE}
+    (checkpoint / STATE).write_text(json.dumps(state))
+    readme.write_text(f"{written}\n<img src=x onerror=y>\x1b[2J")
+    judged = hub_card([checkpoint], "saelens", "ada/my-sae")
+    readme.unlink()
+    plain = hub_card([checkpoint], "saelens", "ada/my-sae")
+    for card, text in ((judged, "img src"), (plain, "evil")):
+        _, front, body = card.split("---\n", 2)
+        assert "base_model" not in yaml.safe_load(front)
+        assert text in body
+        assert not re.search(r"(?<!\\)<|^(# x|---|base_model)|!\[a|[\x1b\u202e]|y{200}", body, re.MULTILINE)
 
 
 def test_a_model_counts_as_one_of_the_hub_by_its_name_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,10 +169,13 @@ def slowest(names: Iterable[str]) -> str:
 
 
 def read_box(file: Path | None) -> Box:
-    """Read the measured speeds; return none where the file is missing or damaged, as they can be measured again."""
+    """Read the measured speeds; return none if the file is missing or damaged, since they can be measured again.
+
+    A host without its own file reads `box.json`, which earlier versions wrote for all hosts.
+    """
     if file is None:
         return Box()
-    return read_json(file, Box) or Box()
+    return read_json(file, Box) or read_json(file.with_name("box.json"), Box) or Box()
 
 
 def write_box(file: Path, box: Box) -> None:

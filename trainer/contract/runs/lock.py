@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.locks import try_lock
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths, open_below, open_private
 from trainer.contract.process import ProcessRef
 
 # Seconds. Testing whether a lock is held takes it exclusively for a moment, so others try again for so long.
@@ -87,7 +87,7 @@ def is_held(file: Path) -> bool | None:
 
 def _is_taken(file: Path) -> bool | None:
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = open_below(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:

@@ -90,7 +90,7 @@ def _folder(path: str, revision: str) -> Path:
     """Return the folder of a model: its path, or where the hub's library keeps what it has brought."""
     if os.path.isdir(path):
         return Path(path)
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    home = Path(os.environ.get("HF_HOME") or Path(os.path.expanduser("~"), ".cache", "huggingface"))
     kept = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{path.replace('/', '--')}"
     branch = kept / "refs" / revision
     return kept / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)

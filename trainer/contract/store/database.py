@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import os
 import sqlite3
@@ -15,16 +17,18 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.contract.errors import UserError
-from trainer.contract.paths import file_mode, is_shared
+from trainer.contract.mounts import mount_of
+from trainer.contract.paths import file_mode, is_shared, refuse_links_on_the_way
 from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
+OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 # Suffixes of the files that SQLite keeps beside a store.
 BESIDE = ("-wal", "-shm", "-journal")
-# f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
-NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
+# Codes if a killed writer left a rollback journal, or a write-ahead log to be recovered.
+_TO_RECOVER = (sqlite3.SQLITE_READONLY_ROLLBACK, sqlite3.SQLITE_READONLY_RECOVERY)
 
 
 class StoreError(UserError):
@@ -45,6 +49,7 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
         # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
         # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
         # next process to close the store would delete the WAL under them.
+        _refuse_links(path)
         with contextlib.suppress(FileExistsError):
             os.mknod(path, 0o600)
             if is_shared(path.parent):
@@ -65,16 +70,37 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
         _refuse_odd(path)
-        with _connect(f"file:{_quote(path)}?mode=ro") as connection:
-            connection.execute("PRAGMA query_only=ON")
-            # Version 0: its writer has made the file, but not yet the tables.
-            if _refuse_newer(connection, path, schema) == 0:
-                raise StoreMissing(f"there is no store at {path} yet")
-            return connection
+        try:
+            return _open_readonly(path, schema)
+        except sqlite3.OperationalError as error:
+            if _code(error) not in _TO_RECOVER:
+                raise
+        # A read-only connection cannot complete or roll back the transaction of a killed writer.
+        with _connect(f"file:{_quote(path)}?mode=rw") as connection:
+            _version(connection)
+            connection.close()
+        return _open_readonly(path, schema)
+
+
+def _open_readonly(path: Path, schema: Schema) -> sqlite3.Connection:
+    with _connect(f"file:{_quote(path)}?mode=ro") as connection:
+        connection.execute("PRAGMA query_only=ON")
+        # Version 0: the writer has created the file, but not yet the tables.
+        if _refuse_newer(connection, path, schema) == 0:
+            raise StoreMissing(f"there is no store at {path} yet")
+        return connection
+
+
+def _refuse_links(path: Path) -> None:
+    try:
+        refuse_links_on_the_way(path)
+    except OSError as error:
+        raise StoreError(f"the store {path} is not opened: {error.strerror}") from None
 
 
 def _refuse_odd(path: Path) -> None:
     """Raise `StoreError` if one of the files that SQLite writes is a link, a pipe or a folder."""
+    _refuse_links(path)
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
         try:
@@ -118,7 +144,7 @@ def explain_errors(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         kind = StoreCorrupt if _says_corrupt(str(error)) else StoreError
-        raise kind(_explain(path, str(error))) from error
+        raise kind(_explain(path, str(error), _code(error))) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
@@ -126,8 +152,20 @@ def explain_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _explain(path: Path, text: str) -> str:
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's extended error code; 0 for an error that Python's module raised itself."""
+    return getattr(error, "sqlite_errorcode", 0)
+
+
+def _explain(path: Path, text: str, code: int = 0) -> str:
+    if code in _TO_RECOVER:
+        return (
+            f"a process that was killed has left the store {path} half written, and it cannot be written here; "
+            "any command of its owner repairs it"
+        )
     if "locked" in text or "busy" in text:
+        if problem := no_locks(path.parent):
+            return f"the store {path} cannot be locked: {problem}"
         return f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s; try again"
     if "readonly" in text:
         return (
@@ -186,12 +224,36 @@ def set_aside(path: Path, word: str) -> Path | None:
         return target
 
 
+def no_locks(folder: Path) -> str:
+    """Return why files in a folder cannot be locked, "" if they can, by locking an unnamed file.
+
+    On a file system without locks (an NFS mount whose lock service does not answer), SQLite only reports a busy store.
+    """
+    # Only here: it takes 1 MiB of a waiting supervisor.
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as SQLite locks its files
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as runs and GPUs are locked
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            return (
+                f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
+            )
+    return ""
+
+
 def network_file_system(path: Path) -> str | None:
-    """Return the name of the network file system that holds the path, on which WAL cannot work; else None."""
-    with contextlib.suppress(OSError, ValueError):
-        output = subprocess.run(["stat", "-f", "-c", "%t", str(path)], capture_output=True, text=True, timeout=5)
-        return NETWORK_FILE_SYSTEMS.get(int(output.stdout.strip() or "0", 16))
-    return None
+    """Return the name of the file system of a path; None if it is known to be local.
+
+    WAL needs memory that all processes using the store share, which processes on different hosts do not have.
+    """
+    try:
+        mount = mount_of(path)
+    except OSError:
+        return "an unknown file system"
+    return None if mount.is_local else mount.name
 
 
 @contextlib.contextmanager

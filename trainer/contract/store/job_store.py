@@ -36,7 +36,7 @@ from trainer.contract.store.rows import (
     to_job,
     to_row,
 )
-from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
+from trainer.contract.store.states import ACTIVE, DONE, TRANSITIONS, JobState
 
 # "stop-evaluation" is for the process that evaluates the job's SAEs, the others are for the supervisor.
 RequestKind = Literal["stop", "kill", "pause", "finish", "stop-evaluation"]
@@ -124,10 +124,16 @@ class Control:
         return job
 
     def forget(self, job_id: int) -> bool:
-        """Delete an ended job and all that belongs to it from the store; return False where it is still active."""
+        """Delete an ended job and all that belongs to it from the store; return False where it is still active.
+
+        If the job had finished, jobs that come after it no longer wait for it. Otherwise they keep waiting.
+        """
         with self._write() as db:
-            if _state(db, job_id) in ACTIVE:
+            state = _state(db, job_id)
+            if state in ACTIVE:
                 return False
+            if state in DONE:
+                db.execute(_WITHOUT, (job_id, job_id))
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             for table in ("ranks", "leases", "requests", "events"):
                 db.execute(f"DELETE FROM {table} WHERE job_id = ?", (job_id,))
@@ -197,6 +203,12 @@ class Control:
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
+
+    def move(self, job_id: int, host: str) -> None:
+        """Set the host name in a job's row and its leases."""
+        with self._write() as db:
+            for table, key in (("jobs", "id"), ("leases", "job_id")):
+                db.execute(f"UPDATE {table} SET host = ? WHERE {key} = ?", (host, job_id))
 
     # leases
 
@@ -291,6 +303,10 @@ class Control:
 
 
 _TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
+_WITHOUT = (
+    'UPDATE jobs SET "after" = (SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value != ?)'
+    ' WHERE CASE json_valid("after") WHEN 1 THEN ? IN (SELECT value FROM json_each(jobs."after")) END'
+)
 _ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
 
 

@@ -105,6 +105,16 @@ class SeriesWriter:
             ]
         self.write(rewritten, heartbeat)
 
+    def roll_up_missing(self) -> None:
+        """Rebuild missing roll-ups in batches of rows: lost ones, and ones that another writer did not make."""
+        with explain_errors(self.path):
+            keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
+            for key, rank in [(keys[row["name"]], row["rank"]) for row in self._db.execute(_SERIES)]:
+                for (bucket,) in self._db.execute(_MISSING, {"key": key, "rank": rank}).fetchall():
+                    begin, end = bucket << ROLLUP_SHIFTS[2], (bucket + 1) << ROLLUP_SHIFTS[2]
+                    with transaction(self._db) as db:
+                        _roll_up(db, {(key, rank, step) for step in range(begin, end, 1 << ROLLUP_SHIFTS[1])})
+
     def abandon(self) -> None:
         """Close without waiting for a lock, and without touching a file that is gone or corrupt."""
         with contextlib.suppress(sqlite3.Error):
@@ -173,13 +183,18 @@ class SeriesReader:
         """Return the whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
         series = {"name": name, "rank": rank}
         with explain_errors(self.path):
-            n, first, last = self._db.execute(_EXTENT, series).fetchone()
-            if not n or first is None:
+            first, last = self._db.execute(_EXTENT, series).fetchone()
+            if first is None:
+                return []
+            rolled_up = self._is_rolled_up(series)
+            counted = _N_ROLLED_UP if rolled_up else _N_OF_ROWS
+            n = self._db.execute(counted, series | {"most": most + 1}).fetchone()[0]
+            if not n:
                 return []
             # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles.
             first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
-            level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift), default=0)
+            level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift and rolled_up), default=0)
             query = _BUCKETS_OF_ROLLUPS if level else _BUCKETS_OF_ROWS
             coarser = shift - ROLLUP_SHIFTS.get(level, 0)
             rows = self._db.execute(query, series | {"level": level, "shift": coarser}).fetchall()
@@ -188,6 +203,15 @@ class SeriesReader:
             return [Point(row["wide"], row["mean"]) for row in rows]
         middles = (min(max((row["wide"] << shift) + (1 << shift - 1), first), last) for row in rows)
         return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
+
+    def is_rolled_up(self) -> bool:
+        """Return whether all series have their roll-ups; without them a long history takes 1 s per million rows."""
+        with explain_errors(self.path):
+            return all(self._is_rolled_up({"name": name, "rank": rank}) for name, rank in self.series())
+
+    def _is_rolled_up(self, series: Mapping[str, Any]) -> bool:
+        key = self._db.execute("SELECT id FROM keys WHERE name = ?", (series["name"],)).fetchone()[0]
+        return self._db.execute(_MISSING, {"key": key, "rank": series["rank"]}).fetchone() is None
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
         """Return when the first row at or after each step was written, in seconds since the epoch; None without one."""
@@ -253,9 +277,22 @@ _STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
 _VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
 _WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
 _EXTENT = (
-    f"SELECT (SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
-    f" (SELECT min(step) FROM metrics WHERE {_WHOSE} AND {_STEPS}),"
+    f"SELECT (SELECT min(step) FROM metrics WHERE {_WHOSE} AND {_STEPS}),"
     f" (SELECT max(step) FROM metrics WHERE {_WHOSE} AND {_STEPS})"
+)
+_N_ROLLED_UP = f"SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2"
+_N_OF_ROWS = f"SELECT count(*) FROM (SELECT 1 FROM metrics WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} LIMIT :most)"
+# The buckets of level 2 that have rows but no roll-up, or whose level 1 is incomplete. The query jumps from one bucket
+# to the next, which takes 5 ms for 10 million rows.
+_MISSING = (
+    "WITH RECURSIVE found(bucket) AS ("
+    f"SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank AND {_STEPS}"
+    " UNION ALL SELECT (SELECT min(step) >> 12 FROM metrics WHERE key_id = :key AND rank = :rank"
+    f" AND step BETWEEN found.bucket + 1 << 12 AND {_LAST_STEP}) FROM found WHERE bucket IS NOT NULL)"
+    " SELECT bucket FROM found WHERE bucket IS NOT NULL AND ("
+    "SELECT n FROM rollups WHERE key_id = :key AND rank = :rank AND level = 2 AND rollups.bucket = found.bucket"
+    ") IS NOT (SELECT CAST(total(n) AS INTEGER) FROM rollups WHERE key_id = :key AND rank = :rank AND level = 1"
+    " AND rollups.bucket BETWEEN found.bucket << 6 AND (found.bucket << 6) + 63)"
 )
 _BUCKETS_OF_ROWS = (
     "SELECT step >> :shift AS wide, avg(value) AS mean, min(value) AS low, max(value) AS high FROM metrics"

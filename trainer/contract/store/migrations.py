@@ -59,6 +59,10 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
+# 0 for a row with a damaged list, which `repair` fixes later.
+_N_GPUS = "CASE WHEN json_valid(gpu_ids) THEN json_array_length(gpu_ids) ELSE 0 END"
+
+
 def control_003(db: Database) -> None:
     """Add the queue (order, hold, dependencies, any GPUs or given ones), several jobs on a GPU, tags and notes."""
     jobs = db.table("jobs")
@@ -80,7 +84,7 @@ def control_003(db: Database) -> None:
         ("note", str, ""),
     ):
         jobs.add_column(name, kind, not_null_default=default)
-    db.execute("UPDATE jobs SET queued = created, gpus_wanted = json_array_length(gpu_ids)")
+    db.execute(f"UPDATE jobs SET queued = created, gpus_wanted = {_N_GPUS}")
     leases = db.table("leases")
     leases.add_column("shared", int, not_null_default=0)
     leases.add_column("memory_bytes", int)
@@ -110,6 +114,16 @@ def control_007(db: Database) -> None:
     db.execute(
         f"UPDATE jobs SET state = 'imported' WHERE state = 'finished' AND started IS NULL AND id IN ({imported})"
     )
+
+
+def control_008(db: Database) -> None:
+    """Add the machine id of a job, and remove deleted jobs from the lists of jobs that others come after.
+
+    Before this version a deleted job counted as finished; now a job still waits for each job in its list.
+    """
+    db.table("jobs").add_column("machine_id", str)
+    kept = 'SELECT json_group_array(value) FROM json_each(jobs."after") WHERE value IN (SELECT id FROM jobs)'
+    db.execute(f'UPDATE jobs SET "after" = ({kept}) WHERE CASE json_valid("after") WHEN 1 THEN "after" != \'[]\' END')
 
 
 def metrics_001(db: Database) -> None:
@@ -151,7 +165,7 @@ def gpu_002(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007),
+    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
 }

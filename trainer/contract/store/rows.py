@@ -104,6 +104,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     heldout_l0: float | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
+    # The id of its machine, since the host name may change; "" or None if unknown.
+    machine_id: str | None = None
 
     @property
     def takes_slices(self) -> bool:

@@ -1,0 +1,88 @@
+"""The memory of an NVIDIA GPU. GB10 and Jetson use the host's memory, and Grace shares both memories.
+
+The page cache in such memory counts as free, since the kernel drops it as soon as a program needs memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from trainer.contract.machine_memory import machine_memory
+
+# Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
+MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
+# For a slice; not every driver supports the newer call there.
+SLICE_MEMORY = (("nvmlDeviceGetMemoryInfo",),)
+# Chips without their own memory, by name and by compute capability: GB10, Jetson Xavier, Orin and Thor.
+_INTEGRATED = re.compile(r"\b(GB1\d|Jetson|Tegra|Xavier|Orin|Thor|nvgpu|Spark|N1X)\b", re.IGNORECASE)
+_INTEGRATED_CAPABILITIES = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1), (11, 0), (12, 1)})
+# Chips whose own memory the kernel also uses as host memory: Grace Hopper and Grace Blackwell.
+_COHERENT = re.compile(r"\b(GH\d{3}|GB[23]\d{2}|Grace)", re.IGNORECASE)
+_NODES = Path("/sys/devices/system/node")
+
+
+class MemoryKind(NamedTuple):
+    """Whether the GPU of this name uses the host's memory, and the NUMA node of its own memory."""
+
+    name: str | bytes | None = None
+    is_integrated: bool = False
+    is_coherent: bool = False
+    node: int | None = None
+
+    @classmethod
+    def of(cls, nvml: ModuleType, handle: Any, name: str | bytes | None, memory: Any) -> MemoryKind:
+        """Return the memory kind of a GPU; `memory` is NVML's answer, or None."""
+        words = name.decode("utf-8", "replace") if isinstance(name, bytes) else name or ""
+        if _INTEGRATED.search(words):
+            return cls(name, is_integrated=True)
+        if _COHERENT.search(words):
+            return cls(name, is_coherent=True, node=_ask(nvml, "nvmlDeviceGetNumaNodeId", handle))
+        has_none = memory is None or not memory.total
+        capability = _ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle) if has_none else None
+        return cls(name, is_integrated=capability in _INTEGRATED_CAPABILITIES)
+
+
+OWN = MemoryKind()
+
+
+def sizes(memory: Any, kind: MemoryKind = OWN) -> dict[str, Any]:
+    """Return the memory fields of a sample from NVML's answer; unknown sizes are None.
+
+    Some chips with unified memory report a total of 0.
+    """
+    if kind.is_integrated:
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            free, total = machine_memory()
+            return _fields(total - free, free, total) | {"is_memory_shared": True}
+    if memory is None or memory.total <= 0:
+        return _fields(None, None, None)
+    used, free, total = (int(getattr(memory, one)) for one in ("used", "free", "total"))
+    if kind.is_coherent:
+        cached = min(used, _cached_bytes(kind.node))
+        return _fields(used - cached, free + cached, total) | {"is_memory_shared": True}
+    return _fields(used, free, total)
+
+
+def _fields(used: int | None, free: int | None, total: int | None) -> dict[str, Any]:
+    return {"memory_used_bytes": used, "memory_free_bytes": free, "memory_total_bytes": total}
+
+
+def _cached_bytes(node: int | None) -> int:
+    """Return the bytes of page cache on a NUMA node that the kernel can drop; 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = (_NODES / f"node{node}" / "meminfo").read_text().splitlines()
+        # Node 1 FilePages:  1234 kB
+        parts = {words[2].rstrip(":"): 1024 * int(words[3]) for words in map(str.split, lines) if len(words) > 3}
+        return max(0, parts["FilePages"] - parts.get("Shmem", 0) + parts.get("SReclaimable", 0))
+    return 0
+
+
+def _ask(nvml: ModuleType, function: str, handle: Any) -> Any:
+    with contextlib.suppress(nvml.NVMLError, AttributeError):
+        answer = getattr(nvml, function)(handle)
+        return tuple(answer) if isinstance(answer, list) else answer
+    return None

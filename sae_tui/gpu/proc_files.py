@@ -1,0 +1,59 @@
+"""Reads files of a process in /proc with a time limit.
+
+The kernel locks the memory of a process while it reads its command line or environment. A process that hangs in a
+driver may hold that lock for ever and block the reader.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+LIMIT_S = 0.5
+_MOST_BYTES = 1 << 18
+_THREAD_NAME = "proc-file"
+_under_way: dict[Path, Future[bytes]] = {}
+_guard = threading.Lock()
+
+
+def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
+    """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, `TimeoutError` if the read hangs.
+
+    While a read hangs, no second read of the same file starts, so there is at most one thread per file.
+    """
+    with _guard:
+        is_new = path not in _under_way
+        answer = _under_way.setdefault(path, Future())
+    if is_new:
+        threading.Thread(target=_read, args=(path, answer), name=_THREAD_NAME, daemon=True).start()
+    return answer.result(limit_s if is_new else 0.0)
+
+
+def _read(path: Path, answer: Future[bytes]) -> None:
+    content, failure = b"", None
+    try:
+        with path.open("rb", buffering=0) as file:
+            content = file.read(_MOST_BYTES) or b""
+    except Exception as error:
+        failure = error
+    with _guard:
+        del _under_way[path]
+    if failure is None:
+        answer.set_result(content)
+    else:
+        answer.set_exception(failure)
+
+
+def arguments_of(pid: int) -> list[str]:
+    """Return the command line of a process; if it cannot be read, the program's name (15 characters)."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        text = os.fsdecode(read_file(folder / "cmdline")).rstrip("\0")
+    except OSError:
+        text = ""
+    if not text:
+        return [os.fsdecode((folder / "comm").read_bytes()).rstrip("\n")]
+    # A program that sets its own title separates the words by spaces, not by NUL.
+    return text.split("\0") if "\0" in text else text.split(" ")

@@ -1,0 +1,88 @@
+"""Masks secrets in command lines and environment variables, which go to screens, browsers and other hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+HIDDEN = "…"
+# Variables whose values are known to be harmless. All others may hold a secret, whatever they are called.
+_HARMLESS = re.compile(
+    r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
+    r"|TORCHELASTIC|LC|XDG)_\w+"
+    r"|(PYTORCH|TORCH|TRITON|PYTHON)\w*|PATH|HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|TERM|COLORTERM|LANG|LANGUAGE|TZ"
+    r"|TMPDIR|TMP|TEMP|HOSTNAME|HOST|SHLVL|DISPLAY|EDITOR|VISUAL|PAGER|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV"
+    r"|CONDA_(PREFIX|DEFAULT_ENV|SHLVL|EXE)|RANK|LOCAL_RANK|GROUP_RANK|ROLE_RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE"
+    r"|MASTER_(ADDR|PORT)|HF_(HOME|HUB_OFFLINE|HUB_CACHE|DATASETS_CACHE)|TRANSFORMERS_(CACHE|OFFLINE)|TOKENIZERS_PARALLELISM"
+    r"|WANDB_(MODE|PROJECT|DIR)|SAE_TUI_(DATA_DIR|JOB_ID)"
+)
+# Words in the name of an option or key whose value is a secret.
+_SECRET_WORD = re.compile(
+    "key|token|secret|password|passwd|passphrase|pass|pwd|pw|pin|pat|credentials?|cookie|auth|authorization|bearer"
+    "|signature|sig|jwt|dsn|session|licen[sc]e|netrc|.*(token|secret|password|passwd|pwd|apikey|passphrase|accesskey)"
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# Prefixes of the tokens that services issue.
+_GIVEN_OUT = re.compile(
+    r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
+    r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN[\s\S]*")
+# Greedy, since a password may hold a slash, a space or an @.
+_IN_ADDRESS = re.compile(r"(\w://)[^\"']*@")
+_HOOK = re.compile(r"(hooks?\.[\w.-]+/)\S+", re.IGNORECASE)
+# A name and its value inside a text, such as JSON, a query or a header.
+_PAIR = re.compile(
+    r"([\w.-]+)([\"']?\s*(?:=|:(?!//))\s*(?:(?:Bearer|Basic|Token)\s+)?)(\"[^\"]*\"?|'[^']*'?|[^\s&;,\"']+)"
+)
+# The same in a shell command or in a process title.
+_OPTION = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)(\s+)(?!-)(\S+)")
+_BEHIND_P = re.compile(r"\b((?:mysql|mysqldump|mariadb|sshpass)\b[^|;&]*?\s-p)(?=\S)[^\s;&|]+")
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]+")
+# Programs with a one-letter option for a password, or for a user name and password.
+_SHORT = {"mysql": "-p", "mysqldump": "-p", "mariadb": "-p", "sshpass": "-p", "smbclient": "-U", "curl": "-u"}
+# Not MySQL, which takes a password only directly after -p: the word after a separate -p is a database.
+_ALONE = ("sshpass", "smbclient", "curl")
+# Longer arguments are cut, since searching them would take seconds.
+_LONGEST = 4096
+
+
+def is_secret_name(name: str) -> bool:
+    """Return whether the name of an option, key or variable suggests a secret value."""
+    return any(_SECRET_WORD.fullmatch(word.lower()) for word in _WORD.findall(name))
+
+
+def is_harmless(name: str) -> bool:
+    """Return whether the value of a variable may be shown."""
+    return bool(_HARMLESS.fullmatch(name)) and (name in ("PWD", "OLDPWD") or not is_secret_name(name))
+
+
+def masked(text: str) -> str:
+    """Mask everything in a text that looks like a secret; cut long texts, so that this stays fast."""
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}{HIDDEN}"
+    text = _PRIVATE_KEY.sub(HIDDEN, text)
+    text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
+    text = _HOOK.sub(rf"\1{HIDDEN}", text)
+    text = _GIVEN_OUT.sub(rf"\1{HIDDEN}", text)
+    text = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{HIDDEN}" if is_secret_name(pair[1]) else pair[0], text)
+    text = _OPTION.sub(lambda given: f"{given[1]}{given[2]}{HIDDEN if is_secret_name(given[1]) else given[3]}", text)
+    text = _BEHIND_P.sub(rf"\1{HIDDEN}", text)
+    return _BEARER.sub(rf"\1 {HIDDEN}", text)
+
+
+def masked_arguments(arguments: Iterable[str]) -> list[str]:
+    """Mask the secrets in a command line, by the names of options and the form of tokens."""
+    program, *rest = (*arguments,) or ("",)
+    base = program.rpartition("/")[2]
+    short, shown, hides = _SHORT.get(base, ""), [masked(program)], False
+    for argument in rest:
+        if hides and not argument.startswith("--"):
+            shown.append(HIDDEN)
+            hides = False
+        elif short and argument.startswith(short):
+            shown.append(f"{short}{HIDDEN}" if argument != short else short)
+            hides = argument == short and base in _ALONE
+        else:
+            shown.append(masked(argument))
+            hides = argument.startswith("-") and "=" not in argument and is_secret_name(argument)
+    return shown

@@ -1,0 +1,105 @@
+"""Determines which machine a job is on.
+
+Host names do not identify machines: a laptop gets another name, a container is created again on the same volume, and
+two hosts that share a data folder may have the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import time
+from typing import Any, NamedTuple
+
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.process import boot_id, is_of_this_boot, machine_id
+from trainer.contract.runs.lock import is_held
+from trainer.contract.store.database import network_file_system
+from trainer.contract.store.rows import Job
+from trainer.contract.wording import duration
+
+# A supervisor touches the run's lock file every `SIGN_EVERY_S`. Clocks of two hosts may differ by a minute.
+SIGN_EVERY_S = 30.0
+SILENT_S = 180.0
+
+
+def this_machine() -> dict[str, Any]:
+    """Return the columns of a job's row that say which machine it is on."""
+    return {"host": socket.gethostname(), "boot_id": boot_id(), "machine_id": machine_id()}
+
+
+def is_here(job: Job) -> bool:
+    """Return whether a job is on this machine, under any host name.
+
+    Within one boot the boot id decides. After a restart the name decides, unless the machine id shows that another
+    machine has the same name. Equal machine ids prove nothing: machines made from one image share them.
+    """
+    if is_of_this_boot(job.boot_id or ""):
+        return True
+    if job.machine_id and machine_id() not in ("", job.machine_id):
+        return False
+    return job.host == socket.gethostname()
+
+
+class Silence(NamedTuple):
+    """What this machine knows of a job on another machine."""
+
+    is_held: bool | None  # whether a process of the run is known to hold its lock
+    age_s: float  # since its files last changed; infinite without files
+    is_local: bool = False  # whether its files are on a disk of this machine, which no other host can share
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no process of the run can be alive anywhere."""
+        return self.is_local and self.is_held is False
+
+    @property
+    def is_long(self) -> bool:
+        return not self.is_held and (self.age_s > SILENT_S or self.is_certain)
+
+    @property
+    def words(self) -> str:
+        """Describe it as `has not been heard of for 12 min`, or `was heard of 5 s ago`."""
+        if self.is_held:
+            return "is alive"
+        if math.isinf(self.age_s):
+            return "has never been heard of"
+        ago = duration(max(0.0, self.age_s))
+        return f"has not been heard of for {ago}" if self.is_long else f"was heard of {ago} ago"
+
+
+def silence(data: DataDir, job: Job) -> Silence:
+    """Return for how long a job on another machine has been silent, by its lock and the times of its files."""
+    paths = data.run(job.id)
+    signs = [paths.lock_file, paths.metrics_db, paths.metrics_db.with_name("metrics.db-wal"), paths.record_file]
+    newest = -math.inf
+    for file in signs:
+        with contextlib.suppress(OSError):
+            newest = max(newest, file.stat().st_mtime)
+    return Silence(is_held(paths.lock_file), time.time() - newest, network_file_system(data.root) is None)
+
+
+def elsewhere(data: DataDir, job: Job) -> str:
+    """Describe the state of an active job on another machine; return "" for any other job.
+
+    `its host gpu7 has not been heard of for 12 min; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job`
+    """
+    if job.state.is_final or is_here(job):
+        return ""
+    heard = silence(data, job)
+    if math.isinf(heard.age_s):
+        # The job has no files whose times could be a sign of life.
+        return ""
+    # Imported only here: a waiting supervisor does not need it.
+    import shlex
+
+    way = f"`sae-tui repair --host {shlex.quote(job.host)}` ends the job"
+    return f"its host {job.host} {heard.words}; if {job.host} is gone, {way}"
+
+
+def refuse_if_silent(data: DataDir, job: Job) -> None:
+    """Raise `UserError` for an active job on a machine that has been silent too long to act on a request."""
+    if (why := elsewhere(data, job)) and silence(data, job).is_long:
+        raise UserError(f"job {job.id} is not here, and nothing was done: {why}")

@@ -1,0 +1,102 @@
+"""Restarts the supervisors that queued jobs have lost, as after a restart of the machine.
+
+`python -m sae_tui.jobs.revive DATA_DIR` forks into the background and starts one after the other, in queue order, so
+that a command need not wait for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.background import go_on
+from sae_tui.jobs.queue.order import in_order
+from sae_tui.jobs.reconcile import has_lost_its_place, reconcile
+from sae_tui.jobs.store_access import open_control
+from sae_tui.jobs.supervisor_log import note
+from trainer.contract.errors import UserError
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+
+# A supervisor that does not start is tried again after this time.
+AGAIN_S = 60.0
+_COMMAND = (sys.executable, "-P", "-m", "sae_tui.jobs.revive")
+_again_at = 0.0
+
+
+def reconcile_and_revive(data: DataDir) -> list[int]:
+    """Correct the rows of jobs whose supervisor is gone, and restart the supervisors of queued jobs.
+
+    Return the ids of the jobs whose state changed. A supervisor must not call this, since it would end the new
+    processes.
+    """
+    return reconcile(data, revive)
+
+
+def revive(data: DataDir) -> None:
+    """Start the missing supervisors in the background, at most once a minute per process."""
+    global _again_at
+    if time.monotonic() < _again_at:
+        return
+    _again_at = time.monotonic() + AGAIN_S
+    # The next command tries again; the log has the reason.
+    with contextlib.suppress(UserError):
+        detach.start_detached([*_COMMAND, str(data.root)], data.root / "revive.log", "the queue")
+
+
+def start_all(data: DataDir, start: Callable[[DataDir, int], None] = detach.start) -> list[int]:
+    """Start the missing supervisors of this user's queued jobs in queue order; return the ids of the jobs that got one.
+
+    Only one process per host does this at a time.
+    """
+    if not data.control_db.exists():
+        return []
+    lock = FileLock(data.locks / f"revive-{data.host_word}.lock")
+    if not lock.acquire():
+        return []
+    with open_control(data) as control:
+        mine = [job for job in in_order(control.active_jobs()) if has_lost_its_place(data, job)]
+        revived = [job.id for job in mine if _start(data, control, job, start)]
+    lock.release()
+    return revived
+
+
+def _start(data: DataDir, control: Control, job: Job, start: Callable[[DataDir, int], None]) -> bool:
+    try:
+        start(data, job.id)
+    except UserError as error:
+        reason = f"its supervisor cannot be started again: {error}"
+        note(f"job {job.id}: {reason}")
+        if reason != job.waits_for:
+            control.update(job.id, waits_for=reason)
+        return False
+    control.add_event(
+        job.id, "in-line", f"is in line again on {socket.gethostname()}: its supervisor was started again"
+    )
+    return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fork; the second process starts the supervisors."""
+    data = DataDir(Path(arguments[0]))
+
+    def begin() -> Callable[[], None]:
+        os.umask(umask_of(data.root))
+        return rest
+
+    def rest() -> None:
+        start_all(data)
+
+    return go_on(begin)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

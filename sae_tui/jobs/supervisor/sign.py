@@ -1,0 +1,36 @@
+"""A supervisor's sign of life, which other hosts can see, and the name of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+
+from sae_tui.jobs.machine import SIGN_EVERY_S
+from sae_tui.jobs.supervisor_log import tolerate
+from trainer.contract.paths import RunPaths
+from trainer.contract.store.job_store import Control
+
+
+class Sign:
+    """Touches the lock file of a run, and keeps the host's name in the job's row and leases up to date."""
+
+    def __init__(self, control: Control, job_id: int, paths: RunPaths) -> None:
+        self._control, self._job_id, self._file = control, job_id, paths.lock_file
+        self._host = ""
+        self._due = 0.0
+
+    def turn(self) -> None:
+        """Give a sign of life every 30 s, and record a new host name, since leases are found by it."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + SIGN_EVERY_S
+        with contextlib.suppress(OSError):
+            os.utime(self._file)
+        host = socket.gethostname()
+        if self._host != host:
+            with tolerate("recording the name of this host"):
+                if self._host:
+                    self._control.move(self._job_id, host)
+                self._host = host

@@ -1,0 +1,80 @@
+"""Detects that the package was replaced under a waiting process, as by `pip install -U`, and restarts its program.
+
+A supervisor loads many modules only when its job starts. Modules of another version would not fit the loaded ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import trainer
+
+PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
+# The modules that a supervisor loads until its job ends.
+_PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
+_TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
+
+
+class Installed:
+    """The package as it was when this object was made."""
+
+    def __init__(self) -> None:
+        self._at_start = _state()
+        self._try_at = 0.0
+
+    def is_current(self) -> bool:
+        """Return whether the files are unchanged since the start; takes about 4 ms."""
+        return _state() == self._at_start
+
+    def restart_if_replaced(self) -> bool:
+        """Restart the program of this process if its package was replaced.
+
+        The process keeps pid, log and environment, and gives up its locks. Return False if the package was replaced but
+        does not load, as halfway through an upgrade.
+        """
+        if self.is_current():
+            return True
+        if time.monotonic() >= self._try_at:
+            self._try_at = time.monotonic() + _TRY_EVERY_S
+            if _loads():
+                os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        return False
+
+
+def _state() -> int:
+    # XOR of hashes, since a set of all entries would take 0.5 MB in each waiting supervisor.
+    return functools.reduce(operator.xor, (hash(entry) for package in PACKAGES for entry in _files(package)))
+
+
+def _files(folder: Path | str) -> Iterator[tuple[str, int, int]]:
+    """Yield path, time and size of each module below a folder, as far as it exists during an upgrade."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(".py"):
+                    status = entry.stat()
+                    yield entry.path, status.st_mtime_ns, status.st_size
+                elif "." not in entry.name and entry.name != "__pycache__" and entry.is_dir():
+                    yield from _files(entry.path)
+    except OSError:
+        yield str(folder), 0, 0
+
+
+def _loads() -> bool:
+    """Return whether a new process can load what a supervisor needs."""
+    command = [sys.executable, "-P", "-c", _PROGRAM]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            timeout=_LOAD_LIMIT_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

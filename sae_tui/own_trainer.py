@@ -1,0 +1,38 @@
+"""Checks that `import trainer` finds the package of this project, before another module imports it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+_FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
+
+
+def refuse_another() -> None:
+    """Exit with a sentence if another package or file called trainer is in the way."""
+    if fault := _fault():
+        sys.exit(f"sae-tui: error: {fault}")
+
+
+def _fault() -> str:
+    """Return why `import trainer` would not find the package of this project; "" if it would.
+
+    The name is common: users have a trainer.py, and the files of PyPI's package trainer replace ours if both are
+    installed. The check runs none of that code.
+    """
+    spec = find_spec("trainer")
+    if spec is None or spec.origin is None:
+        return "the package trainer of sae-tui is not installed; run pip install --force-reinstall sae-tui"
+    if not os.path.exists(os.path.join(os.path.dirname(spec.origin), "contract", "exits.py")):
+        return (
+            f"`import trainer` finds {spec.origin}, which is not the trainer of sae-tui; rename it, "
+            "or take its folder out of PYTHONPATH"
+        )
+    with open(spec.origin, "rb") as file:
+        if file.read(len(_FIRST_WORDS)) == _FIRST_WORDS:
+            return ""
+    return (
+        f"{spec.origin} is of another package called trainer, which was installed over that of sae-tui; "
+        "run pip uninstall trainer, then pip install --force-reinstall sae-tui, or give each an environment of its own"
+    )

@@ -1,0 +1,53 @@
+"""The code in job files, and what allows it to run."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.contract.settings.consent import NO_CONSENT, Consent, code_in, problems_of, refused, without
+
+TABLE = {
+    "model": {"path": "org/model", "remote_code": True},
+    "launch": {"python": "/given/python", "sbatch_options": ["--qos=high", "--export=ALL"]},
+}
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--export=ALL,BASH_ENV=/x", "--exp=ALL", "--export-file=/x", "--get-user-env", "--uid=0", "--container=/x",
+     "--prolog=/x", "--bcast", "--input=/x", "--propagate", "--comm=x", "--me=1", "--mem-", "--qos\n--export=x", 7,
+     "--mailtype=x", "-x", "--bb=#x", "--burst-buffer-file=/x", "--test-only", "--network=x"],
+)  # fmt: skip
+def test_an_sbatch_option_not_known_to_be_harmless_needs_consent(option: object) -> None:
+    assert [code.name for code in code_in({"launch": {"sbatch_options": [option]}})] == [str(option)]
+
+
+def test_sbatch_options_that_choose_resources_need_no_consent() -> None:
+    options = ["--qos=high", "--mem=64G", "--constraint=a100", "--exclude=n1", "--gres=gpu:2", "--mail-user=me@x"]
+    assert not [*code_in({"launch": {"sbatch_options": options}})]
+
+
+def test_each_consent_allows_what_it_names_and_nothing_else() -> None:
+    paths = ["launch.python", "model.remote_code", "launch.sbatch_options"]
+    assert [code.path for code in refused(TABLE, NO_CONSENT)] == paths
+    for name, given in zip(("/given/python", "org/model", "--export=ALL"), paths, strict=True):
+        rest = [path for path in paths if path != given]
+        assert [code.path for code in refused(TABLE, Consent(names=(name,)))] == rest
+        assert [code.path for code in refused(TABLE, NO_CONSENT.given([f" {given} = x", "sae.k=2"]))] == rest
+    assert not refused(TABLE, Consent(to_all=True))
+    # Other users who may write the file could change it after the consent.
+    assert len(refused(TABLE, Consent(to_all=True, names=("org/model",)), "others may write to it")) == 3
+    assert not refused(without(TABLE, refused(TABLE, NO_CONSENT)), NO_CONSENT)
+    assert TABLE["launch"]["python"]
+
+
+def test_code_is_found_in_a_table_of_any_shape() -> None:
+    for odd in ({"launch": 3}, {"model": ["x"]}, {"launch": {"sbatch_options": "--export=x"}}, {"data": None}):
+        assert not refused(odd, NO_CONSENT)
+    assert refused({"data": {"remote_code": "yes"}}, NO_CONSENT)
+
+
+def test_the_error_names_the_code_and_the_ways_to_allow_it() -> None:
+    for problem, name in zip(problems_of(refused(TABLE, NO_CONSENT)), ("python", "org/model", "--export"), strict=True):
+        assert name in problem.message
+        assert "; add --allow-code, or list " in problem.message

@@ -1,0 +1,146 @@
+"""Jobs of this machine under another name, and jobs of other machines that share the data folder."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+
+from sae_tui.jobs import edits, machine
+from sae_tui.jobs.reconcile import end_jobs_elsewhere, reconcile
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
+from sae_tui.jobs.view.find import waits
+from sae_tui.jobs.view.reader import JobReader, JobsReader
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.process import boot_id
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.store.states import JobState
+
+AWAY = {"host": "gpu7", "boot_id": "another-boot", "supervisor_pid": 1, "supervisor_start": 1}
+GONE = r"its host gpu7 has not been heard of for .*; if gpu7 is gone, `sae-tui repair --host gpu7` ends the job"
+
+
+@pytest.fixture
+def on_network(monkeypatch):
+    """Pretend that the data folder is on a network file system."""
+    monkeypatch.setattr(machine, "network_file_system", lambda _: "NFS")
+
+
+def away(box, silent_s: float = 3600.0, **fields) -> int:
+    """Record a job of another host whose last sign of life is this old."""
+    job_id = box.record(**AWAY | fields)
+    paths = box.data.run(job_id)
+    paths.create()
+    paths.lock_file.touch()
+    heard = time.time() - silent_s
+    os.utime(paths.lock_file, (heard, heard))
+    return job_id
+
+
+def test_a_job_of_this_boot_is_on_this_machine_under_any_name(box):
+    gone = {"supervisor_pid": os.getpid(), "supervisor_start": 1, "boot_id": boot_id()}
+    job_id = box.record(host="its-name-before", state=JobState.RUNNING, **gone)
+    box.data.run(job_id).create()
+    assert reconcile(box.data) == [job_id]
+    assert box.job(job_id).state == JobState.LOST
+
+
+@pytest.mark.parametrize(("theirs", "is_ours"), [("another", False), ("mine", True), (None, True)])
+def test_after_a_restart_the_name_decides_unless_the_machine_id_differs(box, monkeypatch, theirs, is_ours):
+    monkeypatch.setattr(machine, "machine_id", lambda: "mine")
+    job = box.job(box.record(host=socket.gethostname(), boot_id="another-boot", machine_id=theirs))
+    assert machine.is_here(job) == is_ours
+
+
+def test_machines_made_from_one_image_are_distinguished(box, monkeypatch):
+    monkeypatch.setattr(machine, "machine_id", lambda: "of-the-image")
+    job_id = box.record(state=JobState.RUNNING, machine_id="of-the-image", **AWAY)
+    assert reconcile(box.data) == []
+    assert box.job(job_id).state == JobState.RUNNING
+
+
+def test_requests_to_a_job_on_a_silent_host_are_refused(box):
+    job_id = away(box, state=JobState.RUNNING)
+    for act in (edits.stop, edits.kill, edits.pause, edits.finish):
+        with pytest.raises(UserError, match=f"job {job_id} is not here, and nothing was done: {GONE}"):
+            act(box.data, job_id)
+    with pytest.raises(UserError, match=f"job {job_id} is running; {GONE}"):
+        trash.refuse_unless_ended(box.data, job_id)
+    with pytest.raises(UserError, match=f"job {job_id} is running; {GONE}"):
+        box.resume(job_id)
+    held = away(box, held=True)
+    with pytest.raises(UserError, match=GONE):
+        edits.release(box.data, box.control, held)
+    assert box.control.open_requests(job_id) == box.control.open_requests(held) == set()
+    assert box.job(held).held
+
+
+def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
+    going = {"state": JobState.RUNNING, "step": 10, "total_steps": 20, "tokens": 100, "tokens_per_s": 1.0}
+    job_id, heard = away(box, **going), away(box, silent_s=5, **going)
+    reader = JobsReader(box.data)
+    reader.poll()
+    views = {view.id: view for view in reader.jobs}
+    assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
+    assert waits(views[heard]) == ""
+    assert views[job_id].eta_s is None
+    one = JobReader(box.data, job_id)
+    one.poll()
+    assert one.view.silent == views[job_id].silent
+    reader.close()
+    one.close()
+
+
+def test_a_request_to_a_job_on_a_live_host_is_recorded_and_names_the_host(box, on_network):
+    job_id = away(box, silent_s=5, state=JobState.RUNNING)
+    message = edits.stop(box.data, job_id)
+    assert message.startswith(f"job {job_id} saves a checkpoint and stops at its next step, once gpu7 has seen")
+    assert box.control.open_requests(job_id) == {"stop"}
+    assert list(end_jobs_elsewhere(box.data, "gpu7")) == [
+        f"job {job_id} is left alone: its host gpu7 was heard of 5 s ago; stop it instead"
+    ]
+
+
+def test_repair_lists_silent_hosts_and_ends_the_jobs_of_the_given_host(box, on_network):
+    job_id = away(box, state=JobState.RUNNING, gpu_ids=(0,), gpu_uuids=("GPU-7",))
+    other = away(box, state=JobState.RUNNING, host="gpu8")
+    assert len([step for step in repair(box.data) if "is left as it is: its host gpu" in step]) == 2
+    with pytest.raises(UserError, match="there is no job of host gpu9 to end, only of gpu7 and gpu8"):
+        list(repair(box.data, "gpu9"))
+    assert any(f"`sae-tui resume {job_id}` resumes it here" in step for step in repair(box.data, "gpu7"))
+    assert (box.job(job_id).state, box.job(other).state) == (JobState.LOST, JobState.RUNNING)
+    assert box.job(job_id).error == "its host gpu7 has not been heard of for 1 h 00 min"
+
+
+def test_repair_ends_a_job_at_once_if_no_other_machine_can_run_it(box):
+    # As after a restart of a renamed machine: no other machine can have its disk.
+    dead, alive = away(box, silent_s=5, state=JobState.RUNNING), away(box, silent_s=5, state=JobState.RUNNING)
+    with pytest.raises(UserError, match=f"job {dead} is not here, and nothing was done: its host gpu7 has not been"):
+        edits.stop(box.data, dead)
+    with RunLock(box.data.run(alive).root):
+        assert [step.partition(":")[0] for step in repair(box.data)] == [f"job {dead} was lost"]
+    assert (box.job(dead).state, box.job(alive).state) == (JobState.LOST, JobState.RUNNING)
+
+
+def test_a_job_is_not_resumed_on_gpus_of_another_host(box):
+    job_id = box.launch("steps=1", gpus=(0,))
+    box.wait_ended(job_id)
+    box.control.update(job_id, host="gpu7", boot_id="another-boot", machine_id=None, gpu_source="simulated:2")
+    with pytest.raises(JobFileError, match="had GPU 0 of gpu7, which this host does not have; choose others by --gpus"):
+        box.resume(job_id, "train.n_steps=20")
+    assert box.job(job_id).state == JobState.FINISHED
+
+
+def test_a_supervisor_gives_signs_of_life_and_records_a_new_host_name(box):
+    job_id = box.launch("steps=100000", gpus=(0,))
+    box.wait_steps(job_id)
+    job = box.job(job_id)
+    assert (job.host, job.boot_id, job.machine_id) == (socket.gethostname(), boot_id(), machine.machine_id())
+    assert machine.silence(box.data, job).words == "is alive"
+    box.control.move(job_id, "new-name")
+    assert {box.job(job_id).host, *(lease.host for lease in box.control.leases())} == {"new-name"}
+    edits.stop(box.data, job_id)
+    assert box.wait_ended(job_id).state == JobState.STOPPED

@@ -1,0 +1,66 @@
+"""Finds the file system of a path in the kernel's list of mounts, without a process or a disk access."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+MOUNTS = Path("/proc/self/mountinfo")
+# File system types whose files only this machine can open. A type that is missing here is treated like a network file
+# system, since a wrong guess damages a store that two hosts write.
+LOCAL = frozenset(
+    ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs", "jfs", "reiserfs", "nilfs2")
+)
+_NAMES = {
+    "nfs": "NFS", "nfs4": "NFS", "cifs": "CIFS", "smb3": "CIFS", "smbfs": "CIFS", "lustre": "Lustre", "gpfs": "GPFS",
+    "beegfs": "BeeGFS", "ceph": "CephFS", "afs": "AFS", "ocfs2": "OCFS2", "gfs2": "GFS2",
+}  # fmt: skip
+
+
+class Mount(NamedTuple):
+    """A mounted file system: its type, and its device as `/proc/locks` names it, like `fe:01`."""
+
+    kind: str
+    device: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can open its files."""
+        return self.kind in LOCAL
+
+    @property
+    def name(self) -> str:
+        """The name to show to users: `NFS`, `FUSE (sshfs)`."""
+        base, _, program = self.kind.partition(".")
+        if base in ("fuse", "fuseblk"):
+            return f"FUSE ({program})" if program else "FUSE"
+        return _NAMES.get(self.kind, self.kind)
+
+
+def mount_of(path: Path) -> Mount:
+    """Return the mount of a path; raise `OSError` if the path or the list of mounts cannot be read.
+
+    The mount is found by its id, since `stat` returns another device number on btrfs.
+    """
+    number = _number(path)
+    for line in MOUNTS.read_text(errors="replace").splitlines():
+        left, _, right = line.partition(" - ")
+        if number and left.split()[0] == number:
+            major, _, minor = left.split()[2].partition(":")
+            return Mount(right.split()[0], f"{int(major):02x}:{int(minor):02x}")
+    raise FileNotFoundError(f"the mount of {path} is not listed")
+
+
+def _number(path: Path) -> str:
+    """Return the mount id of a path; "" if the kernel does not report it."""
+    flags = os.O_PATH | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECTORY)  # this triggers automounts
+    except NotADirectoryError:
+        descriptor = os.open(path, flags)
+    try:
+        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    finally:
+        os.close(descriptor)
+    return next((line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")), "")

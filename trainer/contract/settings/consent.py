@@ -1,0 +1,128 @@
+"""Finds the code that a job file would run, which needs consent from outside the file.
+
+A job file may come from another person. Its owner proves nothing: unpacked files belong to the user who unpacks them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from trainer.contract.errors import JobFileError, Problem
+
+FLAG = "--allow-code"
+FLAG_HELP = "let the job file run code as you: its launch.python, remote_code and any options of sbatch"
+SETTING = "trusted_code"
+PYTHON, SBATCH = "launch.python", "launch.sbatch_options"
+# Settings that run a model's own code, and the setting next to each that names the model.
+_MODELS = {"model.remote_code": "path", "data.remote_code": "model"}
+# Options of sbatch that choose resources and run no code. Abbreviations are not included.
+_HARMLESS = re.compile(
+    "--(acctg-freq|begin|comment|constraint|contiguous|core-spec|cores-per-socket|cpu-freq|cpus-per-(gpu|task)|deadline"
+    "|delay-boot|distribution|exclude|exclusive|gpu-freq|gpus|gpus-per-(node|socket)|gres|gres-flags|hint|licenses"
+    "|mail-type|mail-user|mem|mem-bind|mem-per-(cpu|gpu)|mincpus|nice|no-kill|nodelist|ntasks-per-(gpu|core|socket)"
+    "|oversubscribe|overcommit|prefer|priority|qos|reservation|sockets-per-node|spread-job|switches|thread-spec"
+    "|threads-per-core|time-min|tmp|use-min-nodes|wait-all-nodes|wckey)"
+)
+
+
+class Code(NamedTuple):
+    """A setting that runs code, the name by which users can trust this code, and a description."""
+
+    path: str
+    name: str
+    does: str
+
+
+class Consent(NamedTuple):
+    """What is allowed from outside the file: all code, code by name, or settings given by `--set`."""
+
+    to_all: bool = False
+    names: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+
+    def given(self, overrides: Iterable[str]) -> Consent:
+        """Return the consent with these `--set` overrides added."""
+        return self._replace(overrides=(*self.overrides, *overrides))
+
+
+NO_CONSENT = Consent()
+
+
+def sets(overrides: Iterable[str], *paths: str) -> bool:
+    """Return whether overrides like `train.lr=3e-4` set one of these settings."""
+    return any(override.partition("=")[0].strip() in paths for override in overrides)
+
+
+def code_in(table: Mapping[str, Any]) -> Iterator[Code]:
+    """Yield the code that a job file would run at its writer's choice."""
+    if python := _at(table, PYTHON):
+        whole = os.path.expanduser(str(python))
+        yield Code(PYTHON, whole, f"runs `{whole} -P -m trainer rank ...` as you")
+    for path, named in _MODELS.items():
+        if _at(table, path):
+            model = str(_at(table, f"{path.partition('.')[0]}.{named}"))
+            yield Code(path, model, f"runs the Python code that comes with {_quoted(model)} as you")
+    options = _at(table, SBATCH)
+    for option in options if isinstance(options, list) else ():
+        if not _HARMLESS.fullmatch(str(option).partition("=")[0]):
+            yield Code(SBATCH, str(option), f"passes {_quoted(str(option))} to sbatch, which can run code as you")
+
+
+def refused(table: Mapping[str, Any], consent: Consent, distrust: str = "") -> list[Code]:
+    """Return the code that a job file runs without consent; if others may write the file, only `--set` allows code."""
+    if distrust:
+        consent = Consent(overrides=consent.overrides)
+    trusted = {os.path.expanduser(name) for name in consent.names if name}
+    return [
+        code
+        for code in code_in(table)
+        if not (consent.to_all or sets(consent.overrides, code.path) or os.path.expanduser(code.name) in trusted)
+    ]
+
+
+def problems_of(refusals: Iterable[Code], distrust: str = "", *, has_settings: bool = True) -> list[Problem]:
+    """Describe refused code as problems of the job file, with the ways to allow it."""
+    if distrust:
+        paths = dict.fromkeys(code.path for code in refusals)
+        return [Problem(path, f"is not taken from a file, but by --set, for {distrust}") for path in paths]
+    listed = f", or list {{}} in the setting {SETTING}," if has_settings else ""
+    return [
+        Problem(
+            code.path, f"{code.does}; add {FLAG}{listed.format(_quoted(code.name))} if you trust who wrote the file"
+        )
+        for code in refusals
+    ]
+
+
+def refuse_code(table: Mapping[str, Any], *, allows: bool, overrides: Sequence[str] = ()) -> None:
+    """Raise `JobFileError` if a job file runs a model's own code and neither the flag nor `--set` allows it.
+
+    Only for the trainer, which runs no other code of a job file.
+    """
+    refusals = [code for code in refused(table, Consent(allows, (), tuple(overrides))) if code.path in _MODELS]
+    if refusals:
+        raise JobFileError(problems_of(refusals, has_settings=False))
+
+
+def without(table: Mapping[str, Any], refusals: Iterable[Code]) -> dict[str, Any]:
+    """Return the table without the refused settings, so that their harmless defaults apply."""
+    left = {name: dict(value) if isinstance(value, Mapping) else value for name, value in table.items()}
+    for code in refusals:
+        section, _, key = code.path.partition(".")
+        left[section].pop(key, None)
+    return left
+
+
+def _quoted(name: str) -> str:
+    # Not shortened, since a part of a path does not show what runs.
+    return json.dumps(name, ensure_ascii=False)
+
+
+def _at(table: Mapping[str, Any], path: str) -> Any:
+    section, _, key = path.partition(".")
+    values = table.get(section)
+    return values.get(key) if isinstance(values, Mapping) else None

@@ -1,0 +1,86 @@
+"""Checks the files of a language model before anything is built from them, since they may come from anywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.knobs import show
+
+# Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB.
+_LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
+_CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+# Each block and expert is built as modules of its own: millions take hours and all memory. The largest known models
+# have 200 blocks and 512 experts.
+_MOST_LAYERS, _MOST_EXPERTS = 2048, 8192
+# Settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but not
+# block_size.
+_COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
+
+
+def refuse_odd_files(folder: Path) -> None:
+    """Raise `UserError` if files of a model's folder are too large, or point outside it."""
+    for file in sorted(folder.glob("*.json")):
+        largest = _LARGEST_CONFIG if file.name in _CONFIGS else _LARGEST_JSON
+        if file.stat().st_size > largest:
+            raise UserError(f"{file} is larger than {largest >> 20} MiB; download the model again")
+        if file.name.endswith(".index.json"):
+            _refuse_outside(file)
+
+
+def _refuse_outside(index: Path) -> None:
+    """Raise `UserError` if the index of weights names a file outside its folder."""
+    names = (read_json(index, dict[str, Any]) or {}).get("weight_map")
+    for name in set(map(str, names.values())) if isinstance(names, dict) else ():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"{index} names weights outside of its folder, {show(name)}; download the model again")
+
+
+def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
+    """Raise `UserError` if a configuration asks for code from the hub, or for impossibly many blocks or experts."""
+    n_weights = _n_weights(folder)
+    for name, value in _facts(config):
+        asks_for_code = ("implementation" in name and "/" in str(value)) or (name.endswith("use_kernels") and value)
+        if asks_for_code and not allows_code:
+            wants = f"its configuration asks for code of the hub ({name} = {show(value)})"
+            raise UserError(f"{wants}; remove that, or set model.remote_code = true if you trust who wrote it")
+        if not _COUNTS.fullmatch(name) or not isinstance(value, int):
+            continue
+        is_expert = "expert" in name.lower()
+        most = _MOST_EXPERTS if is_expert else _MOST_LAYERS
+        if value > most:
+            raise UserError(f"its configuration has {name} = {value:,}, and no model has more than {most:,}")
+        if not is_expert and 0 < n_weights < value:
+            files = f"its files hold {n_weights:,} weights"
+            raise UserError(f"its configuration has {name} = {value:,}, and {files}; download the model again")
+
+
+def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the settings, including those of nested parts such as a vision model."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and depth < 4:
+            # Each part of a model may name an implementation.
+            yield from ((f"{name}.{inner}", one) for inner, one in _facts(value, depth + 1))
+        elif isinstance(value, list) and _COUNTS.fullmatch(str(name)):
+            yield str(name), max([len(value), *(one for one in value if isinstance(one, int))])
+        else:
+            yield str(name), value
+
+
+def _n_weights(folder: Path) -> int:
+    """Return the number of tensors in the safetensors files of a folder; 0 if unknown."""
+    files, n = sorted(folder.glob("*.safetensors")), 0
+    try:
+        for file in files:
+            with safe_open(file, "pt") as tensors:
+                n += len(tensors.keys())
+    except Exception:
+        # Loading the weights reports the error.
+        return 0
+    return n

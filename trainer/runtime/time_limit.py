@@ -1,0 +1,37 @@
+"""Limits the run time of foreign code in this process, in any thread."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator
+
+
+class TookTooLong(BaseException):
+    """The code did not end in time. Not an `Exception`, since the code might catch that."""
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise `TookTooLong` in the body after this time, at the next Python instruction.
+
+    A signal could do this only in the main thread. A single call of C is not interrupted.
+    """
+    thread, lock, is_over = threading.get_ident(), threading.Lock(), False
+
+    def end() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # While this lock is held, no exception can come any more.
+        with lock:
+            is_over = True
