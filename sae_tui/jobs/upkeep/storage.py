@@ -8,9 +8,9 @@ from trainer.contract.store.database import network_file_system
 
 def store_warning(data: DataDir) -> str:
     """Return why the stores are slower here than on a local disk; "" if they are not."""
-    folder, free_bytes = free_disk(data.root)
+    folder, _ = free_disk(data.root)
     name = network_file_system(folder)
-    # A file system without a size, such as /proc, holds no files at all.
-    if name is None or free_bytes is None:
+    # The kernel's own file systems take no files at all.
+    if name in (None, "proc", "sysfs"):
         return ""
     return f"{data.root} is on {name}, where reading and writing jobs wait for each other; better a local --data-dir"
