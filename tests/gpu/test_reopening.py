@@ -45,7 +45,7 @@ def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
     step = """
     if pictures and pictures[-1][0] and pictures[-1][0][0][1] and "FAKE_NVML_INIT_ERROR" not in os.environ:
         os.environ["FAKE_NVML_INIT_ERROR"] = "9"
-    if any("not loaded" in reason for rows, _ in pictures for _, _, reason in rows):
+    if any("not loaded" in problem for _, problem in pictures):
         os.environ["FAKE_NVML_INIT_ERROR"] = "0"
     """
     pictures, _ = follow(on_nvml, done, step, GPUS=3, FAULTS="*:unload@1-1.001")
