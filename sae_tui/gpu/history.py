@@ -192,7 +192,13 @@ class Recorder:
 
         Hosts that write one file block each other, and damage it if locks do not work across hosts.
         """
-        if self._path != self._own_path and self._path.exists():
+        if self._path == self._own_path:
+            return
+        if self._own_path.exists():
+            # Another process of this host has switched since this one started.
+            self._file.close()
+            self._use(self._own_path, self._upkeep.retention)
+        elif self._path.exists():
             with explain_errors(self._path), closing(open_reader(self._path, "gpu")) as db:
                 has_others = db.execute(HAS_OTHERS, (self._host,)).fetchone()[0]
             if has_others:

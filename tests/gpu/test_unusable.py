@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.driver import environment
 
+from sae_tui.cli_commands.gpus import _show_gpu_table
 from sae_tui.gpu import nvml_memory
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_faults import no_library
@@ -169,6 +170,18 @@ def test_gpus_only_for_other_users_share_one_line_at_the_end() -> None:
     rows = fold_withheld([GpuRow(sample, "", "dim", lambda name, n: []) for sample in samples])
     assert [row.sample.index for row in rows] == [1, 4, 0]
     assert rows[-1].fault == ("– GPUs 0, 2-3: the operating system blocks this GPU", "dim")
+
+
+@pytest.mark.parametrize(("shown", "words"), [([0], "0 "), ([1], "1 "), ([0, 1, 2], "GPUs 0, 2: blocked")])
+def test_a_table_of_gpus_groups_those_only_for_other_users_among_its_rows(
+    shown: list[int], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = ("name", "utilization", "memory_used", "memory_total", "temperature", "power_draw")
+    rows = [dict.fromkeys(fields) | {"index": i, "reason": "" if i == 1 else "blocked"} for i in shown]
+    _show_gpu_table(rows, withheld=[0, 2])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (2 if len(shown) == 1 else 3)
+    assert lines[-1].startswith(words)
 
 
 def test_unknown_throttle_reasons_are_shown_as_bits(on_nvml: Callable[..., Any]) -> None:
