@@ -181,7 +181,7 @@ def test_a_table_of_gpus_groups_those_only_for_other_users_among_its_rows(
     _show_gpu_table(rows, withheld=[0, 2])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == (2 if len(shown) == 1 else 3)
-    assert lines[-1].startswith(words)
+    assert lines[-1].lstrip().startswith(words)
 
 
 def test_unknown_throttle_reasons_are_shown_as_bits(on_nvml: Callable[..., Any]) -> None:
