@@ -52,7 +52,7 @@ class Probe:
 
     def _read(self) -> set[int]:
         """Return the indices of the GPUs that a new process can read."""
-        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, RuntimeError):
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             done = subprocess.run(
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_LIMIT_S, check=True
             )

@@ -153,7 +153,7 @@ class Sampler:
             self.problem, self._status, self._opened = None, Status.READY, time.monotonic()
             for card in self._cards:
                 self._spawn(self._watch, f"gpu-{card.sample.index}", card)
-            while not (self._stopping or self._must_reopen()):
+            while not (self._stopping or self._must_reopen_safely()):
                 self._record_silence()
                 self._wait_until(time.monotonic() + self._interval)
             if self._stopping:
@@ -177,6 +177,11 @@ class Sampler:
             self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
+
+    def _must_reopen_safely(self) -> bool:
+        with contextlib.suppress(Exception):  # this thread must survive any error of a source
+            return self._must_reopen()
+        return False
 
     def _must_reopen(self) -> bool:
         """Return whether the driver has lost its GPUs, has other GPUs now, or answers for none of them."""

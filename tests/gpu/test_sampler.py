@@ -280,6 +280,35 @@ def test_what_the_driver_remembers_is_read_again_for_another_gpu_at_the_same_ind
     assert sampler.stop()
 
 
+def test_an_error_of_a_source_that_is_asked_whether_to_reopen_it_does_not_end_the_sampler(
+    until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REOPEN_AFTER_S", 0.0)
+
+    class Failing(Simulated):
+        n_opened = n_asked = 0
+        is_fixed = False
+
+        def open(self) -> int:
+            self.n_opened += 1
+            return super().open()
+
+        @property
+        def must_reopen(self) -> bool:
+            self.n_asked += 1
+            if not self.is_fixed:
+                raise ZeroDivisionError
+            return self.n_opened < 2
+
+    source = Failing(1)
+    sampler = Sampler(source, 0.01)
+    sampler.start()
+    until(lambda: source.n_asked > 1)
+    source.is_fixed = True
+    until(lambda: source.n_opened == 2)
+    assert sampler.stop()
+
+
 def test_a_gpu_keeps_the_time_since_when_it_cannot_be_read_while_the_driver_is_away(
     until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
