@@ -100,7 +100,7 @@ def test_a_gpu_without_its_own_memory_shows_the_hosts_and_is_offered(commands: C
     ],
 )
 def test_chips_that_share_the_hosts_memory_are_recognised_by_name(
-    name: str, is_integrated: bool, is_coherent: bool, on_nvml: Callable[..., Any]
+    name: str, is_integrated: bool, is_coherent: bool
 ) -> None:
     class Silent:
         NVMLError = OSError
