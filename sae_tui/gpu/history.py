@@ -68,7 +68,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # By index and UUID: the position in the ring up to which readings are stored.
+        # By index and UUID: the position in the ring after the last stored reading.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)

@@ -348,9 +348,9 @@ class _Card:
 
 
 class _Slice(_Card):
-    """A slice of a card. It has memory and processes of its own; what else a driver measures is of the whole card.
+    """A slice of a GPU, with its own memory and processes. The driver measures everything else for the whole GPU.
 
-    Errors and the compute mode of the whole card also decide whether the slice may be used.
+    Errors and the compute mode of the whole GPU also decide whether the slice may be used.
     """
 
     def __init__(self, nvml: ModuleType, index: int, place: Place) -> None:

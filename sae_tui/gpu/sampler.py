@@ -253,7 +253,7 @@ class Sampler:
         card.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, card: _Card) -> bool:
-        """Return whether a card is still sampled; False once the sampler stops or the driver is reopened."""
+        """Return whether a GPU is still sampled; False once the sampler stops or the driver is reopened."""
         index = card.sample.index
         return not self._stopping and index < len(self._cards) and self._cards[index] is card
 
@@ -312,7 +312,7 @@ class Sampler:
                 card.ring.append(sample)
 
     def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
-        """Return a new card; until its first read it shows the state from before the driver was reopened."""
+        """Return the state of a GPU; until the first read it is the state from before the driver was reopened."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _Card(old[index].sample, self.ring(index), time.monotonic())
@@ -327,9 +327,9 @@ class Sampler:
         return _Card(sample, card.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
-        """Return at the deadline, or at once when the sampler stops, the interval changes or this card needs it.
+        """Return at the deadline, or at once when the sampler stops, the interval changes or this GPU needs it.
 
-        A card needs it when the user opens its page, or when it is no longer current.
+        A GPU needs it when the user opens its page, or when it is no longer current.
         """
         interval, was = self._interval, self._looked_at
         with self._changed:

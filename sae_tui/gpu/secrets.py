@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables whose values are known to be harmless. All others may hold a secret, whatever they are called.
+# Variables with harmless values. All others are hidden, since a secret may have any name.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -23,7 +23,7 @@ _SECRET_WORD = re.compile(
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 # Prefixes of the tokens that services issue.
-_GIVEN_OUT = re.compile(
+_TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
@@ -70,7 +70,7 @@ def masked(text: str) -> str:
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
     text = _HOOK.sub(rf"\1{HIDDEN}", text)
-    text = _GIVEN_OUT.sub(rf"\1{HIDDEN}", text)
+    text = _TOKEN.sub(rf"\1{HIDDEN}", text)
     text = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{HIDDEN}" if is_secret_name(pair[1]) else pair[0], text)
     text = _OPTION.sub(lambda given: f"{given[1]}{given[2]}{HIDDEN if is_secret_name(given[1]) else given[3]}", text)
     text = _BEHIND_PROGRAM.sub(rf"\1{HIDDEN}", text)

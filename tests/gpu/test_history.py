@@ -502,13 +502,13 @@ def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
-    open_store, goes_on = history.open_writer, threading.Event()
+    open_store, continues = history.open_writer, threading.Event()
     stage = ["fails"]
 
     def open_badly(*arguments: Any) -> sqlite3.Connection:
         if stage[0] == "fails":
             raise ZeroDivisionError
-        goes_on.wait(60)
+        continues.wait(60)
         return open_store(*arguments)
 
     monkeypatch.setattr(history, "open_writer", open_badly)
@@ -516,7 +516,7 @@ def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
     until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
     stage[0] = "hangs"
     until(lambda: "does not answer" in (recorder.problem or ""))
-    goes_on.set()
+    continues.set()
     until(lambda: recorder.problem is None)
     until(lambda: rows(data_dir))
 

@@ -157,7 +157,7 @@ def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_makers(tmp_p
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
     error = no_library(tmp_path)
-    assert error.remedy == "the GPU here is Intel's; only those of NVIDIA and AMD can be used"
+    assert error.remedy == "the GPU here is made by Intel; only GPUs of NVIDIA and AMD are supported"
     assert not error.is_broken
     (tmp_path / "card1" / "device").mkdir(parents=True)
     (tmp_path / "card1" / "device" / "vendor").write_text("0x10de\n")
@@ -192,6 +192,6 @@ nvml = Nvml()
 print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for index in range(nvml.open())]))
 """
     unknown, mixed, idle = on_nvml(script, GPUS=3, FAULTS="0:thr=1024,1:thr=1028,2:thr=1", PIDS="")
-    assert unknown == ["for a reason not known (0x400)"]
-    assert mixed == ["power limit reached", "for a reason not known (0x400)"]
+    assert unknown == ["for an unknown reason (0x400)"]
+    assert mixed == ["power limit reached", "for an unknown reason (0x400)"]
     assert idle == []
