@@ -189,6 +189,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
 
 def _show_gpu_table(rows: Sequence[dict[str, Any]], withheld: Sequence[int] = ()) -> None:
     """Print a line for each GPU; GPUs that only other users may use share one line."""
+    withheld = [row["index"] for row in rows if row["index"] in withheld]
     reason = next((row["reason"] for row in rows if row["index"] in withheld), "")
     if len(withheld) > 1:
         rows = [row for row in rows if row["index"] not in withheld]

@@ -170,7 +170,7 @@ class _Card:
             "power_limit_w": self._power_limit(processes),
             "energy_j": self._energy() if processes and is_quick else None,
             "processes": self._processes() if processes else None,
-            "condition": self._details.condition() if processes and is_quick else None,
+            "condition": self._details.condition(whole=is_quick) if processes else None,
             "unusable": self._split(processes),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -51,7 +52,7 @@ def number(answer: Any, *keys: str, least: float = 0) -> float | None:
             isinstance(value, int | float)
             and not isinstance(value, bool)
             and value not in _UNSUPPORTED
-            and value >= least
+            and least <= value < math.inf
         ):
             return value
     return None

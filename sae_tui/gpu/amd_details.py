@@ -49,8 +49,13 @@ class AmdDetails:
         # Temperatures may be below 0, unlike all other readings.
         return number({"temperature": answer}, "temperature", least=-273)
 
-    def condition(self) -> Condition:
-        """Return the GPU's clocks and errors with four calls; the first time, also its slowdown temperature."""
+    def condition(self, *, whole: bool = True) -> Condition:
+        """Return the GPU's errors and, if `whole`, its clocks, with up to four calls.
+
+        The first whole call also reads the slowdown temperature.
+        """
+        if not whole:
+            return Condition(ecc_uncorrected=self._uncorrected())
         if self._slowdown_c is None:
             self._slowdown_c = self._limit_c()
         clock = self._clock("GFX")

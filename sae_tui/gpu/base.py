@@ -119,7 +119,7 @@ class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
     `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
-    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error or returned an
+    cannot run on a GPU that can be read. `failed` names the fields whose sensor raised an error or returned an
     impossible value (which becomes None), not those whose sensor the GPU lacks.
     """
 

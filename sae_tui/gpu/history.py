@@ -68,7 +68,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._every_s = every_s
         self._use(self._path, retention or Retention())
-        # By index and UUID: the position in the ring up to which readings are stored.
+        # By index and UUID: the position in the ring after the last stored reading.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
@@ -192,7 +192,13 @@ class Recorder:
 
         Hosts that write one file block each other, and damage it if locks do not work across hosts.
         """
-        if self._path != self._own_path and self._path.exists():
+        if self._path == self._own_path:
+            return
+        if self._own_path.exists():
+            # Another process of this host has switched since this one started.
+            self._file.close()
+            self._use(self._own_path, self._upkeep.retention)
+        elif self._path.exists():
             with explain_errors(self._path), closing(open_reader(self._path, "gpu")) as db:
                 has_others = db.execute(HAS_OTHERS, (self._host,)).fetchone()[0]
             if has_others:

@@ -5,8 +5,9 @@ Samples of all vendors are checked, since one impossible value would spoil sums,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+
+from trainer.contract.printable import printable
 
 IMPOSSIBLE = "impossible value"
 _BYTES = (0, 1 << 50)  # the largest machines have about 2^45 bytes
@@ -55,10 +56,10 @@ def is_possible(field: str, value: object) -> bool:
     """Return whether a field of a GPU can have this value; None (unknown) always can."""
     if value is None:
         return True
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     lowest, highest = LIMITS[field]
-    return lowest <= value <= highest
+    return lowest <= value <= highest  # False for NaN
 
 
 def drop_impossible(reading: object) -> dict[str, str]:
@@ -72,4 +73,4 @@ def drop_impossible(reading: object) -> dict[str, str]:
 
 
 def _words(value: object) -> str:
-    return f"{IMPOSSIBLE} ({f'{value:g}' if isinstance(value, float) else str(value)[:40]})"
+    return f"{IMPOSSIBLE} ({f'{value:g}' if isinstance(value, float) else printable(str(value)[:40])})"

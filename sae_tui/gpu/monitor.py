@@ -161,4 +161,4 @@ class Monitor:
                 stored.get(sample.uuid, ()), self._sampler.buffered(sample.index), self.interval_s, sample.timestamp
             )
             if history:
-                self._sampler.ring(sample.index).extend_history(history)
+                self._sampler.ring(sample.index).extend_history(history, sample.uuid)

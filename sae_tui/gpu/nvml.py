@@ -236,7 +236,7 @@ class _Card:
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "energy_j": None if energy is None else energy / 1000,
             "processes": (() if is_split and self._has_slices else self._processes()) if processes else None,
-            "condition": self._read_condition(is_quick) if processes else None,
+            "condition": self._read_condition(self._handle, whole=is_quick) if processes else None,
             "unusable": "" if not is_split else faults.SPLIT if self._has_slices else faults.UNCUT,
         }
 
@@ -255,7 +255,9 @@ class _Card:
                 self._static.pop(field, None)
         before = self._identity.get("uuid")
         self._once("uuid", UUID)
-        # With the same handle, one failed read of the UUID does not mean another GPU.
+        if not is_new and before is not None:
+            # With the same handle, one failed read of the UUID does not mean another GPU.
+            self._failed.pop("uuid", None)
         if before is not None and self._static.get("uuid", None if is_new else before) != before:
             self._static.pop("name", None)
             self._identity, self._condition, self._memory = {}, None, None
@@ -268,12 +270,11 @@ class _Card:
         if is_split or self._has_slices:
             self.is_stale = self.is_stale or places_of(self._nvml, self.index) != self.slices
 
-    def _read_condition(self, is_quick: bool) -> Condition:
-        """Return the condition, read again if due; on a slow GPU, read only what decides whether it may be used."""
+    def _read_condition(self, handle: Any, *, whole: bool) -> Condition:
+        """Return the condition, read again if due; if not `whole`, only what decides whether the GPU may be used."""
         if self._condition is None or time.monotonic() >= self._condition_due:
-            self._condition = self._details.condition(self._handle, whole=is_quick)
-            every_s = CONDITION_EVERY_S if is_quick else SLOW_CONDITION_EVERY_S
-            self._condition_due = time.monotonic() + every_s
+            self._condition = self._details.condition(handle, whole=whole)
+            self._condition_due = time.monotonic() + (CONDITION_EVERY_S if whole else SLOW_CONDITION_EVERY_S)
         return self._condition
 
     def _memory_kind(self, memory: Any) -> MemoryKind:
@@ -347,11 +348,15 @@ class _Card:
 
 
 class _Slice(_Card):
-    """A slice of a card. It has memory and processes of its own; what else a driver measures is of the whole card."""
+    """A slice of a GPU, with its own memory and processes. The driver measures everything else for the whole GPU.
+
+    Errors and the compute mode of the whole GPU also decide whether the slice may be used.
+    """
 
     def __init__(self, nvml: ModuleType, index: int, place: Place) -> None:
         super().__init__(nvml, index)
         self.card, self._place = place.card, place
+        self._card_handle: Any = None
 
     def details(self, sample: GpuSample) -> GpuDetails:
         from sae_tui.gpu.details import GpuDetails
@@ -371,10 +376,12 @@ class _Slice(_Card):
         memory = self._get("memory_used_bytes", SLICE_MEMORY)
         if self._fault is not None and not self._answered:
             raise _CardFault(self._fault)
-        return sizes(memory) | {"processes": self._processes() if processes else None}
+        condition = self._read_condition(self._card_handle, whole=False) if processes else None
+        return sizes(memory) | {"processes": self._processes() if processes else None, "condition": condition}
 
     def _look_up(self) -> Any:
         try:
+            self._card_handle = self._nvml.nvmlDeviceGetHandleByIndex(self.card)
             return self._place.look_up(self._nvml)
         except self._nvml.NVMLError as error:
             raise _CardFault(error.value) from None

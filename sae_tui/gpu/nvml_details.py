@@ -170,7 +170,7 @@ class NvmlDetails:
             return None
         unknown = bits & ~(sum(SLOWED_BY) | _IDLE)
         known = tuple(words for bit, words in SLOWED_BY.items() if bits & bit)
-        return (*known, f"for a reason not known ({unknown:#x})") if unknown else known
+        return (*known, f"for an unknown reason ({unknown:#x})") if unknown else known
 
     def _pcie(self, handle: Any, direction: int) -> float | None:
         """Return the bytes per second in a direction, which NVML counts for 20 ms while it is asked."""

@@ -96,7 +96,7 @@ def no_library(drm: Path = Path("/sys/class/drm")) -> SourceUnavailable:
     """Return the error for a machine without NVIDIA's library, which may have GPUs that are not supported."""
     reason, remedy = SOURCE[NO_LIBRARY]
     if makers := _unsupported_vendors(drm):
-        remedy = f"the GPU here is {' and '.join(makers)}'s; only those of NVIDIA and AMD can be used"
+        remedy = f"the GPU here is made by {' and '.join(makers)}; only GPUs of NVIDIA and AMD are supported"
     return SourceUnavailable(reason, remedy)
 
 

@@ -23,8 +23,8 @@ def owner(pid: int) -> tuple[str | None, str | None]:
     return user, name
 
 
-def command_line(arguments: Iterable[str]) -> str:
-    """Return the command line without secrets and without the program's folder, cut to 200 characters."""
+def command_line(arguments: Iterable[str], most: int | None = 200) -> str:
+    """Return the command line without secrets and without the program's folder, cut to `most` characters."""
     program, *rest = (*arguments,) or ("",)
     # Mask before cutting, since a partial secret is not recognised.
-    return " ".join(masked_arguments([os.path.basename(program), *rest]))[:200]
+    return " ".join(masked_arguments([os.path.basename(program), *rest]))[:most]

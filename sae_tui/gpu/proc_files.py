@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
 LIMIT_S = 0.5
 _MOST_BYTES = 1 << 18
 _THREAD_NAME = "proc-file"
-_under_way: dict[Path, Future[bytes]] = {}
+# Reads that have not returned, each with the monotonic time until which callers wait for it.
+_under_way: dict[Path, tuple[Future[bytes], float]] = {}
 _guard = threading.Lock()
 
 
 def read_file(path: Path, limit_s: float = LIMIT_S) -> bytes:
     """Return the first 256 KiB of a file; raise `OSError` if it cannot be read, `TimeoutError` if the read hangs.
 
-    While a read hangs, no second read of the same file starts, so there is at most one thread per file.
+    Simultaneous calls for a file share one read and its limit, so there is at most one thread per file.
     """
     with _guard:
         is_new = path not in _under_way
-        answer = _under_way.setdefault(path, Future())
+        answer, deadline = _under_way.setdefault(path, (Future(), time.monotonic() + limit_s))
     if is_new:
         threading.Thread(target=_read, args=(path, answer), name=_THREAD_NAME, daemon=True).start()
-    return answer.result(limit_s if is_new else 0.0)
+    return answer.result(max(0.0, deadline - time.monotonic()))
 
 
 def _read(path: Path, answer: Future[bytes]) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.owner import command_line
 from sae_tui.gpu.proc_files import arguments_of, read_file
-from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked, masked_arguments
+from sae_tui.gpu.secrets import HIDDEN, is_harmless, masked
 from trainer.contract.errors import UserError
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.printable import printable
@@ -159,13 +160,8 @@ def _owner(process: Any) -> tuple[str | None, str | None]:
     user = command = None
     with _unless_gone():
         user = printable(str(process.username()))
-        command = printable(" ".join(_arguments(process)))
+        command = printable(command_line(arguments_of(process.pid), most=None))
     return user, command
-
-
-def _arguments(process: Any) -> list[str]:
-    program, *rest = arguments_of(process.pid)
-    return masked_arguments([os.path.basename(program), *rest])
 
 
 def _ancestors(pid: int) -> Iterable[Ancestor]:

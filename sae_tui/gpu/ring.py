@@ -77,12 +77,14 @@ class Ring:
             if sample.power_limit_w is not None:
                 self.power_limit_w = sample.power_limit_w
 
-    def extend_history(self, readings: Iterable[Readable]) -> None:
-        """Put stored readings, oldest first, before the live ones, in place of those put there before.
+    def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
+        """Put stored readings of a GPU, oldest first, before the live ones, in place of those put there before.
 
-        Those that are not older than the first live one are left out.
+        Those that are not older than the first live one are left out; all are if another GPU has this index now.
         """
         with self._lock:
+            if self._uuid not in ("", uuid):
+                return
             live = list(self._readings)[max(0, len(self._readings) - self._n_live) :]
             older = [reading_of(each) for each in readings if not live or each.timestamp < live[0].timestamp]
             self._readings.clear()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from sae_tui.gpu import faults
+from sae_tui.gpu import AUTO, faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource, vendor_of
 from sae_tui.gpu.once import on_thread
@@ -120,7 +120,7 @@ class Sampler:
 
     def buffered(self, index: int) -> tuple[Reading, ...]:
         """Return what the driver remembered of a card when it was first read, oldest first."""
-        return self._cards[index].buffered or ()
+        return (self._cards[index].buffered or ()) if index < len(self._cards) else ()
 
     def readings_s(self) -> dict[int, float]:
         """Return how long the last reading of each card took, in seconds."""
@@ -153,7 +153,7 @@ class Sampler:
             self.problem, self._status, self._opened = None, Status.READY, time.monotonic()
             for card in self._cards:
                 self._spawn(self._watch, f"gpu-{card.sample.index}", card)
-            while not (self._stopping or self._must_reopen()):
+            while not (self._stopping or self._must_reopen_safely()):
                 self._record_silence()
                 self._wait_until(time.monotonic() + self._interval)
             if self._stopping:
@@ -178,6 +178,11 @@ class Sampler:
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
+    def _must_reopen_safely(self) -> bool:
+        with contextlib.suppress(Exception):  # this thread must survive any error of a source
+            return self._must_reopen()
+        return False
+
     def _must_reopen(self) -> bool:
         """Return whether the driver has lost its GPUs, has other GPUs now, or answers for none of them."""
         now = time.monotonic()
@@ -188,7 +193,7 @@ class Sampler:
         unread = [card for card in self._cards if not card.sample.healthy and not self._is_silent(card, now)]
         if len(unread) == len(self._cards):
             return now - self._opened >= REOPEN_EVERY_S
-        if self.source.name not in VENDORS:
+        if self.source.name not in (AUTO, *VENDORS):
             return False
         # Only GPUs that could be read before; a reset of one GPU does not affect the others.
         lost = [card.sample.index for card in unread if card.sample.unread_since is not None]
@@ -219,7 +224,8 @@ class Sampler:
                 self._turn(card, due)
             except Exception as error:
                 # This thread must survive any answer of a driver.
-                card.sample, card.answered = _blank(card.sample, f"reading it failed: {error!r}"), time.monotonic()
+                blank = _blank(card.sample, f"reading it failed: {error!r}")
+                card.sample, card.answered = _lost(card.sample, blank), time.monotonic()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
             deadline = time.monotonic() + until_next(time.time(), self._interval)
@@ -233,19 +239,21 @@ class Sampler:
         if not self._is_current(card):
             return
         if not sample.healthy:
-            last = card.sample
-            sample = replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
+            sample = _lost(card.sample, sample)
+        if sample.uuid != card.sample.uuid:
+            card.buffered = None  # it is another GPU
+        # The ring comes first, so that it belongs to the GPU of the newest sample.
+        card.ring.append(sample)
         card.sample, card.answered = sample, time.monotonic()
         card.took_s = card.answered - begun
         if card.buffered is None and sample.healthy:
             card.buffered = self._read_buffer(index) if card.took_s < _QUICK_S else ()
-        card.ring.append(sample)
         if self._shares_wanted and (due or not card.sm_percents):
             card.sm_percents = self._read_shares(sample)
         card.details = self._read_details(sample) if index == self._looked_at else None
 
     def _is_current(self, card: _Card) -> bool:
-        """Return whether a card is still sampled; False once the sampler stops or the driver is reopened."""
+        """Return whether a GPU is still sampled; False once the sampler stops or the driver is reopened."""
         index = card.sample.index
         return not self._stopping and index < len(self._cards) and self._cards[index] is card
 
@@ -304,7 +312,7 @@ class Sampler:
                 card.ring.append(sample)
 
     def _new_card(self, index: int, old: Sequence[_Card]) -> _Card:
-        """Return a new card; until its first read it shows the state from before the driver was reopened."""
+        """Return the state of a GPU; until the first read it is the state from before the driver was reopened."""
         vendor = vendor_of(self.source, index)
         if index < len(old) and old[index].sample.vendor == vendor:
             return _Card(old[index].sample, self.ring(index), time.monotonic())
@@ -314,14 +322,14 @@ class Sampler:
 
     @staticmethod
     def _unread(card: _Card, reason: str) -> _Card:
-        sample = _blank(card.sample, reason)
+        sample = _lost(card.sample, _blank(card.sample, reason))
         card.ring.append(sample)
         return _Card(sample, card.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
-        """Return at the deadline, or at once when the sampler stops, the interval changes or this card needs it.
+        """Return at the deadline, or at once when the sampler stops, the interval changes or this GPU needs it.
 
-        A card needs it when the user opens its page, or when it is no longer current.
+        A GPU needs it when the user opens its page, or when it is no longer current.
         """
         interval, was = self._interval, self._looked_at
         with self._changed:
@@ -360,6 +368,11 @@ def _join(thread: threading.Thread, deadline: float) -> bool:
     """Wait for a thread until the deadline; tell whether it has ended."""
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()
+
+
+def _lost(last: GpuSample, sample: GpuSample) -> GpuSample:
+    """Return an unhealthy sample with the time since when a GPU that could be read before cannot be read."""
+    return replace(sample, unread_since=sample.timestamp if last.healthy else last.unread_since)
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:

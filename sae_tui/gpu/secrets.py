@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 HIDDEN = "…"
-# Variables whose values are known to be harmless. All others may hold a secret, whatever they are called.
+# Variables with harmless values. All others are hidden, since a secret may have any name.
 _HARMLESS = re.compile(
     r"(CUDA|HIP|ROCR|ROCM|HSA|NVIDIA_(VISIBLE|DRIVER)|NCCL|RCCL|GLOO|UCX|OMP|MKL|OPENBLAS|KMP|GOMP|NUMEXPR|SLURM"
     r"|TORCHELASTIC|LC|XDG)_\w+"
@@ -23,7 +23,7 @@ _SECRET_WORD = re.compile(
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 # Prefixes of the tokens that services issue.
-_GIVEN_OUT = re.compile(
+_TOKEN = re.compile(
     r"\b(hf_|api_org_|gh[pousr]_|github_pat_|glpat-|sk-|pk-|rk_|AKIA|ASIA|xox[a-z]-|eyJ|ya29\.|AIza|pypi-|npm_|dckr_pat_"
     r"|ATATT|nvapi-|lsv2_|dop_v1_|shpat_|r8_|gsk_|SG\.)[\w./+=~-]{3,}"
 )
@@ -37,12 +37,19 @@ _PAIR = re.compile(
 )
 # The same in a shell command or in a process title.
 _OPTION = re.compile(r"(?<!\S)(--?[A-Za-z][\w-]*)(\s+)(?!-)(\S+)")
-_BEHIND_P = re.compile(r"\b((?:mysql|mysqldump|mariadb|sshpass)\b[^|;&]*?\s-p)(?=\S)[^\s;&|]+")
+_BEHIND_PROGRAM = re.compile(
+    r"\b((?:mysql|mysqldump|mariadb)\b[^|;&]*?\s-p|(?:sshpass|login)\b[^|;&]*?\s-p\s*|smbclient\b[^|;&]*?\s-U\s*"
+    r"|curl\b[^|;&]*?\s(?:-u|-U|--user|--proxy-user)[\s=]*|redis-cli\b[^|;&]*?\s-a\s*)(?=\S)[^\s;&|]+"
+)
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+[\w.~+/=-]+")
-# Programs with a one-letter option for a password, or for a user name and password.
-_SHORT = {"mysql": "-p", "mysqldump": "-p", "mariadb": "-p", "sshpass": "-p", "smbclient": "-U", "curl": "-u"}
-# Not MySQL, which takes a password only directly after -p: the word after a separate -p is a database.
-_ALONE = ("sshpass", "smbclient", "curl")
+_SCHEMES = ("Bearer", "Basic", "Token")
+# Options for a password, or for a user name and password, by program or subcommand (`docker login`).
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "mysql": ("-p",), "mysqldump": ("-p",), "mariadb": ("-p",), "sshpass": ("-p",), "login": ("-p",),
+    "smbclient": ("-U",), "curl": ("-u", "-U", "--user", "--proxy-user"), "redis-cli": ("-a",),
+}  # fmt: skip
+# They take a password only directly after -p: the word after a separate -p is a database.
+_ATTACHED = ("mysql", "mysqldump", "mariadb")
 # Longer arguments are cut, since searching them would take seconds.
 _LONGEST = 4096
 
@@ -63,26 +70,48 @@ def masked(text: str) -> str:
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _IN_ADDRESS.sub(rf"\1{HIDDEN}@", text)
     text = _HOOK.sub(rf"\1{HIDDEN}", text)
-    text = _GIVEN_OUT.sub(rf"\1{HIDDEN}", text)
+    text = _TOKEN.sub(rf"\1{HIDDEN}", text)
     text = _PAIR.sub(lambda pair: f"{pair[1]}{pair[2]}{HIDDEN}" if is_secret_name(pair[1]) else pair[0], text)
     text = _OPTION.sub(lambda given: f"{given[1]}{given[2]}{HIDDEN if is_secret_name(given[1]) else given[3]}", text)
-    text = _BEHIND_P.sub(rf"\1{HIDDEN}", text)
+    text = _BEHIND_PROGRAM.sub(rf"\1{HIDDEN}", text)
     return _BEARER.sub(rf"\1 {HIDDEN}", text)
 
 
 def masked_arguments(arguments: Iterable[str]) -> list[str]:
-    """Mask the secrets in a command line, by the names of options and the form of tokens."""
-    program, *rest = (*arguments,) or ("",)
-    base = program.rpartition("/")[2]
-    short, shown, hides = _SHORT.get(base, ""), [masked(program)], False
-    for argument in rest:
-        if hides and not argument.startswith("--"):
+    """Mask the secrets in a command line, by the names of options and the form of tokens.
+
+    A program may start another one (`sudo curl -u …`), so any argument may name the program whose options follow.
+    """
+    program, hides, previous, shown = "", False, "", []
+    for argument in arguments:
+        option = _secret_option(program, argument)
+        if argument in _SCHEMES:
+            shown.append(argument)
+            hides = True
+        elif hides and not argument.startswith("--"):
             shown.append(HIDDEN)
             hides = False
-        elif short and argument.startswith(short):
-            shown.append(f"{short}{HIDDEN}" if argument != short else short)
-            hides = argument == short and base in _ALONE
+        elif option:
+            is_alone = argument == option
+            shown.append(option if is_alone else f"{option}{'=' * option.startswith('--')}{HIDDEN}")
+            hides = is_alone and program not in _ATTACHED
         else:
             shown.append(masked(argument))
-            hides = argument.startswith("-") and "=" not in argument and is_secret_name(argument)
+            hides = _announces_secret(argument) or (previous, argument) == ("wandb", "login")
+        base = argument.rpartition("/")[2]
+        program, previous = (base if base in _OPTIONS else program), base
     return shown
+
+
+def _secret_option(program: str, argument: str) -> str:
+    """Return the option of the program with which an argument begins and whose value is a secret; "" if none."""
+    for option in _OPTIONS.get(program, ()):
+        if argument == option or argument.startswith(f"{option}=" if option.startswith("--") else option):
+            return option
+    return ""
+
+
+def _announces_secret(argument: str) -> bool:
+    """Return whether the next argument is a secret: after `--hf-token`, `token:` or `aws_secret_access_key`."""
+    is_name = argument.startswith("-") or argument.endswith(":") or re.fullmatch(r"\w+_\w+", argument)
+    return bool(is_name) and "=" not in argument and is_secret_name(argument)

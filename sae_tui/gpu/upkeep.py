@@ -89,7 +89,7 @@ class Upkeep:
             yield from self._delete_range(db, "gpu_minutes", "minute", index, minutes, 1)
 
     def _believable(self, db: sqlite3.Connection, now: float) -> float:
-        """Return the time from which ages are counted; if the clock has jumped ahead, the time without that jump.
+        """Return the time that ages are relative to: `now`, without a jump of the clock ahead.
 
         While this process runs, the time since boot reveals a jump; the new time is accepted after a day. An earlier
         jump looks like hours without stored rows; the new time is accepted once half an hour is stored after it.

@@ -220,6 +220,29 @@ def test_answers_of_every_version_are_read_alike(
     assert source.details(0, sample).memory_bandwidth_percent is bandwidth
 
 
+def test_a_slow_card_still_reports_the_errors_for_which_it_must_not_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {"correctable_count": 0, "uncorrectable_count": 3}
+    smi = amd_shapes.module(**amd_shapes.ROCM_7_0, amdsmi_get_gpu_total_ecc_count=errors)
+    monkeypatch.setattr(amd, "load_amdsmi", lambda: smi)
+    monkeypatch.setattr(amd, "SLOW_S", -1.0)
+    source = Amd()
+    source.open()
+    sample = source.sample(0, processes=True)
+    assert "3 uncorrected memory errors" in sample.obstacle
+    assert sample.condition is not None
+    assert sample.condition.sm_clock_mhz is None
+
+
+def test_an_infinite_answer_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (float("inf"), float("nan"), -float("inf")):
+        smi = amd_shapes.module(**amd_shapes.ROCM_7_0 | {"amdsmi_get_gpu_activity": {"gfx_activity": value}})
+        monkeypatch.setattr(amd, "load_amdsmi", lambda smi=smi: smi)
+        source = Amd()
+        source.open()
+        sample = source.sample(0, processes=True)
+        assert (sample.utilization, sample.power_w) == (None, 203)
+
+
 def test_a_serial_number_that_is_none_is_a_marked_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     for answer in ({"market_name": "N/A", "asic_serial": "N/A"}, ValueError("no number")):
         smi = amd_shapes.module(**amd_shapes.ROCM_7_0, amdsmi_get_gpu_asic_info=answer)

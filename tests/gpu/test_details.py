@@ -102,7 +102,7 @@ def test_an_error_that_the_driver_reports_is_told_in_words_and_by_its_number(on_
     card, unheard_of, well, deaf = on_nvml(TWICE, GPUS=4, FAULTS="0:xid=48,1:xid=999,3:xid=48,3:no_events")
     xid = card["xid"]
     assert xid["number"] == 48
-    assert xid["words"] == "Xid 48: the memory lost bits that could not be corrected; reset the card"
+    assert xid["words"] == "Xid 48: the memory lost bits that could not be corrected; reset the GPU"
     assert abs(time.time() - xid["timestamp"]) < 60
     assert unheard_of["xid"]["words"] == "Xid 999, see NVIDIA's list of Xid errors"
     assert (well["xid"], deaf["xid"]) == (None, None)
@@ -133,7 +133,7 @@ def test_what_a_card_does_not_tell_is_left_out_and_a_fault_stands_out() -> None:
     assert entries["slowed by"] == ("power limit reached", "warn")
     assert entries["uncorrected"] == ("3", "bad")
     assert entries["temperature"] == ("70°C", "bad")
-    assert entries[""] == ("a row could not be remapped; the card is failing", "bad")
+    assert entries[""] == ("a row could not be remapped; the GPU is failing", "bad")
 
 
 class Counting(Simulated):

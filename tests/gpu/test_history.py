@@ -28,6 +28,7 @@ from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.gpu.stored import Totals, recent, stored_samples, totals
 from sae_tui.gpu.upkeep import Retention, Upkeep
+from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError, open_writer
 
@@ -180,6 +181,22 @@ def test_a_host_leaves_a_shared_history_file_and_copies_its_own_rows(
     assert data_dir.gpu_db == (data_dir.own_gpu_db if is_shared else earlier)
     assert {row["host"] for row in rows(data_dir)} == {HOST}
     assert len(rows(data_dir, "SELECT * FROM gpu_metrics WHERE power_draw = 9.0")) == 1
+
+
+def test_a_waiting_recorder_follows_the_host_to_its_own_file(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until
+) -> None:
+    earlier = data_dir.root / "gpu.db"
+    open_writer(earlier, "gpu").close()
+    lock = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
+    assert lock.acquire()
+    recorder = record()
+    # The elected process switches, and the user then removes the old file.
+    open_writer(data_dir.own_gpu_db, "gpu").close()
+    earlier.unlink()
+    lock.release()
+    until(lambda: recorder.elected and len(rows(data_dir)) > 3)
+    assert not earlier.exists()
 
 
 def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
@@ -485,13 +502,13 @@ def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "SILENT_AFTER_S", 0.05)
-    open_store, goes_on = history.open_writer, threading.Event()
+    open_store, continues = history.open_writer, threading.Event()
     stage = ["fails"]
 
     def open_badly(*arguments: Any) -> sqlite3.Connection:
         if stage[0] == "fails":
             raise ZeroDivisionError
-        goes_on.wait(60)
+        continues.wait(60)
         return open_store(*arguments)
 
     monkeypatch.setattr(history, "open_writer", open_badly)
@@ -499,7 +516,7 @@ def test_a_hung_disk_and_unforeseen_errors_are_reported_and_recording_continues(
     until(lambda: "ZeroDivisionError" in (recorder.problem or ""))
     stage[0] = "hangs"
     until(lambda: "does not answer" in (recorder.problem or ""))
-    goes_on.set()
+    continues.set()
     until(lambda: recorder.problem is None)
     until(lambda: rows(data_dir))
 
@@ -553,7 +570,7 @@ def test_what_is_stored_of_another_card_is_not_stored_again_as_this_ones(data_di
         db.execute("UPDATE gpu_metrics SET gpu_uuid = ? WHERE gpu_index = 5", (uuid_of(0),))
     sampler = Sampler(Simulated(1), 0.01)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
-    sampler.ring(0).extend_history([Reading(now - 3, 50), Reading(now - 2, 50)])
+    sampler.ring(0).extend_history([Reading(now - 3, 50), Reading(now - 2, 50)], uuid_of(0))
     recorder.start()
     until(lambda: len([row for row in rows(data_dir) if row["gpu_uuid"] == uuid_of(0)]) > 20)
     assert recorder.stop(5)
@@ -647,7 +664,7 @@ def test_setting_the_clock_back_while_recording_loses_no_reading(data_dir: DataD
             return replace(sample, timestamp=sample.timestamp + self.offset_s)
 
     source = Turned(1)
-    sampler = Sampler(source, 0.02)
+    sampler = Sampler(source, 0.02, capacity=100_000)
     recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.05)
     recorder.start()
     until(lambda: len(rows(data_dir)) > 5)

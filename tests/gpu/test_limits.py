@@ -138,7 +138,10 @@ def _n_rows(data_dir: DataDir) -> int:
 
 
 ANY = st.one_of(
-    st.integers(-(1 << 70), 1 << 70), st.floats(), st.sampled_from([U32, U64, -1, 1 << 63, True]), st.text(max_size=3)
+    st.integers(-(1 << 70), 1 << 70),
+    st.floats(),
+    st.sampled_from([U32, U64, -1, 1 << 63, True, 10**400, -(10**400)]),
+    st.text(max_size=3),
 )
 
 
@@ -162,6 +165,12 @@ def test_readings_of_any_driver_answer_can_be_stored_and_decoded(values: dict[st
             assert decoded == whole
             used, total = whole.memory_used_bytes, whole.memory_total_bytes
             assert used is None or total is None or used <= total
+
+
+def test_an_impossible_value_cannot_control_the_terminal() -> None:
+    assert GpuSample(0, "GPU-a", "H200", 1.0, utilization="\x1b[2J").failed == {  # type: ignore[arg-type]
+        "utilization": "impossible value (�[2J)"
+    }
 
 
 def test_an_impossible_amount_of_memory_of_a_process_is_unknown() -> None:

@@ -371,3 +371,25 @@ limits += [nvml.sample(0, processes=processes).power_limit_w for processes in (F
 print(json.dumps(limits))
 """
     assert on_nvml(script) == [700, 700, 300, 300]
+
+
+def test_a_uuid_that_cannot_be_read_again_does_not_make_the_card_unusable(on_nvml: Callable[..., Any]) -> None:
+    script = """
+import json, pynvml
+from sae_tui.gpu import nvml as module
+from sae_tui.gpu.nvml import Nvml
+module.CONDITION_EVERY_S = 0.0
+nvml = Nvml()
+nvml.open()
+seen = [nvml.sample(0, processes=True)]
+def fails(*arguments):
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+pynvml.nvmlDeviceGetUUID, read = fails, pynvml.nvmlDeviceGetUUID
+seen.append(nvml.sample(0, processes=True))
+pynvml.nvmlDeviceGetUUID = read
+seen.append(nvml.sample(0, processes=True))
+print(json.dumps([[one.uuid, dict(one.failed)] for one in seen]))
+"""
+    known, unread, again = on_nvml(script, GPUS=1, PIDS="")
+    assert known[1] == {}
+    assert known == unread == again

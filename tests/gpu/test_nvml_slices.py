@@ -42,6 +42,23 @@ def test_what_is_measured_of_a_whole_card_is_not_told_of_its_slices(read_all: Re
     assert split["unusable"].startswith("it is split into MIG slices, which are GPUs of their own")
 
 
+def test_a_slice_must_not_be_used_if_its_whole_card_must_not(on_nvml: Run) -> None:
+    script = """
+import json
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+n = nvml.open()
+print(json.dumps([[nvml.sample(index, processes=True).obstacle for _ in range(2)][1] for index in range(n)]))
+"""
+    faults = ("cmode=2", "pending", "failed_rows", "ecc=7", "xid=79", "idle")
+    specs = ",".join(f"{index}:{fault},{index}:mig" for index, fault in enumerate(faults))
+    obstacles = on_nvml(script, GPUS=len(faults), FAULTS=specs, PIDS="")
+    for position, words in enumerate(("compute mode", "rows of its", "a row of", "7 uncorrected", "Xid 79", "")):
+        for obstacle in obstacles[len(faults) + 2 * position :][:2]:
+            assert words in obstacle
+            assert bool(obstacle) == bool(words)
+
+
 def test_a_slice_has_the_processes_that_run_on_it(read_all: Read) -> None:
     pids = (os.getpid(), os.getppid())
     split, *slices = read_all({0: "mig"}, GPUS=1, PIDS=",".join(map(str, pids)))

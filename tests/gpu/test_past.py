@@ -116,7 +116,7 @@ def test_a_card_without_a_limit_of_power_is_neither_in_the_sum_nor_in_what_it_is
 def test_a_past_that_was_stored_is_drawn_before_any_card_has_answered() -> None:
     rings = [Ring(), Ring()]
     for ring in rings:
-        ring.extend_history(Reading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11))
+        ring.extend_history((Reading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11)), "GPU-a")
     assert line(shares(past(dict(enumerate(rings)), 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,17 +201,40 @@ def test_the_container_that_holds_the_app_too_is_not_named(monkeypatch) -> None:
 def test_a_file_that_never_answers_blocks_one_short_read_only(tmp_path) -> None:
     pipe = tmp_path / "cmdline"  # opening it waits for a writer, like reading /proc of a hung process
     os.mkfifo(pipe)
-    n_before = threading.active_count()
+    before = set(_file_readers())
     for limit_s in (0.05, 60, 60):
         with pytest.raises(TimeoutError):
             read_file(pipe, limit_s)
-    assert threading.active_count() == n_before + 1
-    (waiting,) = [thread for thread in threading.enumerate() if thread.name == "proc-file"]
+    (waiting,) = set(_file_readers()) - before
     pipe.write_bytes(b"python\0train.py\0")
     waiting.join(10)
     pipe.unlink()
     pipe.write_bytes(b"at once")
     assert read_file(pipe, 60) == b"at once"
+
+
+def test_simultaneous_reads_of_a_file_share_the_answer(tmp_path, monkeypatch) -> None:
+    pipe = tmp_path / "cmdline"
+    os.mkfifo(pipe)
+    both_wait, contents = threading.Barrier(2), []
+
+    class Answer(Future):
+        def result(self, timeout=None):
+            if both_wait.wait(30) == 0:
+                pipe.write_bytes(b"python\0train.py\0")
+            return super().result(timeout)
+
+    monkeypatch.setattr(proc_files, "Future", Answer)
+    callers = [threading.Thread(target=lambda: contents.append(read_file(pipe, 60)), daemon=True) for _ in range(2)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert contents == [b"python\0train.py\0"] * 2
+
+
+def _file_readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "proc-file"]
 
 
 def test_a_process_with_an_unreadable_command_line_is_shown_by_its_program_name(monkeypatch) -> None:

@@ -7,88 +7,92 @@ from typing import Any
 
 import pytest
 
-# Follows a sampler for some seconds and prints each distinct state: the end of each GPU's UUID, whether the GPU can be
-# read, and the sampler's problem.
+# Follows a sampler and prints each distinct state: the end of each GPU's UUID, whether the GPU can be read, and the
+# sampler's problem. Faults of the driver begin and end by its `fake_time`. This advances to the next stage's time only
+# after the sampler has seen the state that the stage waits for, so that no state is missed on a slow machine.
 FOLLOW = """
-import json, os, time
+import ctypes, json, time
 from sae_tui.gpu import read, sampler as module
 from sae_tui.gpu.nvml import Nvml
 from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.several import Several
 module.REOPEN_EVERY_S, module._REOPEN_AFTER_S, module.PROCESSES_EVERY_S = 0.3, 0.3, 0.1
 read.PROBE_EVERY_S = 0.1
-sampler = Sampler(Nvml(), 0.05)
+fake_time = ctypes.c_double.in_dll(ctypes.CDLL("libnvidia-ml.so.1"), "fake_time")
+fake_time.value = 0.0
+stages = {stages}
+sampler = Sampler({source}, 0.05)
 sampler.start()
-pictures, until = [], time.monotonic() + 30
-while time.monotonic() < until and not (pictures and {done}):
-    now = [[one.uuid, one.healthy, one.reason] for one in sampler.latest()]
-    now = [now, str(sampler.problem or "")]
-    if now not in pictures[-1:]:
-        pictures.append(now)
-    {step}
+pictures, changed, until = [], [], time.monotonic() + 50
+while time.monotonic() < until and stages:
+    rows = [[one.uuid, one.healthy, one.reason] for one in sampler.latest()]
+    problem = str(sampler.problem or "")
+    if [rows, problem] not in pictures[-1:]:
+        pictures.append([rows, problem])
+    are_read = bool(rows) and all(healthy for _, healthy, _ in rows)
+    if eval(stages[0][0]):
+        changed.append(time.time())
+        fake_time.value = stages.pop(0)[1]
     time.sleep(0.02)
-rings = [[reading.utilization for reading in sampler.ring(index).since(None, one.uuid)[0]]
+rings = [[[reading.timestamp, reading.utilization] for reading in sampler.ring(index).since(None, one.uuid)[0]]
          for index, one in enumerate(sampler.latest())]
-print(json.dumps([pictures, rings, sampler.stop(2)]))
+print(json.dumps([pictures, rings, changed, len(stages), sampler.stop(2)]))
 """
 Run = Callable[..., Any]
+Stages = list[tuple[str, float]]
+END = 9.0
 
 
-def follow(on_nvml: Run, done: str, step: str = "pass", **options: Any) -> tuple[list[Any], list[list[float | None]]]:
-    pictures, rings, has_ended = on_nvml(FOLLOW.replace("{done}", done).replace("{step}", step), PIDS="", **options)
+def follow(
+    on_nvml: Run, stages: Stages, source: str = "Nvml()", **options: Any
+) -> tuple[list[Any], list[list[list[float | None]]], list[float]]:
+    script = FOLLOW.replace("{stages}", repr(stages)).replace("{source}", source)
+    pictures, rings, changed, n_left, has_ended = on_nvml(script, PIDS="", **options)
+    assert n_left == 0, pictures
     assert has_ended
-    return pictures, rings
+    return pictures, rings, changed
 
 
 def test_the_sampler_recovers_from_a_reload_of_the_driver(on_nvml: Run) -> None:
-    done = "len(pictures) > 2 and not pictures[-1][1] and all(healthy for _, healthy, _ in pictures[-1][0])"
-    # The driver cannot be opened until the test has seen this.
-    step = """
-    if pictures and pictures[-1][0] and pictures[-1][0][0][1] and "FAKE_NVML_INIT_ERROR" not in os.environ:
-        os.environ["FAKE_NVML_INIT_ERROR"] = "9"
-    if any("not loaded" in problem for _, problem in pictures):
-        os.environ["FAKE_NVML_INIT_ERROR"] = "0"
-    """
-    pictures, _ = follow(on_nvml, done, step, GPUS=3, FAULTS="*:unload@1-1.001")
-    last, problem = pictures[-1]
-    assert problem == ""
+    # Each GPU keeps its row meanwhile, which says why the GPU cannot be read.
+    away = "'not loaded' in problem and len(rows) == 3 and all('not loaded' in reason for *_, reason in rows)"
+    stages = [("are_read", 1.5), (away, 3.0), ("are_read and not problem", END)]
+    pictures, _, _ = follow(on_nvml, stages, GPUS=3, FAULTS="*:unload@1-2")
+    last, _ = pictures[-1]
     assert [uuid[:12] for uuid, *_ in last] == ["GPU-fa4e0000", "GPU-fa4e0001", "GPU-fa4e0002"]
-    assert all(healthy for _, healthy, _ in last)
-    # Meanwhile each GPU keeps its row, which says why it cannot be read. The driver's fault is reported once.
     between = [rows for rows, problem in pictures if "not loaded" in problem]
-    assert between
-    assert all(len(rows) == 3 and not healthy for rows in between for _, healthy, _ in rows)
-    assert all("not loaded" in reason for _, _, reason in between[-1])
+    assert all(len(rows) == 3 for rows in between)
+    assert not any(healthy for rows in between[-1:] for _, healthy, _ in rows)
 
 
 def test_an_exchanged_gpu_has_its_own_identity_and_history(on_nvml: Run) -> None:
-    done = "pictures[-1][0] and pictures[-1][0][1][0].startswith('GPU-fa4e0065')"
-    pictures, rings = follow(on_nvml, done, GPUS=2, FAULTS="1:uuid=100@1")
-    assert next(rows[1][0][:12] for rows, _ in pictures if rows and rows[1][1]) == "GPU-fa4e0001"
-    assert len(rings[1]) < len(rings[0]) / 2
+    first = "are_read and rows[1][0].startswith('GPU-fa4e0001') and len(sampler.ring(1)) > 5"
+    stages = [(first, 2.0), ("rows[1][0].startswith('GPU-fa4e0065')", END)]
+    _, rings, changed = follow(on_nvml, stages, GPUS=2, FAULTS="1:uuid=100@1")
+    assert rings[0][0][0] < changed[0]
+    assert rings[1]
+    assert all(timestamp > changed[0] for timestamp, _ in rings[1])
 
 
 def test_the_row_of_a_removed_gpu_disappears_and_the_others_are_still_read(on_nvml: Run) -> None:
-    done = "len(pictures[-1][0]) == 2 and all(healthy for _, healthy, _ in pictures[-1][0])"
-    pictures, _ = follow(on_nvml, done, GPUS=3, FAULTS="2:gone@1,0:unload@1-1.1")
-    assert next(len(rows) for rows, _ in pictures if rows) == 3
-    assert len(pictures[-1][0]) == 2
+    stages = [("are_read and len(rows) == 3", 2.0), ("are_read and len(rows) == 2", END)]
+    follow(on_nvml, stages, GPUS=3, FAULTS="2:gone@1,0:unload@1-1.1")
 
 
-@pytest.mark.parametrize(("faults", "n_after"), [("0:mig=2@1", 4), ("0:mig=3@0-1", 2)])
-def test_slices_that_are_created_or_destroyed_at_run_time_are_noticed(on_nvml: Run, faults: str, n_after: int) -> None:
-    done = (
-        f"len(pictures[-1][0]) == {n_after} and all(healthy for _, healthy, _ in pictures[-1][0]) and len(pictures) > 2"
-    )
-    pictures, _ = follow(on_nvml, done, GPUS=2, FAULTS=faults)
+@pytest.mark.parametrize(("faults", "n_before", "n_after"), [("0:mig=2@1", 2, 4), ("0:mig=3@0-1", 5, 2)])
+def test_slices_that_are_created_or_destroyed_at_run_time_are_noticed(
+    on_nvml: Run, faults: str, n_before: int, n_after: int
+) -> None:
+    stages = [(f"are_read and len(rows) == {n}", time) for n, time in ((n_before, 2.0), (n_after, END))]
+    pictures, _, _ = follow(on_nvml, stages, GPUS=2, FAULTS=faults)
     rows, problem = pictures[-1]
-    assert (len(rows), problem) == (n_after, "")
+    assert problem == ""
     assert [uuid[:4] for uuid, *_ in rows] == ["GPU-"] * 2 + ["MIG-"] * (n_after - 2)
 
 
-def test_a_reset_gpu_comes_back_although_the_open_driver_reports_it_lost(on_nvml: Run) -> None:
-    done = "len(pictures) > 2 and all(healthy for _, healthy, _ in pictures[-1][0])"
-    pictures, rings = follow(on_nvml, done, GPUS=2, FAULTS="1:dropped@1-1.5")
-    assert any(not healthy for rows, _ in pictures for _, healthy, _ in rows if rows)
-    assert [healthy for _, healthy, _ in pictures[-1][0]] == [True, True]
+@pytest.mark.parametrize("source", ["Nvml()", "Several([Nvml()])"])
+def test_a_reset_gpu_comes_back_although_the_open_driver_reports_it_lost(on_nvml: Run, source: str) -> None:
+    stages = [("are_read", 1.2), ("[healthy for _, healthy, _ in rows] == [True, False]", 2.0), ("are_read", END)]
+    _, rings, _ = follow(on_nvml, stages, source, GPUS=2, FAULTS="1:dropped@1-1.5")
     # The other GPU was read all the time.
-    assert None not in rings[0]
+    assert None not in [utilization for _, utilization in rings[0]]

@@ -45,7 +45,7 @@ def test_the_oldest_sample_makes_room() -> None:
 def test_stored_history_goes_before_live_samples() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
-    ring.extend_history([Reading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)])
+    ring.extend_history([Reading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)], "GPU-a")
     assert ring.column("timestamp", 9) == [96, 97, 98, 99, 100]
     assert ring.column("utilization", 9) == [7, 7, 7, 7, 50]
     assert ring.latest() == sample(100)
@@ -54,21 +54,21 @@ def test_stored_history_goes_before_live_samples() -> None:
 def test_history_that_is_read_again_takes_the_place_of_what_was_read_first() -> None:
     ring = Ring(capacity=5)
     ring.append(sample(100))
-    ring.extend_history([Reading(97, 7)])
+    ring.extend_history([Reading(97, 7)], "GPU-a")
     ring.append(sample(101))
-    ring.extend_history([Reading(97, 7), Reading(99, 8)])
+    ring.extend_history([Reading(97, 7), Reading(99, 8)], "GPU-a")
     assert ring.column("timestamp", 9) == [97, 99, 100, 101]
 
 
 def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     ring = Ring(capacity=3)
-    ring.extend_history(Reading(timestamp, 50) for timestamp in range(9))
+    ring.extend_history((Reading(timestamp, 50) for timestamp in range(9)), "GPU-a")
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 
 def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() -> None:
     ring = Ring(capacity=4)
-    ring.extend_history([Reading(1.0, 50)])
+    ring.extend_history([Reading(1.0, 50)], "GPU-a")
     for timestamp in (7, 8, 2):
         ring.append(sample(timestamp))
     rows, position = ring.since(None, "GPU-a")
@@ -77,6 +77,15 @@ def test_readings_since_a_position_are_complete_after_any_change_of_the_clock() 
     assert ring.since(position, "GPU-a")[0] == [Reading(3, 50, 30, None, None)]
     assert ring.since(position + 1, "GPU-a")[0] == []
     assert len(ring.since(position - 100, "GPU-a")[0]) == 4
+
+
+def test_the_stored_history_of_another_gpu_is_not_put_before_the_readings_of_this_one() -> None:
+    ring = Ring()
+    ring.append(sample(5))
+    ring.extend_history([Reading(1.0, 50)], "GPU-b")
+    assert ring.column("timestamp") == [5]
+    ring.extend_history([Reading(1.0, 50)], "GPU-a")
+    assert ring.column("timestamp") == [1, 5]
 
 
 def test_another_gpu_at_the_same_index_starts_without_the_old_readings() -> None:

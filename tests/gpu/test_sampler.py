@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from sae_tui.gpu import sampler as module
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.sampler import Sampler, Status, interval_of, until_next
-from sae_tui.gpu.simulated import Simulated
+from sae_tui.gpu.simulated import Simulated, uuid_of
 
 Until = Callable[..., Any]
 Start = Callable[..., Sampler]
@@ -250,10 +251,94 @@ def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) 
     from sae_tui.gpu.ring import Reading
 
     sampler = Sampler(Simulated(1), 0.01)
-    sampler.ring(0).extend_history([Reading(1.0, 77)])
+    sampler.ring(0).extend_history([Reading(1.0, 77)], uuid_of(0))
     sampler.start()
     until(lambda: len(sampler.ring(0).column("utilization")) > 3)
     assert sampler.ring(0).column("utilization")[:2] == [77, 0]
+    assert sampler.stop()
+
+
+def test_what_the_driver_remembers_is_read_again_for_another_gpu_at_the_same_index(until: Until) -> None:
+    from sae_tui.gpu.ring import Reading
+
+    class Exchanged(Simulated):
+        uuid = "GPU-a"
+
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            return replace(super().sample(index, processes=processes), uuid=self.uuid)
+
+        def buffered(self, index: int) -> tuple[Reading, ...]:
+            return (Reading(1.0 if self.uuid == "GPU-a" else 2.0, 50),)
+
+    source = Exchanged(1)
+    sampler = Sampler(source, 0.01)
+    sampler.start()
+    until(lambda: sampler.count and sampler.buffered(0))
+    source.uuid = "GPU-b"
+    until(lambda: sampler.buffered(0) == (Reading(2.0, 50),))
+    assert sampler.buffered(1) == ()
+    assert sampler.stop()
+
+
+def test_an_error_of_a_source_that_is_asked_whether_to_reopen_it_does_not_end_the_sampler(
+    until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_REOPEN_AFTER_S", 0.0)
+
+    class Failing(Simulated):
+        n_opened = n_asked = 0
+        is_fixed = False
+
+        def open(self) -> int:
+            self.n_opened += 1
+            return super().open()
+
+        @property
+        def must_reopen(self) -> bool:
+            self.n_asked += 1
+            if not self.is_fixed:
+                raise ZeroDivisionError
+            return self.n_opened < 2
+
+    source = Failing(1)
+    sampler = Sampler(source, 0.01)
+    sampler.start()
+    until(lambda: source.n_asked > 1)
+    source.is_fixed = True
+    until(lambda: source.n_opened == 2)
+    assert sampler.stop()
+
+
+def test_a_gpu_keeps_the_time_since_when_it_cannot_be_read_while_the_driver_is_away(
+    until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "_REOPEN_AFTER_S", 0.0)
+
+    class Reloaded(Simulated):
+        is_lost = must_reopen = is_away = False
+
+        def open(self) -> int:
+            self.must_reopen = False
+            if self.is_away:
+                raise SourceUnavailable("the driver is not loaded", "", is_broken=True)
+            return super().open()
+
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            sample = super().sample(index, processes=processes)
+            return replace(sample, healthy=False, reason="lost") if self.is_lost else sample
+
+    source = Reloaded(1)
+    sampler = Sampler(source, 0.01)
+    sampler.start()
+    until(lambda: sampler.count and sampler.latest()[0].healthy)
+    source.is_lost = source.is_away = source.must_reopen = True
+    until(lambda: sampler.status is Status.UNAVAILABLE and "not loaded" in sampler.latest()[0].reason)
+    since = sampler.latest()[0].unread_since
+    assert since is not None
+    source.is_away = False
+    until(lambda: sampler.latest()[0].reason == "lost")
+    assert sampler.latest()[0].unread_since == since
     assert sampler.stop()
 
 

@@ -23,6 +23,12 @@ from sae_tui.gpu.secrets import is_harmless, masked, masked_arguments
         ["t", '{"password": "SECRET"}'],
         ["t", "AccountName=a;AccountKey=SECRET=="], ["t", "Server=h;Pwd=SECRET;"], ["t", "eyJhbGciOi.SECRET"],
         ["t", "ghp_SECRET"], ["t", "sk-proj-SECRET"], ["t", "AKIASECRET"], ["t", "-----BEGIN KEY-----\nSECRET"],
+        ["sudo", "/usr/bin/mysql", "-pSECRET"], ["docker", "exec", "db", "mysql", "-pSECRET"],
+        ["timeout", "10", "curl", "-u", "ann:SECRET"], ["curl", "--user", "ann:SECRET"], ["curl", "--user=ann:SECRET"],
+        ["bash", "-c", "curl -u ann:SECRET https://h"], ["bash", "-c", "sshpass -p SECRET ssh h"],
+        ["docker", "login", "-p", "SECRET"], ["wandb", "login", "SECRET"], ["redis-cli", "-a", "SECRET"],
+        ["aws", "configure", "set", "aws_secret_access_key", "SECRET"],
+        ["curl", "-H", "Authorization:", "Bearer", "SECRET"], ["t", "token:", "SECRET"],
         ["t", "https://hooks.slack.com/services/T0/SECRET"], ["t", "--set", "train.api_key=SECRET"],
     ],
 )  # fmt: skip
@@ -39,6 +45,9 @@ def test_secrets_in_a_command_line_are_masked(arguments: list[str]) -> None:
         ["python", "-m", "torch.distributed.run", "--nproc-per-node=8", "--master-port", "29500"],
         ["python", "/home/ann/passes/tokenize.py", "--tokenizer=gpt2", "--data=/data/a@v1", "user@host:/x"],
         ["git", "clone", "https://github.com/a/b", "--depth", "1"],
+        ["docker", "run", "-p", "8080:80", "image"],
+        ["mysql", "-p", "database"],
+        ["curl", "--user-agent", "x", "h"],
     ],
 )
 def test_arguments_that_are_not_secret_are_shown_unchanged(arguments: list[str]) -> None:

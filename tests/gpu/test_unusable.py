@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.driver import environment
 
+from sae_tui.cli_commands.gpus import _show_gpu_table
 from sae_tui.gpu import nvml_memory
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_faults import no_library
@@ -99,7 +100,7 @@ def test_a_gpu_without_its_own_memory_shows_the_hosts_and_is_offered(commands: C
     ],
 )
 def test_chips_that_share_the_hosts_memory_are_recognised_by_name(
-    name: str, is_integrated: bool, is_coherent: bool, on_nvml: Callable[..., Any]
+    name: str, is_integrated: bool, is_coherent: bool
 ) -> None:
     class Silent:
         NVMLError = OSError
@@ -156,7 +157,7 @@ def test_a_machine_with_unsupported_gpus_gets_the_list_of_supported_makers(tmp_p
     device.mkdir(parents=True)
     (device / "vendor").write_text("0x8086\n")
     error = no_library(tmp_path)
-    assert error.remedy == "the GPU here is Intel's; only those of NVIDIA and AMD can be used"
+    assert error.remedy == "the GPU here is made by Intel; only GPUs of NVIDIA and AMD are supported"
     assert not error.is_broken
     (tmp_path / "card1" / "device").mkdir(parents=True)
     (tmp_path / "card1" / "device" / "vendor").write_text("0x10de\n")
@@ -171,6 +172,18 @@ def test_gpus_only_for_other_users_share_one_line_at_the_end() -> None:
     assert rows[-1].fault == ("– GPUs 0, 2-3: the operating system blocks this GPU", "dim")
 
 
+@pytest.mark.parametrize(("shown", "words"), [([0], "0 "), ([1], "1 "), ([0, 1, 2], "GPUs 0, 2: blocked")])
+def test_a_table_of_gpus_groups_those_only_for_other_users_among_its_rows(
+    shown: list[int], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = ("name", "utilization", "memory_used", "memory_total", "temperature", "power_draw")
+    rows = [dict.fromkeys(fields) | {"index": i, "reason": "" if i == 1 else "blocked"} for i in shown]
+    _show_gpu_table(rows, withheld=[0, 2])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == (2 if len(shown) == 1 else 3)
+    assert lines[-1].lstrip().startswith(words)
+
+
 def test_unknown_throttle_reasons_are_shown_as_bits(on_nvml: Callable[..., Any]) -> None:
     script = """
 import json
@@ -179,6 +192,6 @@ nvml = Nvml()
 print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for index in range(nvml.open())]))
 """
     unknown, mixed, idle = on_nvml(script, GPUS=3, FAULTS="0:thr=1024,1:thr=1028,2:thr=1", PIDS="")
-    assert unknown == ["for a reason not known (0x400)"]
-    assert mixed == ["power limit reached", "for a reason not known (0x400)"]
+    assert unknown == ["for an unknown reason (0x400)"]
+    assert mixed == ["power limit reached", "for an unknown reason (0x400)"]
     assert idle == []

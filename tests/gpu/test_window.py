@@ -94,7 +94,7 @@ def test_another_card_or_no_store_has_no_past(db: Path, tmp_path: Path) -> None:
 
 def test_the_newest_intervals_are_those_of_the_ring_and_the_job_is_of_now() -> None:
     ring = Ring()
-    ring.extend_history([Reading(float(second), utilization=second) for second in range(100, 110)])
+    ring.extend_history([Reading(float(second), utilization=second) for second in range(100, 110)], "GPU-a")
     recent = past({0: ring}, 5, interval_s=1.0, now=109.5)
     window = live_window(recent, 0, 5, 1.0, 7)
     assert window.columns["utilization"] == [105, 106, 107, 108, 109]

@@ -175,7 +175,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
     pristine = box.data.root / "pristine.db"
     shutil.copy(gpu_db, pristine)
     ring = Ring()
-    ring.extend_history([Reading(NOW - 1, 50, 2**30, 40, 100.0)])
+    ring.extend_history([Reading(NOW - 1, 50, 2**30, 40, 100.0)], "GPU-a")
     sample = GpuSample(0, "GPU-a", "H100", NOW, memory_total_bytes=2**34)
     sampler = SimpleNamespace(latest=lambda: [sample], ring=lambda _: ring)
 

@@ -9,7 +9,7 @@
  *   FAKE_NVML_MEM_MIB=143771     memory per GPU
  *   FAKE_NVML_PIDS=11,12,...     pids to show, dealt round-robin to the GPUs (default: the caller's parent on GPU 0)
  *   FAKE_NVML_PID_MIB=61440      memory of each such process
- *   FAKE_NVML_FAULTS=SPEC,SPEC   SPEC = GPU|*:FAULT[=VALUE][@T0[-T1]]   (seconds after the first nvmlInit)
+ *   FAKE_NVML_FAULTS=SPEC,SPEC   SPEC = GPU|*:FAULT[=VALUE][@T0[-T1]]   (seconds after the first nvmlInit, or by `fake_time`)
  *     whole-GPU faults (every call on the device, and the handle look-up):
  *       lost (GPU_IS_LOST) unknown (999) reset (RESET_REQUIRED) os (OPERATING_SYSTEM) noperm (NO_PERMISSION) timeout irq
  *       hang (every call blocks for ever)  slow=MS (every call sleeps MS)
@@ -68,6 +68,8 @@ static dev gpus[MAXG], migs[MAXG][MOST_MIG];
 static int ngpu = 8, nfault, npid, init_count;
 static int pids[1024];
 static double t_init, t_origin, t_opened;
+/* if not negative, the seconds at which faults begin and end, in place of the clock: set by a test through ctypes */
+__attribute__((visibility("default"))) volatile double fake_time = -1;
 static u64 mem_mib = 143771, pid_mib = 61440;
 static const char *gpu_name = "NVIDIA H200";
 static long lat_us;
@@ -153,9 +155,10 @@ static void tick(struct ctr *c) {
 }
 static void zzz(long us) { if (us > 0) { struct timespec t = {us / 1000000, us % 1000000 * 1000}; while (nanosleep(&t, &t) && errno == EINTR); } }
 
+static double elapsed(void) { return fake_time >= 0 ? fake_time : t_init ? now() - t_init : 0; }
 static int fault(int g, const char *name, double *v) {
   if (!nfault) return 0;
-  double t = t_init ? now() - t_init : 0;
+  double t = elapsed();
   for (int k = 0; k < nfault; k++)
     if ((faults[k].g == g || faults[k].g < 0) && t >= faults[k].t0 && t < faults[k].t1 && !strcmp(faults[k].name, name)) {
       if (v) *v = faults[k].val;
@@ -165,7 +168,7 @@ static int fault(int g, const char *name, double *v) {
 }
 /* whether the driver was unloaded since the library was opened */
 static int unloaded(void) {
-  double t = t_init ? now() - t_init : 0;
+  double t = elapsed();
   for (int k = 0; k < nfault; k++)
     if (!strcmp(faults[k].name, "unload") && t >= faults[k].t0 && t_opened < faults[k].t0) return 1;
   return 0;
@@ -175,7 +178,7 @@ static int whole(int g) {
   if (!nfault) return OK;
   if (unloaded()) return UNINIT;
   if (fault(g, "gone", 0)) return LOST;
-  double t = t_init ? now() - t_init : 0;
+  double t = elapsed();
   for (int k = 0; k < nfault; k++)
     if (faults[k].g == g && !strcmp(faults[k].name, "dropped") && t >= faults[k].t0 && (t < faults[k].t1 || t_opened < faults[k].t0)) return LOST;
   if (fault(g, "hang", 0)) for (;;) pause();
@@ -248,7 +251,7 @@ static int do_init(void) {
   if (!t_init) t_init = now();
   if (fault(-1, "unload", 0)) return DRIVER_NOT_LOADED;
   if (!init_count++) {
-    t_opened = now() - t_init;
+    t_opened = elapsed();
     for (int g = ngpu - 1; g >= 0; g--) if (fault(g, "gone", 0)) ngpu = g;
   }
   return OK;
