@@ -140,9 +140,12 @@ def _is_mine(data: DataDir, job: Job) -> bool:
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: it is queued and its files exist."""
+    """Return whether a new supervisor can take over a job: it is queued, and its files exist or only others see them."""
     paths = data.run(job.id)
-    return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
+    try:
+        return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
+    except PermissionError:
+        return True
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
