@@ -140,7 +140,7 @@ def _is_mine(data: DataDir, job: Job) -> bool:
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: it is queued, and its files exist or only others see them."""
+    """Return whether a new supervisor can take over a job: it is queued and its files exist, or cannot be seen."""
     paths = data.run(job.id)
     try:
         return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()

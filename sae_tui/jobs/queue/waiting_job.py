@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import holders, with_strangers
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
 from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.queue.order import Card, Turn, turns
@@ -122,23 +124,35 @@ class Line:
         moving = [job for job in others if self._silent.get(job.id) != job]
         planned = turns([self.job, *moving], seen, time.time())
         self._pass_over_silent([job for job in moving if planned[job.id].cards])
+        for job in others:
+            if self._silent.get(job.id) == job:
+                self._report_silent(job)
         return planned[self.job.id]
 
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
         """Skip jobs that could have started for 30 s but have not, until their rows change.
 
-        Their supervisors are alive but stopped or hung, as on a file server that does not answer.
+        Their supervisors are alive but stopped or hung, as on a file server that does not answer, or cannot reserve the
+        GPUs.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
-        for job in could_start:
-            if now - self._could_since[job.id] < SILENT_AFTER_S:
-                continue
-            words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
-            if job.waits_for != words:
-                self._control.update(job.id, waits_for=words)
-                self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
-            self._silent[job.id] = self._control.job(job.id)
+        late = [job for job in could_start if now - self._could_since[job.id] >= SILENT_AFTER_S]
+        self._silent |= {job.id: job for job in late}
+
+    def _report_silent(self, job: Job) -> None:
+        """Record that a supervisor does not answer, unless it gave a sign of life: then it records its own reason."""
+        words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
+        if job.waits_for == words or self._gave_sign(job):
+            return
+        self._control.update(job.id, waits_for=words)
+        self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
+        self._silent[job.id] = self._control.job(job.id)
+
+    def _gave_sign(self, job: Job) -> bool:
+        with contextlib.suppress(OSError):
+            return abs(time.time() - self._data.run(job.id).lock_file.stat().st_mtime) < 2 * SIGN_EVERY_S
+        return False
 
     def _is_in_line(self, job: Job) -> bool:
         """Tell whether that job could start as soon as it has its cards."""
