@@ -87,7 +87,6 @@ def test_a_machine_s_folder_of_another_user_is_not_trusted(
     assert lock_folder(data, "nvml") == data.locks
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
 def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: Path, monkeypatch) -> None:
     first, second = GpuLocks(tmp_path, ["GPU-0"]), GpuLocks(tmp_path, ["GPU-0"])
 
@@ -105,6 +104,7 @@ def test_a_lock_file_that_is_removed_while_it_is_locked_holds_no_gpu(tmp_path: P
     second.release()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
 def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder in (one, other):
