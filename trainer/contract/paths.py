@@ -288,7 +288,8 @@ def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     Each folder is opened relative to its parent, so that no folder on the way can be replaced by a link.
     """
     whole = os.path.abspath(path)
-    root = min((one for one in _KEPT if whole.startswith(f"{one}/")), key=len, default=None)
+    # A copy, since another thread may add a folder.
+    root = min((one for one in tuple(_KEPT) if whole.startswith(f"{one}/")), key=len, default=None)
     if root is None:
         return os.open(path, flags, mode)
     *folders, name = whole[len(root) + 1 :].split("/")

@@ -30,7 +30,7 @@ SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # Seconds for which the same reason to wait is not recorded as an event again.
-TOLD_FOR_S = 600.0
+RECORDED_FOR_S = 600.0
 
 
 class Line:
@@ -45,7 +45,7 @@ class Line:
         self._folder = lock_folder(data, job.gpu_source)
         self._is_ready = is_ready
         self._again_at = 0.0
-        self._told_at: dict[str, float] = {}
+        self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
         # By job id: since when a job could have started, and the rows of jobs that lost their turn.
         self._could_since: dict[int, float] = {}
@@ -71,14 +71,16 @@ class Line:
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
-        """Return whether the reason to wait is new, and was not recorded within `TOLD_FOR_S`.
+        """Return whether the reason to wait is new, and was not recorded within `RECORDED_FOR_S`.
 
         A job may wait for a month while the other processes on its GPUs change every minute.
         """
         now = time.monotonic()
-        if kind == before or now - self._told_at.get(kind, -TOLD_FOR_S) < TOLD_FOR_S:
+        if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
             return False
-        self._told_at = {other: at for other, at in self._told_at.items() if now - at < TOLD_FOR_S} | {kind: now}
+        self._recorded_at = {other: at for other, at in self._recorded_at.items() if now - at < RECORDED_FOR_S} | {
+            kind: now
+        }
         return True
 
     def _try_take_gpus(self) -> str:
