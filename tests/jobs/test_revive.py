@@ -154,7 +154,7 @@ def test_a_resumed_job_keeps_after_and_held_unless_it_has_begun(box, attempt):
         assert box.wait_ended(job_id).state == JobState.FINISHED
     else:
         assert (job.held, job.after) == (True, (first,))
-        assert plan.sentence == f"is in line again; it comes after job {first} and is held until it is released"
+        assert plan.sentence == f"is queued again; it comes after job {first} and is held until it is released"
 
 
 def test_a_second_process_does_not_start_the_same_supervisors(box):

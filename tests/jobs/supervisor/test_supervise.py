@@ -320,14 +320,14 @@ def test_the_metrics_of_a_run_are_whole_after_its_end(box):
 def test_an_error_in_the_supervisor_fails_its_job_with_the_reason_after_its_ranks_have_saved(box, monkeypatch):
     monkeypatch.setenv("FAKE_BUG", "1")
     box.data.create()
-    save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >told']))
+    save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >state']))
     job_id = box.launch("steps=100000", gpus=(0,), max_restarts=3)
     job, paths = box.wait_ended(job_id), box.data.run(job_id)
     reason = f"sae-tui itself failed: ZeroDivisionError: division by zero; see {paths.supervisor_log}"
     assert (job.state, job.error, job.attempt) == (JobState.FAILED, reason, 1)
     assert [file.name for file in paths.checkpoints.iterdir()]
     assert box.living(job_id) == box.control.leases() == []
-    box.wait_for((box.data.root / "told").exists, "the user's command")
-    assert (box.data.root / "told").read_text() == "failed\n"
+    box.wait_for((box.data.root / "state").exists, "the user's command")
+    assert (box.data.root / "state").read_text() == "failed\n"
     box.wait_for(lambda: not job.supervisor.is_alive(), "the supervisor to end")
     assert paths.supervisor_log.read_text().endswith("ZeroDivisionError: division by zero\n")
