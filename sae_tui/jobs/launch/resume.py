@@ -210,7 +210,11 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
         return
-    here = {sample.uuid for sample in CardReader(data, job.gpu_source).samples()}
+    reader = CardReader(data, job.gpu_source)
+    here = {sample.uuid for sample in reader.samples()}
+    if reader.problem:
+        why = f"the GPUs of this host cannot be read: {reader.problem}"
+        raise UserError(f"job {job.id} had GPUs of {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
         message = f"job {job.id} had {gpus} of {job.host}, which this host does not have; choose others by --gpus"
