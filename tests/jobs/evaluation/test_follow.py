@@ -265,6 +265,16 @@ def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, 
     assert box.messages(job_id, FAILED) == []
 
 
+def test_an_evaluation_ends_with_its_data_folder_and_does_not_make_it_again(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "exec sleep 600")
+    follower = (now := seen(box, job_id)) and now.process
+    box.control.close()
+    moved = box.data.root.rename(box.data.root.with_name("moved"))
+    wait_for(lambda: not follower.is_alive(), "the end of the evaluation")
+    assert not box.data.root.exists()
+    assert moved.exists()
+
+
 def test_an_idle_gpu_is_taken_where_the_job_had_one_and_kept_from_others(box: Box, job_id: int, monkeypatch) -> None:
     choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
     card = request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "nvml")
