@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.locks import lock_folder, lock_problem
-from trainer.contract.store.database import OTHER_FOLDER, network_file_system, no_locks
+from trainer.contract.mounts import network_file_system
+from trainer.contract.store.database import OTHER_FOLDER, no_locks
 from trainer.contract.wording import gibibytes
 
 LEAST_FREE_BYTES = 1 << 30

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs.user import user_name
-from trainer.contract.errors import UserError
+from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, open_private
 from trainer.contract.runs.log_tail import last_line
 
@@ -67,7 +67,10 @@ def _scope_prefix() -> tuple[str, ...]:
 
 
 def _start(arguments: Sequence[str], log_file: Path, who: str) -> None:
-    log = open_private(log_file, os.O_APPEND)
+    try:
+        log = open_private(log_file, os.O_APPEND)
+    except OSError as error:
+        raise UserError(f"{who} could not be started: {log_file} cannot be written: {sentence(error)}") from None
     try:
         done = subprocess.run(
             arguments,

@@ -13,10 +13,10 @@ import time
 from typing import Any, NamedTuple
 
 from trainer.contract.errors import UserError
+from trainer.contract.mounts import network_file_system
 from trainer.contract.paths import DataDir
 from trainer.contract.process import boot_id, is_of_this_boot, machine_id
 from trainer.contract.runs.lock import is_held
-from trainer.contract.store.database import network_file_system
 from trainer.contract.store.rows import Job
 from trainer.contract.wording import duration
 

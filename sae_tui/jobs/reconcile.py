@@ -49,10 +49,10 @@ def reconcile(data: DataDir, revive: Callable[[DataDir], object] | None = None) 
         orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job)]
     finally:
         reader.close()
-    in_line = [job for job in orphaned if _can_go_on(data, job)]
-    if revive and any(_is_mine(data, job) for job in in_line):
+    queued = [job for job in orphaned if _can_go_on(data, job)]
+    if revive and any(_is_mine(data, job) for job in queued):
         revive(data)
-    orphaned = [job for job in orphaned if job not in in_line]
+    orphaned = [job for job in orphaned if job not in queued]
     cut_off = going.left_behind(data)
     if not (orphaned or cut_off):
         return []
@@ -140,9 +140,12 @@ def _is_mine(data: DataDir, job: Job) -> bool:
 
 
 def _can_go_on(data: DataDir, job: Job) -> bool:
-    """Return whether a new supervisor can take over a job: it is queued and its files exist."""
+    """Return whether a new supervisor can take over a job: it is queued and its files exist, or cannot be seen."""
     paths = data.run(job.id)
-    return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
+    try:
+        return job.state == JobState.QUEUED and paths.job_file.exists() and not paths.exit_file.exists()
+    except PermissionError:
+        return True
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:

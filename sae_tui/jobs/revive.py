@@ -79,7 +79,7 @@ def _start(data: DataDir, control: Control, job: Job, start: Callable[[DataDir, 
             control.update(job.id, waits_for=reason)
         return False
     control.add_event(
-        job.id, "in-line", f"is in line again on {socket.gethostname()}: its supervisor was started again"
+        job.id, "queued-again", f"is queued again on {socket.gethostname()}: its supervisor was restarted"
     )
     return True
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract import mounts
-from trainer.contract.mounts import mount_of
-from trainer.contract.store.database import network_file_system
+from trainer.contract.mounts import mount_of, network_file_system
 
 
 @pytest.fixture
@@ -35,6 +34,10 @@ def as_if(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "bcachefs"])
 def test_disk_file_systems_are_local(as_if, tmp_path: Path, kind: str) -> None:
     as_if(kind)
+    assert network_file_system(tmp_path) is None
+
+
+def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:
     assert network_file_system(tmp_path) is None
 
 

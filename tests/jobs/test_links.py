@@ -19,9 +19,10 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from sae_tui.jobs.view.reader import JobsReader
+from trainer.contract import paths
 from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain, write_own, write_whole
-from trainer.contract.paths import DataDir, follow_no_link_below, open_private, private_folder
+from trainer.contract.paths import DataDir, follow_no_link_below, keep_run, open_private, private_folder
 from trainer.contract.store.database import StoreError, open_reader, open_writer
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import open_own
@@ -283,6 +284,35 @@ def test_opening_a_file_below_a_data_folder_follows_no_link(tmp_path: Path, dept
     (tmp_path / "again").symlink_to(private)
     follow_no_link_below(tmp_path / "again")
     assert open_plain(tmp_path / "again" / "/".join(below[depth:])).read() == b"private"
+
+
+@pytest.mark.parametrize(("files", "path", "is_kept"), [
+    (("job.toml",), "job.toml", False),
+    (("job.toml",), "jobs/wide.toml", False),
+    (("job.toml",), "runs", False),
+    (("job.toml",), "checkpoints/wide", False),
+    (("control.db", "job.toml"), "runs/wide/job.toml", False),
+    (("job.toml",), ".", True),
+    (("job.toml", "run.lock"), "attempt1/ranks.json", True),
+    (("job.toml", "run.lock"), "checkpoints/step-00000001", True),
+    (("control.db", "locks", "runs/1/job.toml"), "runs/1", True),
+    (("control.db", "locks", "runs/1/checkpoints/job.toml"), "runs/1/checkpoints", True),
+])  # fmt: skip
+def test_links_next_to_a_job_file_are_followed_but_none_in_a_run(tmp_path, monkeypatch, files, path, is_kept) -> None:
+    monkeypatch.setattr(paths, "_KEPT", set())
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "acts").write_text("rows")
+    folder = tmp_path / "folder"
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).touch()
+    (folder / "link").symlink_to(tmp_path / "scratch")
+    keep_run(folder / path)
+    if is_kept:
+        with pytest.raises(OSError, match="is a link, which is not followed"):
+            open_plain(folder / "link" / "acts")
+    else:
+        assert open_plain(folder / "link" / "acts").read() == b"rows"
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:

@@ -128,9 +128,7 @@ def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, orphan):
     assert orphan.is_alive()
     a_minute_later(box)
     reconcile(box.data)
-    deadline = time.monotonic() + 5
-    while orphan.is_alive():
-        assert time.monotonic() < deadline
+    box.wait_for(lambda: not orphan.is_alive(), "the end of the rank")
     assert reconcile(box.data) == [job_id]
     assert box.control.leases() == []
 
@@ -147,9 +145,7 @@ def test_a_clock_that_jumps_ahead_does_not_shorten_the_minute_of_orphaned_ranks(
         assert orphan.is_alive()
         a_minute_later(box)
         reconcile(box.data)
-    deadline = time.monotonic() + 5
-    while orphan.is_alive():
-        assert time.monotonic() < deadline
+    box.wait_for(lambda: not orphan.is_alive(), "the end of the rank")
 
 
 def a_minute_later(box) -> None:

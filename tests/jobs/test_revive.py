@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from sae_tui.jobs.user import user_name
 from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
-from .conftest import start_fake
+from .conftest import Box, start_fake
 
 ENDLESS = "steps=100000"
 
@@ -96,6 +98,46 @@ def test_a_supervisor_that_cannot_start_is_shown_as_the_reason_to_wait(box, capf
     assert box.job(job_id).state == JobState.QUEUED
 
 
+def test_logs_that_cannot_be_written_cost_no_command_and_no_other_job(box, monkeypatch, capfd):
+    job_id = waits_alone(box, user=user_name())
+    for log in (box.data.root / "revive.log", box.data.run(job_id).supervisor_log):
+        log.mkdir(parents=True)
+    monkeypatch.setattr(revive, "_again_at", 0.0)
+    assert revive.reconcile_and_revive(box.data) == []
+    assert revive.start_all(box.data) == []
+    log = box.data.run(job_id).supervisor_log
+    reason = f"its supervisor could not be started: {log} cannot be written: is a directory"
+    assert box.job(job_id).waits_for.lower() == f"its supervisor cannot be started again: {reason}".lower()
+
+
+RECONCILES_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.revive import revive
+from trainer.contract.paths import DataDir
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+print(reconcile(DataDir(Path(sys.argv[1])), revive))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_queued_job_whose_run_only_its_owner_may_read_stays_queued():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        box = Box(Path(folder))
+        job_id = waits_alone(box, user="somebody-else")
+        for shared, mode in ((box.data.root, 0o777), (box.data.root / "runs", 0o755), (box.data.control_db, 0o666)):
+            shared.chmod(mode)
+        command = [sys.executable, "-c", RECONCILES_AS_NOBODY, str(box.data.root)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.stdout, done.stderr) == ("[]\n", "")
+        assert box.job(job_id).state == JobState.QUEUED
+        box.control.close()
+
+
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_a_resumed_job_keeps_after_and_held_unless_it_has_begun(box, attempt):
     first = box.launch(ENDLESS)
@@ -112,7 +154,7 @@ def test_a_resumed_job_keeps_after_and_held_unless_it_has_begun(box, attempt):
         assert box.wait_ended(job_id).state == JobState.FINISHED
     else:
         assert (job.held, job.after) == (True, (first,))
-        assert plan.sentence == f"is in line again; it comes after job {first} and is held until it is released"
+        assert plan.sentence == f"is queued again; it comes after job {first} and is held until it is released"
 
 
 def test_a_second_process_does_not_start_the_same_supervisors(box):

@@ -25,17 +25,24 @@ class Mount(NamedTuple):
     device: str
 
     @property
-    def is_local(self) -> bool:
-        """Whether only this machine can open its files."""
-        return self.kind in LOCAL
-
-    @property
     def name(self) -> str:
         """The name to show to users: `NFS`, `FUSE (sshfs)`."""
         base, _, program = self.kind.partition(".")
         if base in ("fuse", "fuseblk"):
             return f"FUSE ({program})" if program else "FUSE"
         return _NAMES.get(self.kind, self.kind)
+
+
+def network_file_system(path: Path) -> str | None:
+    """Return the name of the file system of a path; None if it is known to be local.
+
+    SQLite's WAL needs memory that all processes using a store share, which processes on different hosts do not have.
+    """
+    try:
+        mount = mount_of(path)
+    except OSError:
+        return "an unknown file system"
+    return None if mount.kind in LOCAL else mount.name
 
 
 def mount_of(path: Path) -> Mount:

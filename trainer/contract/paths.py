@@ -252,15 +252,34 @@ def follow_no_link_below(root: Path) -> None:
 def keep_run(path: Path) -> None:
     """Follow no link below the data folder of a run or SAE, or below the run itself if it has none.
 
-    `path` is the run or something in it. Any other path is ignored.
+    `path` is the run or something in it. Any other path is ignored, since a folder with a job file in it may have links
+    of its owner, such as `activations -> /scratch`.
     """
     place = Path(os.path.abspath(path))
     around = (place, *place.parents[:4])
-    # The outermost one, since other users may have put a file of this name into an inner folder.
-    data = [folder for folder in around if os.path.lexists(folder / "control.db")][-1:]
-    runs = [folder for folder in around if os.path.lexists(folder / "job.toml")][-1:]
+    # The outermost one, since other users may have put files of these names into an inner folder.
+    data = [folder for folder in around if _is_data_folder_of(folder, place)][-1:]
+    runs = [folder for folder in around if _is_run_of(folder, place)][-1:]
     for folder in data or runs:
         follow_no_link_below(folder)
+
+
+def _is_data_folder_of(folder: Path, place: Path) -> bool:
+    files = ("control.db", "locks")
+    return _inside(folder, place) in ("runs", "saes", "trash") and all(os.path.lexists(folder / one) for one in files)
+
+
+def _is_run_of(folder: Path, place: Path) -> bool:
+    """Return whether a folder is a run that has begun, and `place` is the run or one of its own folders."""
+    inside = _inside(folder, place)
+    is_known = not inside or re.fullmatch(r"checkpoints|logs|sae|attempt\d+", inside)
+    files = ("job.toml", "run.lock") if inside else ("job.toml",)
+    return bool(is_known) and all(os.path.lexists(folder / one) for one in files)
+
+
+def _inside(folder: Path, place: Path) -> str:
+    """Return the name of what a folder holds on the way to a place; "" if they are the same."""
+    return next(iter(place.relative_to(folder).parts), "")
 
 
 def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
@@ -269,7 +288,8 @@ def open_below(path: Path, flags: int, mode: int = 0o777) -> int:
     Each folder is opened relative to its parent, so that no folder on the way can be replaced by a link.
     """
     whole = os.path.abspath(path)
-    root = min((one for one in _KEPT if whole.startswith(f"{one}/")), key=len, default=None)
+    # A copy, since another thread may add a folder.
+    root = min((one for one in tuple(_KEPT) if whole.startswith(f"{one}/")), key=len, default=None)
     if root is None:
         return os.open(path, flags, mode)
     *folders, name = whole[len(root) + 1 :].split("/")

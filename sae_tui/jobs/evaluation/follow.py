@@ -25,6 +25,7 @@ from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.evaluation.outcome import ENDS, failure, outcome
 from sae_tui.jobs.evaluation.request import Card, Request
 from sae_tui.jobs.evaluation.turn import free_card
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.going import FAILED, HEARTBEAT_S, STARTED, STOPPED, Going
 from sae_tui.jobs.supervisor_log import note, retry
 from trainer.contract.errors import UserError
@@ -152,7 +153,9 @@ class Evaluation:
 
     def _write(self, now: Going) -> None:
         """Write the progress if it has changed or was written some seconds ago."""
-        if now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S:
+        is_known = now == self._going and time.monotonic() - self._written_at < HEARTBEAT_S
+        # A write would make a deleted data folder again.
+        if is_known or is_gone(self._data.root):
             return
         self._going, self._written_at = now, time.monotonic()
         try:
@@ -178,7 +181,9 @@ class Evaluation:
         retry("answering a request to stop", answer)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """Record an event of the job, unless it was deleted meanwhile."""
+        """Record an event of the job, unless the job or the data folder was deleted meanwhile."""
+        if is_gone(self._data.root):
+            return
 
         def add() -> None:
             with contextlib.closing(Control(self._data.control_db)) as control:

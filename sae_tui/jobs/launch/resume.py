@@ -61,7 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     # The last step of a training that has a checkpoint.
     total_steps: int | None = None
     # Why a job that never began does not start yet: `it is held until it is released`.
-    in_line: str = ""
+    waits: str = ""
 
     @property
     def sentence(self) -> str:
@@ -69,8 +69,8 @@ class Plan(msgspec.Struct, frozen=True):
         if self.counts == "row":
             begins = f"starts from the first row: {NO_SHARD}"
             return f"resumes after the {self.step:,} rows of its whole shards" if self.step else begins
-        if self.in_line:
-            return f"is in line again; it {self.in_line}"
+        if self.waits:
+            return f"is queued again; it {self.waits}"
         if not self.has_checkpoint:
             return "starts from step 0: it had saved no checkpoint"
         return f"resumes from step {self.step}"
@@ -101,7 +101,7 @@ def resume(
         plan = prepare(data, job, place, overrides)
         _refuse_gpus_of_others(data, job, plan.placement)
         job = _with_its_place(job)
-        plan = msgspec.structs.replace(plan, in_line=_in_line(job))
+        plan = msgspec.structs.replace(plan, waits=_why_it_waits(job))
         if finish and plan.counts == "row":
             raise UserError(f"job {job_id} trains nothing that could cool down; resume it without --finish")
         with environment.required(plan.config):
@@ -199,7 +199,7 @@ def _with_its_place(job: Job) -> Job:
     return msgspec.structs.replace(job, held=job.held and job.state != JobState.STOPPED)
 
 
-def _in_line(job: Job) -> str:
+def _why_it_waits(job: Job) -> str:
     """Return why a queued job does not start: it comes after others, or is held; "" if nothing prevents it."""
     held = "is held until it is released" if job.held else ""
     return " and ".join(filter(None, (comes_after(job.after), held)))
@@ -210,7 +210,11 @@ def _refuse_gpus_of_others(data: DataDir, job: Job, placement: Placement) -> Non
     named = {uuid for _, uuid in placement.gpus}
     if is_here(job) or not named or job.gpu_source == "none":
         return
-    here = {sample.uuid for sample in CardReader(data, job.gpu_source).samples()}
+    reader = CardReader(data, job.gpu_source)
+    here = {sample.uuid for sample in reader.samples()}
+    if reader.problem:
+        why = f"the GPUs of this host cannot be read: {reader.problem}"
+        raise UserError(f"job {job.id} had GPUs of {job.host}, and {why}")
     if missing := [index for index, uuid in placement.gpus if uuid not in here]:
         gpus = f"GPU{'s' * (len(missing) > 1)} {join_words(list(map(str, missing)))}"
         message = f"job {job.id} had {gpus} of {job.host}, which this host does not have; choose others by --gpus"

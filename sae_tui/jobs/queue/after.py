@@ -22,7 +22,7 @@ def comes_after(job_ids: Iterable[int]) -> str:
 def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
     """Describe the queued jobs that come after unfinished jobs which are to be deleted; return "" for none.
 
-    `job 2 comes after job 1 and would not start by itself any more`
+    `job 2 comes after job 1 and would not start automatically any more`
     """
     jobs, gone = list(jobs), {*deleted}
     unfinished = {job.id for job in jobs if job.id in gone and job.state not in DONE}
@@ -31,9 +31,9 @@ def waiting_for(jobs: Iterable[Job], deleted: Iterable[int]) -> str:
         return ""
     before = sorted(unfinished & {other for job in jobs if job.id in waiting for other in job.after})
     which = join_words([f"job {job_id}" for job_id in sorted(waiting)])
-    come, itself = ("come", "themselves") if len(waiting) > 1 else ("comes", "itself")
+    come = "come" if len(waiting) > 1 else "comes"
     after = join_words([f"job {job_id}" for job_id in before])
-    return f"{which} {come} after {after} and would not start by {itself} any more"
+    return f"{which} {come} after {after} and would not start automatically any more"
 
 
 def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:

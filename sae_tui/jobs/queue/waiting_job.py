@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import holders, with_strangers
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.queue.after import describe_unfinished
 from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.queue.order import Card, Turn, turns
@@ -28,7 +30,7 @@ SILENT_AFTER_S = 30.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # Seconds for which the same reason to wait is not recorded as an event again.
-TOLD_FOR_S = 600.0
+RECORDED_FOR_S = 600.0
 
 
 class Line:
@@ -43,7 +45,7 @@ class Line:
         self._folder = lock_folder(data, job.gpu_source)
         self._is_ready = is_ready
         self._again_at = 0.0
-        self._told_at: dict[str, float] = {}
+        self._recorded_at: dict[str, float] = {}
         self._passed_over: frozenset[int] = frozenset()
         # By job id: since when a job could have started, and the rows of jobs that lost their turn.
         self._could_since: dict[int, float] = {}
@@ -69,14 +71,16 @@ class Line:
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
-        """Return whether the reason to wait is new, and was not recorded within `TOLD_FOR_S`.
+        """Return whether the reason to wait is new, and was not recorded within `RECORDED_FOR_S`.
 
         A job may wait for a month while the other processes on its GPUs change every minute.
         """
         now = time.monotonic()
-        if kind == before or now - self._told_at.get(kind, -TOLD_FOR_S) < TOLD_FOR_S:
+        if kind == before or now - self._recorded_at.get(kind, -RECORDED_FOR_S) < RECORDED_FOR_S:
             return False
-        self._told_at = {other: at for other, at in self._told_at.items() if now - at < TOLD_FOR_S} | {kind: now}
+        self._recorded_at = {other: at for other, at in self._recorded_at.items() if now - at < RECORDED_FOR_S} | {
+            kind: now
+        }
         return True
 
     def _try_take_gpus(self) -> str:
@@ -122,23 +126,35 @@ class Line:
         moving = [job for job in others if self._silent.get(job.id) != job]
         planned = turns([self.job, *moving], seen, time.time())
         self._pass_over_silent([job for job in moving if planned[job.id].cards])
+        for job in others:
+            if self._silent.get(job.id) == job:
+                self._report_silent(job)
         return planned[self.job.id]
 
     def _pass_over_silent(self, could_start: Sequence[Job]) -> None:
         """Skip jobs that could have started for 30 s but have not, until their rows change.
 
-        Their supervisors are alive but stopped or hung, as on a file server that does not answer.
+        Their supervisors are alive but stopped or hung, as on a file server that does not answer, or cannot reserve the
+        GPUs.
         """
         now = time.monotonic()
         self._could_since = {job.id: self._could_since.get(job.id, now) for job in could_start}
-        for job in could_start:
-            if now - self._could_since[job.id] < SILENT_AFTER_S:
-                continue
-            words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
-            if job.waits_for != words:
-                self._control.update(job.id, waits_for=words)
-                self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
-            self._silent[job.id] = self._control.job(job.id)
+        late = [job for job in could_start if now - self._could_since[job.id] >= SILENT_AFTER_S]
+        self._silent |= {job.id: job for job in late}
+
+    def _report_silent(self, job: Job) -> None:
+        """Record that a supervisor does not answer, unless it gave a sign of life: then it records its own reason."""
+        words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
+        if job.waits_for == words or self._gave_sign(job):
+            return
+        self._control.update(job.id, waits_for=words)
+        self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
+        self._silent[job.id] = self._control.job(job.id)
+
+    def _gave_sign(self, job: Job) -> bool:
+        with contextlib.suppress(OSError):
+            return abs(time.time() - self._data.run(job.id).lock_file.stat().st_mtime) < 2 * SIGN_EVERY_S
+        return False
 
     def _is_in_line(self, job: Job) -> bool:
         """Tell whether that job could start as soon as it has its cards."""

@@ -62,7 +62,7 @@ class Supervisor:
         self._command = command
         self._installed = Installed()
         self._line = Line(data, self._control, self._job, self._installed.restart_if_replaced)
-        self._is_waiting = True
+        self._is_waiting, self._has_ended = True, False
         self._orders = Orders()
         self._sign = Sign(self._control, job_id, self._paths)
         self._lock: RunLock | None = None
@@ -120,11 +120,17 @@ class Supervisor:
                     self._is_waiting = False
                     write_record(self._paths, self._job)
                     return True
+            if self._orders.to_end_since:
+                # The store cannot be read; `_conclude` writes the end next to the run too.
+                self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
+                return False
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
 
     def _fail(self, error: Exception) -> None:
-        """End all ranks, record that this program failed, and run the user's command."""
+        """End all ranks, record that this program failed, and run the user's command, unless the job has ended."""
+        if self._has_ended:
+            return
         # The package may have been replaced, which mixes modules of two versions; the restarted program has only one.
         if self._is_waiting:
             self._installed.restart_if_replaced()
@@ -141,6 +147,10 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Tell whether a queued job is to wait no longer, and record its end."""
+        if is_gone(self._data.root):
+            # There is no place for a record. If the folder was moved, the next command there starts a new supervisor.
+            note(f"ends, since {self._data.root} is gone")
+            return True
         if self._control.version()[0] != self._store:
             self._control.restore(as_recorded(self._paths, self._job))
             self._store = self._control.version()[0]
@@ -150,7 +160,7 @@ class Supervisor:
         if "pause" in requests:
             self._control.update(self._job.id, held=True)
             self._control.answer(self._job.id, "pause")
-        if self._orders.to_end_since or (requests - {"pause"} and self._installed.restart_if_replaced()):
+        if self._orders.to_end_since or (requests - {"pause"} and self._installed.may_end()):
             self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
             return True
         if is_gone(self._paths.root):
@@ -267,6 +277,7 @@ class Supervisor:
             write_ending(self._paths.exit_file, ending)
         with tolerate("recording the end"):
             if retry("recording the end", lambda: self._record_end(ending)):
+                self._has_ended = True
                 message = ending.error or str(ending.state)
                 self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
                 self._run_hook()

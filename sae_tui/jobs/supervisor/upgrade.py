@@ -20,6 +20,8 @@ PACKAGES = (Path(__file__).parents[2], Path(trainer.__file__).parent)
 # The modules that a supervisor loads until its job ends.
 _PROGRAM = "import sae_tui.jobs.supervisor.supervise, sae_tui.jobs.supervisor.attempt, sae_tui.jobs.supervisor.end_hook"
 _TRY_EVERY_S, _LOAD_LIMIT_S = 5.0, 60.0
+# Seconds; an upgrade takes less, so a package that does not load for longer was removed.
+REMOVED_AFTER_S = 120.0
 
 
 class Installed:
@@ -28,6 +30,7 @@ class Installed:
     def __init__(self) -> None:
         self._at_start = _state()
         self._try_at = 0.0
+        self._refused_since: float | None = None
 
     def is_current(self) -> bool:
         """Return whether the files are unchanged since the start; takes about 4 ms."""
@@ -36,8 +39,8 @@ class Installed:
     def restart_if_replaced(self) -> bool:
         """Restart the program of this process if its package was replaced.
 
-        The process keeps pid, log and environment, and gives up its locks. Return False if the package was replaced but
-        does not load, as halfway through an upgrade.
+        The program keeps log and environment, and gives up its locks. Return False if the package was replaced but does
+        not load, as halfway through an upgrade.
         """
         if self.is_current():
             return True
@@ -46,6 +49,13 @@ class Installed:
             if _loads():
                 os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         return False
+
+    def may_end(self) -> bool:
+        """Restart like `restart_if_replaced`; return True as well if the package was removed for good."""
+        if self.restart_if_replaced():
+            return True
+        self._refused_since = self._refused_since or time.monotonic()
+        return time.monotonic() - self._refused_since > REMOVED_AFTER_S
 
 
 def _state() -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainer.contract.mounts import network_file_system
 from trainer.contract.paths import DataDir, free_disk
-from trainer.contract.store.database import network_file_system
 
 
 def store_warning(data: DataDir) -> str:

@@ -91,7 +91,7 @@ def test_copied_and_touched_files_of_the_same_content_are_the_same_data(folder: 
     assert [one.sample for one in moved[0].shards] == [one.sample for one in before[0].shards]
 
 
-def test_new_shards_follow_the_old_ones_whatever_their_names_and_are_not_split(
+def test_new_shards_of_any_name_follow_the_old_ones_and_are_not_split(
     folder: Path,
 ) -> None:
     before = recorded(folder)

@@ -431,10 +431,6 @@ def leave_hot_journal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:
-    assert database.network_file_system(tmp_path) is None
-
-
 @pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
 def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name

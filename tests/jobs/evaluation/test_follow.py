@@ -84,7 +84,7 @@ def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job
     assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
 
 
-def test_of_a_sweep_the_best_sae_is_reported_and_that_no_row_is_held_out(box: Box, job_id: int, monkeypatch) -> None:
+def test_the_best_sae_of_a_sweep_is_reported_and_that_no_row_is_held_out(box: Box, job_id: int, monkeypatch) -> None:
     write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
     write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
     evaluate(box, monkeypatch, job_id, "true")
@@ -127,7 +127,7 @@ def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: B
     ended = (False, f"job {job_id} was not evaluated: its process was killed; see {log}")
     assert request.wait_for_end(box.data, job_id) == ended
     assert seen(box, job_id) is None
-    # Of an earlier `kill -9` in the middle of a write.
+    # A temporary file, as `kill -9` in the middle of a write leaves it.
     file = box.data.evaluations / f"{job_id}.json"
     shutil.copy(file, half := file.with_name(f".{file.name}.0123456789abcdef"))
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_an_earlier_success_does_not_count_for_an_evaluation_that_left_no_event(
     assert (went_well, "its process was killed" in message) == (False, True)
 
 
-def test_an_evaluation_ends_with_its_trainer_whatever_that_has_left_running(box: Box, job_id: int, monkeypatch) -> None:
+def test_an_evaluation_ends_with_its_trainer_even_if_a_child_still_runs(box: Box, job_id: int, monkeypatch) -> None:
     evaluate(box, monkeypatch, job_id, "sleep 600 & echo $!; exit 3")
     log = box.data.run(job_id).evaluation_log
     assert not request.wait_for_end(box.data, job_id)[0]
@@ -263,6 +263,16 @@ def test_the_evaluation_of_a_deleted_job_ends_and_nothing_is_recorded(box: Box, 
     wait_for(lambda: not request.is_held(held), "the end of the evaluation")
     assert not log.exists()
     assert box.messages(job_id, FAILED) == []
+
+
+def test_an_evaluation_ends_with_its_data_folder_and_does_not_make_it_again(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "exec sleep 600")
+    follower = (now := seen(box, job_id)) and now.process
+    box.control.close()
+    moved = box.data.root.rename(box.data.root.with_name("moved"))
+    wait_for(lambda: not follower.is_alive(), "the end of the evaluation")
+    assert not box.data.root.exists()
+    assert moved.exists()
 
 
 def test_an_idle_gpu_is_taken_where_the_job_had_one_and_kept_from_others(box: Box, job_id: int, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
@@ -103,6 +104,20 @@ def test_a_job_whose_supervisor_is_stopped_loses_its_turn_until_it_continues(box
     monkeypatch.setattr(waiting_job, "SILENT_AFTER_S", 30.0)
     assert not third.try_start()
     assert box.job(third.job.id).waits_for == f"job {first} was there first"
+
+
+def test_a_job_that_cannot_reserve_its_gpu_is_passed_over_but_not_called_silent(box, halted):
+    first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
+    sign = box.data.run(first).lock_file
+    sign.parent.mkdir(parents=True)
+    sign.touch()
+    second = line(box, queued(box))
+    assert not second.try_start()
+    assert (box.job(first).waits_for, box.control.events(first)) == ("its own reason", [])
+    # No later sign: it is stopped now.
+    os.utime(sign, (1, 1))
+    assert second.try_start()
+    assert [event.kind for event in box.control.events(first)] == ["silent"]
 
 
 def test_a_reason_to_wait_is_told_once(box):

@@ -26,6 +26,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning import memory
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job_file import load_job
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.states import JobState
 
@@ -239,6 +240,33 @@ def test_a_deleted_run_folder_ends_the_ranks_and_fails_the_job(box):
     assert not box.data.run(job_id).root.exists()
 
 
+def held_in_queue(box) -> ProcessRef:
+    return box.job(box.launch("steps=1", place={"hold": True})).supervisor
+
+
+def test_a_waiting_supervisor_ends_when_its_data_folder_was_moved_or_deleted(box):
+    supervisor = held_in_queue(box)
+    box.control.close()
+    moved = box.data.root.rename(box.data.root.with_name("moved"))
+    box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
+    assert not box.data.root.exists()
+    assert "is gone" in (moved / "runs" / "1" / "logs" / "supervisor.log").read_text()
+    assert Control(moved / "control.db", readonly=True).state(1) == JobState.QUEUED
+
+
+def test_a_waiting_supervisor_ends_on_sigterm_when_the_store_cannot_be_read(box):
+    supervisor = held_in_queue(box)
+    box.control.close()
+    box.data.control_db.unlink()
+    box.data.control_db.mkdir()
+    supervisor.send(signal.SIGTERM)
+    exit_file = box.data.run(1).exit_file
+    box.wait_for(exit_file.exists, "the record of the end")
+    assert json.loads(exit_file.read_text())["state"] == "stopped"
+    box.data.control_db.rmdir()
+    box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
+
+
 def test_a_run_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path):
     (tmp_path / "file").touch()
     assert [is_gone(tmp_path), is_gone(tmp_path / "none"), is_gone(tmp_path / "file")] == [False, True, True]
@@ -292,14 +320,14 @@ def test_the_metrics_of_a_run_are_whole_after_its_end(box):
 def test_an_error_in_the_supervisor_fails_its_job_with_the_reason_after_its_ranks_have_saved(box, monkeypatch):
     monkeypatch.setenv("FAKE_BUG", "1")
     box.data.create()
-    save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >told']))
+    save_settings(box.data.settings_file, Settings(on_job_end=["sh", "-c", 'echo "$SAE_TUI_JOB_STATE" >state']))
     job_id = box.launch("steps=100000", gpus=(0,), max_restarts=3)
     job, paths = box.wait_ended(job_id), box.data.run(job_id)
     reason = f"sae-tui itself failed: ZeroDivisionError: division by zero; see {paths.supervisor_log}"
     assert (job.state, job.error, job.attempt) == (JobState.FAILED, reason, 1)
     assert [file.name for file in paths.checkpoints.iterdir()]
     assert box.living(job_id) == box.control.leases() == []
-    box.wait_for((box.data.root / "told").exists, "the user's command")
-    assert (box.data.root / "told").read_text() == "failed\n"
+    box.wait_for((box.data.root / "state").exists, "the user's command")
+    assert (box.data.root / "state").read_text() == "failed\n"
     box.wait_for(lambda: not job.supervisor.is_alive(), "the supervisor to end")
     assert paths.supervisor_log.read_text().endswith("ZeroDivisionError: division by zero\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +56,26 @@ def test_a_job_waits_while_the_package_is_half_installed(box, installed):
     box.wait_for(lambda: box.job(job_id).waits_for == "sae-tui is being upgraded", "the reason to wait")
     left.write_text(text)
     assert box.wait_ended(job_id).state == JobState.FINISHED
+
+
+def test_sigterm_stops_a_waiting_job_after_its_package_was_removed(box, installed):
+    job_id = box.launch("steps=1", place={"hold": True})
+    shutil.rmtree(installed / "sae_tui" / "jobs")
+    supervisor = box.job(job_id).supervisor
+    supervisor.send(signal.SIGTERM)
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+    box.wait_for(lambda: not supervisor.is_alive(), "the supervisor to end")
+    assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
+
+
+def test_a_requested_stop_does_not_wait_forever_for_a_package_that_was_removed(monkeypatch):
+    program = upgrade.Installed()
+    monkeypatch.setattr(upgrade, "PACKAGES", (Path("removed"),))
+    monkeypatch.setattr(upgrade, "_loads", lambda: False)
+    assert not program.may_end()
+    monkeypatch.setattr(upgrade, "REMOVED_AFTER_S", 0.0)
+    assert program.may_end()
+    assert not program.restart_if_replaced()
 
 
 def test_unchanged_files_are_not_an_upgrade():

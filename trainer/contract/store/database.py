@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.contract.errors import UserError
-from trainer.contract.mounts import mount_of
+from trainer.contract.mounts import network_file_system
 from trainer.contract.paths import file_mode, is_shared, refuse_links_on_the_way
 from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
@@ -242,18 +242,6 @@ def no_locks(folder: Path) -> str:
                 f"the file system of {folder} gives no locks ({error.strerror}); mount it with locks, or {OTHER_FOLDER}"
             )
     return ""
-
-
-def network_file_system(path: Path) -> str | None:
-    """Return the name of the file system of a path; None if it is known to be local.
-
-    WAL needs memory that all processes using the store share, which processes on different hosts do not have.
-    """
-    try:
-        mount = mount_of(path)
-    except OSError:
-        return "an unknown file system"
-    return None if mount.is_local else mount.name
 
 
 @contextlib.contextmanager
