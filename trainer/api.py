@@ -104,6 +104,8 @@ def train(
         set_deterministic(True)
     parallel = Parallel(device)
     learner, outliers = _new_learner(job, first, parallel)
+    if rows:
+        _refuse_too_few(HeldOut(rows, [outliers], device))
     values, step = {}, 0
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
@@ -193,6 +195,11 @@ class _HeldOutRows:
             x, y = (x[own], x[own]) if y is x else (x[own], y[own])
         for inputs, targets in zip(x.split(batch_size), y.split(batch_size), strict=True):
             yield inputs, inputs if y is x else targets
+
+
+def _refuse_too_few(held_out: HeldOut) -> None:
+    if sum(len(x) for x, _ in held_out.batches(0, SAMPLE_TOKENS)) < 2:
+        raise UserError("held_out: fewer than 2 rows are left without those that fp32 cannot compute with; give more")
 
 
 def _refuse_bad_rows(found: LeftOut) -> None:

@@ -47,6 +47,16 @@ def test_rows_held_out_that_are_not_like_the_data_are_one_sentence() -> None:
             train(batches(2), n_steps=2, held_out=rows, **SETTINGS)
 
 
+def test_too_few_finite_rows_held_out_are_one_sentence_before_any_step() -> None:
+    for rows in (
+        torch.zeros(1, 16),
+        torch.full((9, 16), torch.nan),
+        torch.ones(3, 16) * torch.tensor([[1], [1e30], [1e30]]),
+    ):
+        with pytest.raises(UserError, match=r"^held_out: fewer than 2 rows are left "):
+            train(batches(2), n_steps=2, held_out=rows, on_log=lambda *_: pytest.fail("a step was taken"), **SETTINGS)
+
+
 def test_what_is_saved_is_what_reconstructs(tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     fitted = train(batches(20), n_steps=20, **SETTINGS)

@@ -60,17 +60,20 @@ class Texts:
             rows.append(np.flatnonzero(np.isin(part, wanted)) + start)
         return np.concatenate(rows)
 
-    def labels(self, rows: Indices) -> Indices:
-        """Return a label for each of some ascending rows, from 0; rows of one text share a label."""
+    def labels(self, rows: Indices, n_rows: int | None = None) -> Indices:
+        """Return a label for each of some ascending rows, from 0; rows of one text share a label.
+
+        With `n_rows`, all of them are among the first `n_rows` rows, and later rows have no influence.
+        """
         places = np.searchsorted(self._starts, rows, side="right") - 1
         numbers = np.empty(len(rows), np.int64)
         for place in np.unique(places):
             own = places == place
             numbers[own] = self._parts[place][rows[own] - self._starts[place]]
         known, of_known = np.unique(numbers, return_inverse=True)
-        labels: Indices = np.unique(self._numberings(self.n_rows)[places] * len(known) + of_known, return_inverse=True)[
-            1
-        ]
+        numberings = self._numberings(self.n_rows if n_rows is None else n_rows)[places]
+        labels: Indices
+        _, labels = np.unique(numberings * len(known) + of_known, return_inverse=True)
         return labels
 
     def _numberings(self, n_rows: int) -> Indices:

@@ -246,7 +246,7 @@ class _IndexedRows(HookRows):
         self.n_held_out, self.hold_out = len(split.held_out), split.hold_out
         of_rank = slice(group.index, None, group.size)
         # Read once at the start: a shard may be cut short later. All ranks find the same labels and halves.
-        clusters = _clusters(source, split.held_out)
+        clusters = _clusters(source, split.held_out, source.split_sizes)
         self._own = split.held_out[of_rank]
         self._own_clusters = clusters._replace(labels=clusters.labels[of_rank])
         self._own_halves = halves_of(clusters.labels)[of_rank]
@@ -295,16 +295,20 @@ def _split(source: IndexedSource, n_held_out: int, how: HowHeldOut) -> Split | M
     )
 
 
-def _clusters(source: IndexedSource, rows: Indices) -> Clusters:
-    """Label some ascending rows by their text, or if texts are unknown, by blocks of `BLOCK` neighbours."""
+def _clusters(source: IndexedSource, rows: Indices, first_sizes: Sequence[int] = ()) -> Clusters:
+    """Label some ascending rows by their text, or if texts are unknown, by blocks of `BLOCK` neighbours.
+
+    With `first_sizes`, the rows are among that many first rows of each set, and added rows have no influence.
+    """
     if not source.texts:
         return Clusters(rows // BLOCK, "blocks")
     sizes = source.sizes or [source.n_tokens]
     labels, n = [np.zeros(0, np.int64)], 0
-    for texts, (first, last) in zip(source.texts, itertools.pairwise([0, *itertools.accumulate(sizes)]), strict=True):
+    places = itertools.pairwise([0, *itertools.accumulate(sizes)])
+    for texts, (first, last), n_rows in zip(source.texts, places, first_sizes or sizes, strict=True):
         own = rows[(rows >= first) & (rows < last)]
         if len(own):
-            labels.append(texts.labels(own - first) + n)
+            labels.append(texts.labels(own - first, n_rows) + n)
             n = int(labels[-1].max()) + 1
     return Clusters(np.concatenate(labels), "texts")
 

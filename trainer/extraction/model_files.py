@@ -13,12 +13,14 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.knobs import show
 
-# Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB.
+# Bytes. The largest known configuration has 30 kB, the largest tokenizer.json 35 MB. A tokenizer_config.json has 180
+# bytes for each added token: 12 MB for the 65,000 tokens of some speech models.
 _LARGEST_CONFIG, _LARGEST_JSON = 4 * 2**20, 256 * 2**20
-_CONFIGS = ("config.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-# Each block and expert is built as modules of its own: millions take hours and all memory. The largest known models
-# have 200 blocks and 512 experts.
-_MOST_LAYERS, _MOST_EXPERTS = 2048, 8192
+_CONFIGS = ("config.json", "generation_config.json")
+# Each block and most experts are built as modules of their own: millions take hours and all memory. The largest known
+# models have 200 blocks and 512 such experts; Doge has 16,384, each of which is a row of an embedding.
+_MOST_LAYERS, _MOST_EXPERTS = 2048, 2**15
+_WEIGHTS = "model.safetensors"
 # Settings that count blocks or experts, such as n_layer, num_hidden_layers, depths and num_local_experts, but not
 # block_size.
 _COUNTS = re.compile(r"(?:.*\.)?(?:(?:n|num)_\w*|\w*)(?:layers?|blocks|depths?|experts?|layer_types)", re.IGNORECASE)
@@ -36,10 +38,15 @@ def refuse_odd_files(folder: Path) -> None:
 
 def _refuse_outside(index: Path) -> None:
     """Raise `UserError` if the index of weights names a file outside its folder."""
-    names = (read_json(index, dict[str, Any]) or {}).get("weight_map")
-    for name in set(map(str, names.values())) if isinstance(names, dict) else ():
+    for name in _files_in(index):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{index} names weights outside of its folder, {show(name)}; download the model again")
+
+
+def _files_in(index: Path) -> set[str]:
+    """Return the names of the files in an index of weights; an empty set if it is missing or not valid."""
+    names = (read_json(index, dict[str, Any]) or {}).get("weight_map")
+    return set(map(str, names.values())) if isinstance(names, dict) else set()
 
 
 def refuse_odd_config(config: Mapping[str, Any], folder: Path, *, allows_code: bool) -> None:
@@ -74,11 +81,12 @@ def _facts(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any
 
 
 def _n_weights(folder: Path) -> int:
-    """Return the number of tensors in the safetensors files of a folder; 0 if unknown."""
-    files, n = sorted(folder.glob("*.safetensors")), 0
+    """Return the number of tensors in the safetensors files from which a model is loaded; 0 if unknown."""
+    # A folder may hold other such files, such as an adapter, or an SAE of the model.
+    names, n = {_WEIGHTS} if (folder / _WEIGHTS).exists() else _files_in(folder / f"{_WEIGHTS}.index.json"), 0
     try:
-        for file in files:
-            with safe_open(file, "pt") as tensors:
+        for name in names:
+            with safe_open(folder / name, "pt") as tensors:
                 n += len(tensors.keys())
     except Exception:
         # Loading the weights reports the error.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
 
@@ -144,19 +144,23 @@ def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
     parquet = pyarrow.parquet.ParquetFile(file, read_dictionary=texts)
     wanted = {*COLUMNS} if column == "auto" else {column}
     names = [name for name in parquet.schema_arrow.names if name in wanted]
-    columns = [*names, *({MASK} & {*parquet.schema_arrow.names})]
+    columns = [*names, *({MASK} & {*parquet.schema_arrow.names})] if names else None
     for number in range(parquet.num_row_groups):
-        _refuse_bomb(parquet.metadata.row_group(number), file)
-        batches = parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[number], columns=columns if names else None)
+        _refuse_bomb(parquet.metadata.row_group(number), columns, file)
+        batches = parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[number], columns=columns)
         for batch in batches:
             yield from _plain_rows(batch)
 
 
-def _refuse_bomb(group: Any, file: Path) -> None:
-    """Raise `UserError` for a row group whose numbers take far more memory than stored bytes."""
-    for place in range(group.num_columns):
-        column = group.column(place)
-        taken, stored = 8 * column.num_values, max(1, column.total_uncompressed_size)
+def _refuse_bomb(group: Any, names: Sequence[str] | None, file: Path) -> None:
+    """Raise `UserError` for a row group if numbers in these columns (None: all) far exceed the stored bytes."""
+    columns = [group.column(place) for place in range(group.num_columns)]
+    if names is not None:
+        columns = [one for one in columns if f"{one.path_in_schema}.".startswith(tuple(f"{name}." for name in names))]
+    # Of these columns together: an attention mask of ones takes almost no bytes, unlike its token ids.
+    stored = max(1, sum(one.total_uncompressed_size for one in columns))
+    for column in columns:
+        taken = 8 * column.num_values
         if column.physical_type != "BYTE_ARRAY" and taken > max(_LARGEST_GROUP, _MOST_OF_A_BYTE * stored):
             many = f"{column.num_values:,} values of {column.path_in_schema} in {stored:,} bytes"
             raise UserError(f"text.path: {file} claims {many}, which no text has; leave it out")

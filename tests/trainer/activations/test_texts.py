@@ -228,6 +228,30 @@ def test_a_growing_folder_keeps_its_held_out_rows_even_if_new_shards_record_no_t
     assert grown.n_held_out == 150
 
 
+@pytest.mark.parametrize("knows_texts", [True, False])
+def test_added_shards_move_no_held_out_row_into_another_half_or_cluster(
+    knows_texts: bool, activations: Path, make_job: MakeJob
+) -> None:
+    # The numbers of texts start again in each shard.
+    for file in sorted(activations.glob("*.safetensors")):
+        rows = load_file(file)["activations"]
+        save_file({"activations": rows, "document": torch.arange(len(rows)) // 50}, file)
+    job = make_job()
+
+    def groups() -> list[list[int]]:
+        rows = open_data(source, job, Parallel(torch.device("cpu"))).of_hook(0)
+        return [rows.clusters().labels.tolist(), rows.of_half(0).tolist()]
+
+    source, record = open_source(job), record_of(job.hooks.values())
+    before = groups()
+    more = {"activations": torch.randn(500, 16)}
+    documents = {"document": torch.arange(500).flip(0) // 50} if knows_texts else {}
+    save_file(more | documents, activations / "c.safetensors")
+    source = open_source(job)
+    continue_from(source, job, record)
+    assert groups() == before
+
+
 @pytest.mark.parametrize("n_ranks", [1, 3])
 def test_ranks_agree_on_halves_of_whole_texts_and_do_not_read_shards_for_them_later(
     n_ranks: int, activations: Path, make_job: MakeJob

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.model_files import refuse_odd_config
 from trainer.extraction.packing import Batch, batches, pack, separate
 
 
@@ -168,6 +170,44 @@ def test_a_configuration_that_asks_for_too_much_is_refused_before_anything_is_bu
     with pytest.raises(UserError, match=re.escape(sentence)) as refused:
         load(folder)
     assert " cannot be loaded: its configuration " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_hidden_layers": 126, "hidden_size": 16384},
+        {"num_hidden_layers": 61, "n_routed_experts": 256, "first_k_dense_replace": 3},
+        {"text_config": {"num_hidden_layers": 62, "layer_types": ["full"] * 62}, "vision_config": {"depth": 27}},
+        {"num_hidden_layers": 94, "num_experts": 128, "max_window_layers": 94, "mlp_only_layers": []},
+        {"num_hidden_layers": 32, "num_experts": 16384, "num_experts_per_tok": 64},
+    ],
+    ids=["Llama 405B", "DeepSeek-V3", "Gemma 3", "Qwen3 MoE", "Doge"],
+)
+def test_the_configurations_of_large_models_are_accepted(settings: dict[str, Any], tmp_path: Path) -> None:
+    refuse_odd_config(settings, tmp_path, allows_code=False)
+
+
+def test_a_model_with_many_added_tokens_and_an_sae_next_to_its_weights_is_loaded(copy) -> None:
+    folder = copy("gpt2")
+    file = folder / "model.safetensors"
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    file.unlink()
+    save_file({"W_dec": torch.zeros(2, 2)}, folder / "sae.safetensors")
+    config = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(config + " " * 5 * 2**20)
+    assert load(folder)
+
+
+def test_the_weights_of_a_model_in_several_files_are_counted(copy) -> None:
+    folder = copy("gpt2")
+    file = (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    names = load_file(file).keys()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file.name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"W_dec": torch.zeros(2, 2)}, folder / "sae.safetensors")
+    edit(folder / "config.json", n_layer=900)
+    with pytest.raises(UserError, match=rf"n_layer = 900, and its files hold {len(names)} weights"):
+        load(folder)
 
 
 def test_model_files_that_point_outside_the_folder_or_are_too_large_are_refused(copy) -> None:

@@ -220,6 +220,20 @@ def test_a_small_parquet_file_that_expands_to_all_memory_is_a_one_sentence_error
     assert len(read(file)) == 4096
 
 
+def test_columns_of_equal_numbers_next_to_token_ids_are_read_or_ignored(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(text, "_LARGEST_GROUP", 2**10)
+    ids = [[7 * at % 5003 for at in range(4000)]] * 64
+    ones, zeros = [[1] * 4000] * 64, [[0] * 4000] * 64
+    columns = {
+        "input_ids": ids,
+        "attention_mask": ones,
+        "token_type_ids": zeros,
+        "input_ids_of_more": [[0] * 10**6] * 64,
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ids
+
+
 def test_a_too_long_json_row_is_a_one_sentence_error_and_a_long_line_of_text_is_cut(
     tmp_path: Path, monkeypatch
 ) -> None:
