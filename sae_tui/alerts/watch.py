@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import shutil
 import socket
@@ -117,6 +118,11 @@ class Alerts:
         self._next_news |= dict.fromkeys(due, now + GROUP_S)
         return [together(self._untold.pop(group)) for group in due]
 
+    def rest(self) -> list[Alert]:
+        """Return the alerts that are not yet reported, before these rules are replaced."""
+        groups, self._untold = self._untold, {}
+        return [together(group) for group in groups.values()]
+
     def _with_age(self, alert: Alert) -> Alert:
         since = self._unknown.get(alert.key)
         if since is None:
@@ -204,7 +210,7 @@ class AlertWatcher:
         self._to_write: queue.SimpleQueue[tuple[list[Alert], list[Alert]]] | None = None
         self._free: int | None = None
         self._asked: Future[int] | None = None
-        self._disk_at = 0.0
+        self._asked_at = -math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
 
@@ -233,8 +239,10 @@ class AlertWatcher:
         self.active, self._recent = alerts.active, alerts.recent
         while not self._stop.wait(self.interval_s):
             if settings is not self._settings:
-                settings = self._settings
+                settings, rest = self._settings, alerts.rest()
                 alerts = Alerts(settings, alerts.recent)
+                if rest:
+                    self._tell(rest, alerts)
             try:
                 self._look(alerts)
             except Exception as error:
@@ -321,10 +329,10 @@ class AlertWatcher:
         if self._asked and self._asked.done():
             self._free = None if self._asked.exception() else self._asked.result()
             self._asked = None
-        if self._asked is None and now >= self._disk_at:
-            self._disk_at = now + DISK_EVERY_S
+        if self._asked is None and now >= self._asked_at + DISK_EVERY_S:
+            self._asked_at = now
             self._asked = on_thread(lambda: shutil.disk_usage(self._data.root).free)
-        elif self._asked and now - self._disk_at > DISK_LIMIT_S - DISK_EVERY_S:
+        elif self._asked and now > self._asked_at + DISK_LIMIT_S:
             self._free = None
             self._note(f"the disk of {self._data.root} does not answer; whether it is full is not known")
         return self._free

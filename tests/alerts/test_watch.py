@@ -357,6 +357,22 @@ def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
     assert first.recent() == [written]
 
 
+def test_alerts_that_wait_for_others_are_reported_before_other_settings_apply(data, monkeypatch):
+    monkeypatch.setattr(watch_module, "GROUP_S", 1000.0)
+    look = lost(0, of=2)
+    watcher = AlertWatcher(data, Settings(alert_lost_s=0.001, alert_disk_gib=0), lambda: look.samples, Holders, int)
+    watcher.interval_s = 0.01
+    watcher.start()
+    wait_until(lambda: watcher.changed)
+    look = lost(0, 1, of=2)
+    wait_until(lambda: len(watcher.active) == 2)
+    assert [one.place for one in watcher.changed] == ["gpu-0"]
+    watcher.change(Settings(alert_lost_s=0.001, alert_disk_gib=1))
+    wait_until(lambda: len(watcher.changed) == 2)
+    watcher.stop()
+    assert [one.place for one in watcher.changed] == ["gpu-0", "gpu-1"]
+
+
 def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
     def tell(**options) -> None:
         watcher = watch(**options)

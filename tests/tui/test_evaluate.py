@@ -166,8 +166,11 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
         # A folder that is used needs a tick, and no format is offered that is only read.
         folder.value = str(tmp_path)
         await pilot.press("enter")
-        await wait_until(pilot, lambda: f"There is something in {tmp_path} already." in str(answer.content))
+        await wait_until(pilot, lambda: f"{tmp_path} is not empty." in str(answer.content))
         assert [value for _, value in app.screen.query_one(Menu)._options] == list(WRITTEN_FORMATS)
+        folder.value = str(tmp_path / ("x" * 300))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "File name too long" in str(answer.content), seconds=60)
         await pilot.press("escape")
         assert app.screen.name == "job"
 
