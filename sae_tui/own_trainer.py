@@ -13,6 +13,8 @@ def refuse_another() -> None:
     """Exit with a sentence if another package or file called trainer is in the way."""
     fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
     if fault and "--json" in sys.argv:
+        import json
+
         message, _, fix = fault.partition("; ")
         sys.stdout.write(json.dumps({"error": {"field": None, "message": message, "fix": fix}}) + "\n")
         sys.exit(1)

@@ -36,7 +36,7 @@ WantedBy=default.target
 def check_queue_service(box: Box) -> Iterator[Finding]:
     """Report what happens to queued jobs when the machine restarts."""
     by_command = "after a restart of the machine, queued jobs continue with your next command or app"
-    if not (box.root / "run/systemd/system").exists():
+    if not _has_systemd(box):
         yield Finding("ok", "restart", f"{by_command}; systemd does not run here")
     elif not _is_installed(box):
         yield Finding("note", "restart", by_command, _INSTALL)
@@ -47,8 +47,10 @@ def check_queue_service(box: Box) -> Iterator[Finding]:
         yield Finding("note", "restart", late, _LINGER)
 
 
-def install(box: Box) -> str:
-    """Write and enable the user service; return a sentence on what it does. Raise `UserError` if that fails."""
+def install(box: Box) -> None:
+    """Write and enable the user service; raise `UserError` if that fails."""
+    if not _has_systemd(box):
+        raise UserError("--install-service: systemd does not run here; queued jobs continue with your next command")
     name = name_of(box.data)
     file = _folder(box) / name
     try:
@@ -59,7 +61,6 @@ def install(box: Box) -> str:
     _, failure = box.output(["systemctl", "--user", "enable", name])
     if failure:
         raise UserError(f"--install-service: {file} is written, but cannot be enabled: systemctl {failure}")
-    return f"{file} starts the jobs that wait in {box.data.root} again after a restart of this machine"
 
 
 def name_of(data: DataDir) -> str:
@@ -78,6 +79,10 @@ def _quoted(word: str) -> str:
     for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
         word = word.replace(char, written)
     return f'"{word}"'
+
+
+def _has_systemd(box: Box) -> bool:
+    return (box.root / "run/systemd/system").exists()
 
 
 def _is_installed(box: Box) -> bool:

@@ -23,15 +23,16 @@ def level(sandbox, home: Path) -> str:
 
 def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbox, tmp_path: Path) -> None:
     assert level(sandbox, tmp_path) == "ok"
+    with pytest.raises(UserError, match="systemd does not run here"):
+        install(sandbox.box(HOME=str(tmp_path)))
+    assert not (tmp_path / ".config").exists()
     sandbox.file("run/systemd/system/.keep")
     assert level(sandbox, tmp_path) == "note"
     name, wants = name_of(sandbox.data), tmp_path / ".config/systemd/user/default.target.wants"
     mkdir, link = f"/bin/mkdir -p {shlex.quote(str(wants))}", f"/bin/ln -s ../{name} {shlex.quote(str(wants / name))}"
     sandbox.program("systemctl", f'[ "$*" = "--user enable {name}" ] && {mkdir} && {link}')
-    message = install(sandbox.box(HOME=str(tmp_path)))
-    assert message.startswith(
-        f"{tmp_path}/.config/systemd/user/{name} starts the jobs that wait in {sandbox.data.root}"
-    )
+    install(sandbox.box(HOME=str(tmp_path)))
+    assert (tmp_path / ".config/systemd/user" / name).read_text() == unit(sandbox.data)
     (finding,) = check_queue_service(sandbox.box(HOME=str(tmp_path)))
     assert (finding.level, finding.remedy) == ("note", "run `loginctl enable-linger`, once")
     sandbox.file("var/lib/systemd/linger/ada")
@@ -39,6 +40,7 @@ def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbo
 
 
 def test_each_data_folder_has_a_service_of_its_own(sandbox, tmp_path: Path) -> None:
+    sandbox.file("run/systemd/system/.keep")
     sandbox.program("systemctl", "exit 0")
     first = sandbox.data
     install(sandbox.box(HOME=str(tmp_path)))
@@ -54,14 +56,15 @@ def test_a_user_without_a_home_folder_gets_an_error_and_no_file(sandbox, monkeyp
 
     monkeypatch.setattr(user.pwd, "getpwuid", unknown)
     monkeypatch.setattr(user.os, "getuid", lambda: 987_654)
+    sandbox.file("run/systemd/system/.keep")
     with pytest.raises(UserError, match="the user of id 987654 has no home folder; set HOME"):
         install(sandbox.box())
-    sandbox.file("run/systemd/system/.keep")
     (finding,) = check_queue_service(sandbox.box())
     assert finding.level == "note"
 
 
 def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path) -> None:
+    sandbox.file("run/systemd/system/.keep")
     sandbox.program("systemctl", "echo 'Failed to connect to bus' >&2; exit 1")
     with pytest.raises(UserError, match="is written, but cannot be enabled: systemctl Failed to connect to bus"):
         install(sandbox.box(HOME=str(tmp_path)))
