@@ -106,6 +106,13 @@ class Context:
             return jobs
         return []
 
+    def mend(self) -> None:
+        """Mend what a crash or a restart of the machine left, if the store can be written."""
+        from sae_tui.jobs.revive import reconcile_and_revive
+
+        with contextlib.suppress(UserError):
+            reconcile_and_revive(self.data)
+
 
 def _jobs_named(flags: argparse.Namespace) -> list[int]:
     given = [getattr(flags, "id", None), *(getattr(flags, "ids", None) or ()), getattr(flags, "log", None)]

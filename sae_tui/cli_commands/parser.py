@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
-from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
@@ -221,19 +219,11 @@ def _load_when_run(function: str) -> Command:
     def run(context: Context, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
         if module in _ABOUT_JOBS:
-            _restart_the_queue(context)
+            context.mend()
         command: Command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         return command(context, flags)
 
     return run
-
-
-def _restart_the_queue(context: Context) -> None:
-    """Restart the supervisors that queued jobs have lost, as after a restart of the machine."""
-    from sae_tui.jobs.revive import reconcile_and_revive
-
-    with contextlib.suppress(UserError):
-        reconcile_and_revive(context.data)
 
 
 def _add_gpu_commands(add: Add) -> None:
