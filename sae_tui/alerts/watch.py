@@ -52,7 +52,7 @@ class Alerts:
         # When the value of each active alert became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
         # By kind and whether the alerts have ended: changes not yet reported, and when the next report may come.
-        self._untold: dict[tuple[str, bool], list[Alert]] = {}
+        self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
         # Why a kind of alert could not be checked.
         self.failure = ""
@@ -82,8 +82,8 @@ class Alerts:
             try:
                 measured = list(kind.measure(look))
             except Exception as error:
-                # Check the other kinds all the same.
-                self.failure = f"alerts of {kind.title} cannot be looked for: {error!r}"
+                # Still check the other kinds.
+                self.failure = f"alerts of {kind.title} cannot be checked: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
             for one in measured:
@@ -112,15 +112,15 @@ class Alerts:
     def _news(self, changed: list[Alert]) -> list[Alert]:
         """Return the alerts to report now: at most one per kind in `GROUP_S`, for all changes collected since."""
         for alert in changed:
-            self._untold.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
+            self._pending.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
         now = self._clock()
-        due = [group for group in self._untold if now >= self._next_news.get(group, now)]
+        due = [group for group in self._pending if now >= self._next_news.get(group, now)]
         self._next_news |= dict.fromkeys(due, now + GROUP_S)
-        return [together(self._untold.pop(group)) for group in due]
+        return [together(self._pending.pop(group)) for group in due]
 
     def rest(self) -> list[Alert]:
         """Return the alerts that are not yet reported, before these rules are replaced."""
-        groups, self._untold = self._untold, {}
+        groups, self._pending = self._pending, {}
         return [together(group) for group in groups.values()]
 
     def _with_age(self, alert: Alert) -> Alert:
@@ -247,7 +247,7 @@ class AlertWatcher:
                 self._look(alerts)
             except Exception as error:
                 # This thread must outlive whatever a card or the disk does.
-                self._note(f"alerts cannot be looked for: {error!r}")
+                self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
         """Return the stored alerts; none if the disk does not answer, so that new alerts are still found."""
@@ -277,10 +277,10 @@ class AlertWatcher:
             threading.Thread(target=self._write_down, args=(self._to_write,), name="alerts-file", daemon=True).start()
         self._to_write.put((changed, alerts.recent))
 
-    def _write_down(self, told: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
+    def _write_down(self, reports: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
         """Run the user's command and write the file, in a separate thread, since the disk may hang."""
         while True:
-            changed, recent = told.get()
+            changed, recent = reports.get()
             try:
                 if not self._lock.acquire():
                     continue

@@ -284,7 +284,7 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--probe", action="store_true", help=probe)
     trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
-    service = "only install a user service that goes on with the queue after a restart of this machine"
+    service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
@@ -469,7 +469,7 @@ def _add_edit_commands(add: Add) -> None:
     mend = add(
         "repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left"
     )
-    gone = "also end the jobs of this other host, which is gone for good; only those that have long been silent"
+    gone = "also end jobs of this other host, which is gone for good; none that was active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 

@@ -146,7 +146,7 @@ class HostFollower:
         if self.view.is_connected and silent_s > SILENT_AFTER_S:
             self._change(stage=Stage.SILENT, since=max(heard, self.view.since), cards=())
         if silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
-            self._silence = Cause(f"has said nothing for {silent_s:.0f} s")
+            self._silence = Cause(f"has sent nothing for {silent_s:.0f} s")
             link.stop()
 
     def _take(self, message: Message) -> None:

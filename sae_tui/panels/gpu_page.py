@@ -187,7 +187,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("uncorrected", "" if uncorrected is None else count(uncorrected), "bad" if uncorrected else "text"),
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
         ("", "a row could not be remapped; the card is failing" if details.remapping_failed else "", "bad"),
-        ("", "rows wait to be remapped; reset the card" if details.remapping_pending else "", "bad"),
+        ("", "rows wait to be remapped; reset the GPU" if details.remapping_pending else "", "bad"),
     ]
 
 

@@ -95,7 +95,7 @@ class ExportDialog(Dialog[None]):
         app = self.app
 
         def show(reached: Reached) -> None:
-            # The app may have ended.
+            # The app may have exited.
             with contextlib.suppress(RuntimeError):
                 app.call_from_thread(self._show, f"Exporting: {reached.words}" if reached.words else "Exporting …")
 
@@ -104,7 +104,7 @@ class ExportDialog(Dialog[None]):
         except (UserError, OSError) as error:
             answer = sentence(error)
         except Exception as error:
-            answer = f"the export failed by a fault of sae-tui: {error!r}"
+            answer = f"the export failed because of a bug in sae-tui: {error!r}"
         with contextlib.suppress(RuntimeError):
             app.call_from_thread(self._end, app, answer)
 
