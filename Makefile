@@ -75,6 +75,7 @@ install: $(VENV)/.app
 
 # All but torch by hashes: its builds for CPUs and for each CUDA differ, and which one it is the machine's index decides.
 $(VENV)/.installed: pyproject.toml requirements/app.txt requirements/torch.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("this needs Python 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) -r requirements/app.txt
 	$(PIP) -r requirements/torch.txt

@@ -171,8 +171,9 @@ class SaeApp(KeysInOrder, Notices):
 
     def export_screenshot(self, **options: Any) -> str:
         """Draw the screen as SVG. Hide values of environment variables first, since screenshots are shared."""
-        if isinstance(self.screen, Reading):
-            self.screen.hide_values()
+        for screen in self.screen_stack:  # a dialog shows the screen below it
+            if isinstance(screen, Reading):
+                screen.hide_values()
         return super().export_screenshot(**options)
 
     def action_new_job(self) -> None:

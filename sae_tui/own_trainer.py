@@ -11,7 +11,14 @@ _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 def refuse_another() -> None:
     """Exit with a sentence if another package or file called trainer is in the way."""
-    if fault := _fault():
+    fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
+    if fault and "--json" in sys.argv:
+        import json
+
+        message, _, fix = fault.partition("; ")
+        sys.stdout.write(json.dumps({"error": {"field": None, "message": message, "fix": fix}}) + "\n")
+        sys.exit(1)
+    if fault:
         sys.exit(f"sae-tui: error: {fault}")
 
 
@@ -33,6 +40,6 @@ def _fault() -> str:
         if file.read(len(_FIRST_WORDS)) == _FIRST_WORDS:
             return ""
     return (
-        f"{spec.origin} is of another package called trainer, which was installed over that of sae-tui; "
+        f"{spec.origin} belongs to another package called trainer, which was installed over the one of sae-tui; "
         "run pip uninstall trainer, then pip install --force-reinstall sae-tui, or give each an environment of its own"
     )

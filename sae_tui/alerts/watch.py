@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import shutil
 import socket
@@ -51,7 +52,7 @@ class Alerts:
         # When the value of each active alert became unknown.
         self._unknown: dict[tuple[str, str], float] = {}
         # By kind and whether the alerts have ended: changes not yet reported, and when the next report may come.
-        self._untold: dict[tuple[str, bool], list[Alert]] = {}
+        self._pending: dict[tuple[str, bool], list[Alert]] = {}
         self._next_news: dict[tuple[str, bool], float] = {}
         # Why a kind of alert could not be checked.
         self.failure = ""
@@ -81,8 +82,8 @@ class Alerts:
             try:
                 measured = list(kind.measure(look))
             except Exception as error:
-                # Check the other kinds all the same.
-                self.failure = f"alerts of {kind.title} cannot be looked for: {error!r}"
+                # Still check the other kinds.
+                self.failure = f"alerts of {kind.title} cannot be checked: {error!r}"
                 seen |= {key for key in self._states if key[0] == kind.name}
                 continue
             for one in measured:
@@ -111,11 +112,16 @@ class Alerts:
     def _news(self, changed: list[Alert]) -> list[Alert]:
         """Return the alerts to report now: at most one per kind in `GROUP_S`, for all changes collected since."""
         for alert in changed:
-            self._untold.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
+            self._pending.setdefault((alert.kind, alert.cleared is not None), []).append(alert)
         now = self._clock()
-        due = [group for group in self._untold if now >= self._next_news.get(group, now)]
+        due = [group for group in self._pending if now >= self._next_news.get(group, now)]
         self._next_news |= dict.fromkeys(due, now + GROUP_S)
-        return [together(self._untold.pop(group)) for group in due]
+        return [together(self._pending.pop(group)) for group in due]
+
+    def rest(self) -> list[Alert]:
+        """Return the alerts that are not yet reported, before these rules are replaced."""
+        groups, self._pending = self._pending, {}
+        return [together(group) for group in groups.values()]
 
     def _with_age(self, alert: Alert) -> Alert:
         since = self._unknown.get(alert.key)
@@ -204,7 +210,7 @@ class AlertWatcher:
         self._to_write: queue.SimpleQueue[tuple[list[Alert], list[Alert]]] | None = None
         self._free: int | None = None
         self._asked: Future[int] | None = None
-        self._disk_at = 0.0
+        self._asked_at = -math.inf
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
 
@@ -233,13 +239,15 @@ class AlertWatcher:
         self.active, self._recent = alerts.active, alerts.recent
         while not self._stop.wait(self.interval_s):
             if settings is not self._settings:
-                settings = self._settings
+                settings, rest = self._settings, alerts.rest()
                 alerts = Alerts(settings, alerts.recent)
+                if rest:
+                    self._tell(rest, alerts)
             try:
                 self._look(alerts)
             except Exception as error:
                 # This thread must outlive whatever a card or the disk does.
-                self._note(f"alerts cannot be looked for: {error!r}")
+                self._note(f"alerts cannot be checked: {error!r}")
 
     def _stored(self) -> list[Alert]:
         """Return the stored alerts; none if the disk does not answer, so that new alerts are still found."""
@@ -269,10 +277,10 @@ class AlertWatcher:
             threading.Thread(target=self._write_down, args=(self._to_write,), name="alerts-file", daemon=True).start()
         self._to_write.put((changed, alerts.recent))
 
-    def _write_down(self, told: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
+    def _write_down(self, reports: queue.SimpleQueue[tuple[list[Alert], list[Alert]]]) -> None:
         """Run the user's command and write the file, in a separate thread, since the disk may hang."""
         while True:
-            changed, recent = told.get()
+            changed, recent = reports.get()
             try:
                 if not self._lock.acquire():
                     continue
@@ -321,10 +329,10 @@ class AlertWatcher:
         if self._asked and self._asked.done():
             self._free = None if self._asked.exception() else self._asked.result()
             self._asked = None
-        if self._asked is None and now >= self._disk_at:
-            self._disk_at = now + DISK_EVERY_S
+        if self._asked is None and now >= self._asked_at + DISK_EVERY_S:
+            self._asked_at = now
             self._asked = on_thread(lambda: shutil.disk_usage(self._data.root).free)
-        elif self._asked and now - self._disk_at > DISK_LIMIT_S - DISK_EVERY_S:
+        elif self._asked and now > self._asked_at + DISK_LIMIT_S:
             self._free = None
             self._note(f"the disk of {self._data.root} does not answer; whether it is full is not known")
         return self._free

@@ -104,7 +104,7 @@ class Drafts:
         except (UserError, OSError) as error:
             self._app.call_later(self._refuse, sentence(error))
         except Exception as error:
-            self._app.call_later(self._refuse, f"launching failed by a fault of sae-tui: {error!r}")
+            self._app.call_later(self._refuse, f"the launch failed because of a bug in sae-tui: {error!r}")
         else:
             kept_draft.drop(self._session.data, jobs[0].kind)
             self._app.call_later(self._end, job_ids)

@@ -92,14 +92,14 @@ class AppFront:
             except (UserError, OSError) as error:
                 self._app.call_later(self._tell, sentence(error), "error")
             except Exception as error:
-                self._app.call_later(self._tell, f"this failed by a fault of sae-tui: {error!r}", "error")
+                self._app.call_later(self._tell, f"this failed because of a bug in sae-tui: {error!r}", "error")
 
         self._app.run_worker(run, thread=True, group="actions", exit_on_error=False)
-        self._app.set_timer(_BEGINS_WITHIN_S, lambda: None if begun.is_set() else self._tell_late())
+        self._app.set_timer(_BEGINS_WITHIN_S, lambda: None if begun.is_set() else self._report_delay())
 
-    def _tell_late(self) -> None:
-        why = f"no thread is free, of {threading.active_count()}"
-        self._app.notify(f"What you asked for has not begun yet: {why}. Start the app again.", severity="error")
+    def _report_delay(self) -> None:
+        why = f"no thread could start, and {threading.active_count()} are running"
+        self._app.notify(f"Your last action has not started yet: {why}. Start the app again.", severity="error")
 
     def _tell(self, outcome: str, severity: SeverityLevel = "information") -> None:
         text = outcome[:1].upper() + outcome[1:]

@@ -11,6 +11,7 @@ from pathlib import Path
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, text
 from sae_tui.jobs.states import describe_state
+from sae_tui.jobs.user import home_folder
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import BadUsage, UserError, sentence
 from trainer.contract.exits import Exit
@@ -107,9 +108,7 @@ def _install(context: Context, shell: str) -> int:
 
 def file_for(shell: str) -> Path:
     """Return the file of this user in which a shell looks for what completes this program."""
-    home = Path(os.path.expanduser("~"))
-    if not home.is_absolute():
-        raise UserError(f"the user of id {os.getuid()} has no home folder; set HOME")
+    home = home_folder()
     data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
     config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
     of_bash = Path(os.environ.get("BASH_COMPLETION_USER_DIR") or data / "bash-completion")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.snapshot import Snapshot, take, watch
+from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import JobFileError, Problem, UserError
@@ -105,11 +106,17 @@ class Context:
             return jobs
         return []
 
+    def mend(self) -> None:
+        """Mend what a crash or a restart of the machine left, if the store can be written."""
+        from sae_tui.jobs.revive import reconcile_and_revive
+
+        with contextlib.suppress(UserError):
+            reconcile_and_revive(self.data)
+
 
 def _jobs_named(flags: argparse.Namespace) -> list[int]:
     given = [getattr(flags, "id", None), *(getattr(flags, "ids", None) or ()), getattr(flags, "log", None)]
-    run = str(getattr(flags, "run", ""))
-    return [one for one in (*given, int(run) if run.isdecimal() else None) if isinstance(one, int)]
+    return [one for one in (*given, job_id_in(str(getattr(flags, "run", "")))) if isinstance(one, int)]
 
 
 def _refuse_unusable(root: Path) -> None:

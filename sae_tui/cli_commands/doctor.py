@@ -16,7 +16,7 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
-from sae_tui.doctor.queue_service import install
+from sae_tui.doctor.queue_service import check_queue_service, install
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from trainer.contract.exits import Exit
@@ -35,12 +35,11 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     box = Box(context.data, source, python=python)
-    if flags.install_service:
-        message = install(box)
-        show_json({"message": message}) if context.as_json else say(message)
-        return Exit.DONE
     findings = []
     asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
+    if flags.install_service:
+        install(box)
+        asked = (check_queue_service,)
     for finding in examine(box, asked):
         findings.append(finding)
         if not context.as_json:

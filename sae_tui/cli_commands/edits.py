@@ -116,7 +116,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     if not (flags.yes or context.as_json):
         _ask_whether(context, job_ids, waiting)
     elif waiting:
-        warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job go on without it")
+        warn(f"warning: {waiting.replace('would', 'will')}; `sae-tui after ID` lets a job start without it")
     trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
     has_done(f"{_jobs(job_ids)} deleted")

@@ -9,6 +9,7 @@ from pathlib import Path
 from sae_tui.cli_commands import cards
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, show_table
+from sae_tui.cli_commands.values import job_id_in
 from sae_tui.jobs.evaluation.outcome import NO_TOKENS
 from sae_tui.jobs.features import (
     counts,
@@ -56,8 +57,8 @@ def features(context: Context, flags: argparse.Namespace) -> int:
 
 def _file(context: Context, flags: argparse.Namespace) -> Path:
     """Return the file of the SAE that is asked for; raise `UserError` where it is not known which, or there is none."""
-    if flags.run.isdecimal():
-        job_id = int(flags.run)
+    job_id = job_id_in(flags.run)
+    if job_id is not None:
         with existing(context.data, job_id) as control:
             job = control.job(job_id)
         if not has_features(context.data, job_id) and not may_tell_tokens(job.config):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,6 @@ from sae_tui.jobs.energy import energy_of, energy_words
 from sae_tui.jobs.evaluation.report_card import whole_cards
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.output import extracts, name_of_output
-from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
@@ -71,7 +69,6 @@ EXITS = {
 
 def show_jobs(context: Context, flags: argparse.Namespace) -> int:
     """Print the jobs that match the words, in the order that is asked for."""
-    _reconcile(context)
     reader = JobsReader(context.data)
     matches = _matches(reader, flags)
     if reader.passed_over:
@@ -104,7 +101,7 @@ def _watch(context: Context, flags: argparse.Namespace, reader: JobsReader) -> E
         if nobody_reads_for(WATCH_S):
             return Exit.UNREAD
         if time.monotonic() >= reconcile_at:
-            _reconcile(context)
+            context.mend()
             reconcile_at = time.monotonic() + RECONCILE_EVERY_S
 
 
@@ -125,7 +122,6 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     code = Exit.DONE
     if flags.wait:
         code = EXITS[_wait_until_ended(context, flags.id, is_told=False).state]
-    _reconcile(context)
     reader = _reader(context, flags.id)
     if flags.card:
         cards.show_card(context, flags.id, flags.card)
@@ -222,7 +218,6 @@ def _show_cause(postmortem: Postmortem, job_id: int) -> None:
 
 
 def stop(context: Context, flags: argparse.Namespace) -> int:
-    _reconcile(context)
     if flags.kill and flags.finish:
         raise UsageError("--finish: does not go with --kill, which ends the job at once")
     if flags.evaluation and (flags.kill or flags.finish):
@@ -302,7 +297,7 @@ def _wait_until_ended(context: Context, job_id: int, *, is_told: bool = True) ->
             progress.reach(_reached(reader.view))
             time.sleep(POLL_S)
             if time.monotonic() >= reconcile_at:
-                _reconcile(context)
+                context.mend()
                 reconcile_at = time.monotonic() + RECONCILE_EVERY_S
             reader.poll()
     if reader.view is None:
@@ -332,12 +327,6 @@ def _reader(context: Context, job_id: int) -> JobReader:
     if reader.view is None:
         raise UserError(reader.problem or f"there is no job {job_id}; `sae-tui jobs` lists them")
     return reader
-
-
-def _reconcile(context: Context) -> None:
-    """Mend what a crash left, where the store can be written at all."""
-    with contextlib.suppress(UserError):
-        reconcile_and_revive(context.data)
 
 
 _BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,6 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
-from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit, in_short
 from trainer.contract.runs.features import Order
 from trainer.contract.settings.catalog import IS_TRANSCODER, READ_FORMATS, SAES_CONFIG, WHERE_SAE, WRITTEN_FORMATS
@@ -221,19 +219,11 @@ def _load_when_run(function: str) -> Command:
     def run(context: Context, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
         if module in _ABOUT_JOBS:
-            _restart_the_queue(context)
+            context.mend()
         command: Command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
         return command(context, flags)
 
     return run
-
-
-def _restart_the_queue(context: Context) -> None:
-    """Restart the supervisors that queued jobs have lost, as after a restart of the machine."""
-    from sae_tui.jobs.revive import reconcile_and_revive
-
-    with contextlib.suppress(UserError):
-        reconcile_and_revive(context.data)
 
 
 def _add_gpu_commands(add: Add) -> None:
@@ -294,7 +284,7 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--probe", action="store_true", help=probe)
     trained = "also train in small, on an idle GPU for some minutes, or on the CPU where there is no GPU"
     look.add_argument("--self-test", action="store_true", help=trained)
-    service = "only install a user service that goes on with the queue after a restart of this machine"
+    service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
@@ -479,7 +469,7 @@ def _add_edit_commands(add: Add) -> None:
     mend = add(
         "repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left"
     )
-    gone = "also end the jobs of this other host, which is gone for good; only those that have long been silent"
+    gone = "also end jobs of this other host, which is gone for good; none that was active in the last 3 minutes"
     mend.add_argument("--host", dest="host_gone", metavar="NAME", help=gone)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import select
 import sys
@@ -31,9 +30,7 @@ from sae_tui.jobs.cards.availability import choices, describe_use, with_stranger
 from sae_tui.jobs.cards.locks import lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.revive import reconcile_and_revive
 from sae_tui.jobs.view.reader import JobsReader
-from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
 from trainer.contract.runs.log_tail import tail
 
@@ -53,8 +50,7 @@ def stream(context: Context, flags: argparse.Namespace) -> int:
     while True:
         began = time.monotonic()
         if count % _RECONCILE_EVERY == 0:
-            with contextlib.suppress(UserError):
-                reconcile_and_revive(context.data)
+            context.mend()
         jobs.poll()
         now = jobs_message(jobs.jobs, jobs.problem or jobs.passed_over)
         if now != told:

@@ -17,6 +17,11 @@ def positive(text: str) -> int:
     return _integer(text, least=1)
 
 
+def job_id_in(text: str) -> int | None:
+    """Return the job id if the text can be one; None for the name of a folder."""
+    return int(text) if re.fullmatch(r"\d{1,18}", text) else None
+
+
 def rank(text: str) -> int:
     return _integer(text, least=0)
 

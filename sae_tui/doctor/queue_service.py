@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.user import user_name
+from sae_tui.jobs.user import home_folder, user_name
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, private_folder
 
-NAME = "sae-tui-queue.service"
 _INSTALL = "`sae-tui doctor --install-service` installs a user service for that"
 _LINGER = "run `loginctl enable-linger`, once"
 # The supervisors belong to the service's control group, and must outlive its first process.
 _UNIT = """\
 [Unit]
-Description=Start the jobs of sae-tui that wait in line again after a restart
+Description=Restart the queue of sae-tui after a restart of the machine
 
 [Service]
 Type=oneshot
@@ -34,29 +35,37 @@ WantedBy=default.target
 
 def check_queue_service(box: Box) -> Iterator[Finding]:
     """Report what happens to queued jobs when the machine restarts."""
-    by_command = "after a restart of the machine, jobs in line go on with your next command or app"
-    if not (box.root / "run/systemd/system").exists():
+    by_command = "after a restart of the machine, queued jobs continue with your next command or app"
+    if not _has_systemd(box):
         yield Finding("ok", "restart", f"{by_command}; systemd does not run here")
     elif not _is_installed(box):
         yield Finding("note", "restart", by_command, _INSTALL)
     elif (box.root / "var/lib/systemd/linger" / (box.environ.get("USER") or user_name())).exists():
-        yield Finding("ok", "restart", f"after a restart of the machine, jobs in line go on by themselves, by {NAME}")
+        yield Finding("ok", "restart", f"after a restart of the machine, {name_of(box.data)} restarts queued jobs")
     else:
-        yield Finding("note", "restart", f"after a restart of the machine, {NAME} starts at your first login", _LINGER)
+        late = f"after a restart of the machine, {name_of(box.data)} starts at your first login"
+        yield Finding("note", "restart", late, _LINGER)
 
 
-def install(box: Box) -> str:
-    """Write and enable the user service; return a sentence on what it does. Raise `UserError` if that fails."""
-    file = _folder(box) / NAME
+def install(box: Box) -> None:
+    """Write and enable the user service; raise `UserError` if that fails."""
+    if not _has_systemd(box):
+        raise UserError("--install-service: systemd does not run here; queued jobs continue with your next command")
+    name = name_of(box.data)
+    file = _folder(box) / name
     try:
         private_folder(file.parent, "--install-service")
         write_own(file, unit(box.data).encode())
     except OSError as error:
         raise UserError(f"--install-service: {file} cannot be written: {sentence(error)}") from None
-    _, failure = box.output(["systemctl", "--user", "enable", NAME])
+    _, failure = box.output(["systemctl", "--user", "enable", name])
     if failure:
         raise UserError(f"--install-service: {file} is written, but cannot be enabled: systemctl {failure}")
-    return f"{file} starts the jobs that wait in {box.data.root} again after a restart of this machine"
+
+
+def name_of(data: DataDir) -> str:
+    """Return the name of the user service for a data folder; each folder has its own service."""
+    return f"sae-tui-queue-{hashlib.sha256(os.fsencode(data.root)).hexdigest()[:8]}.service"
 
 
 def unit(data: DataDir) -> str:
@@ -72,15 +81,19 @@ def _quoted(word: str) -> str:
     return f'"{word}"'
 
 
+def _has_systemd(box: Box) -> bool:
+    return (box.root / "run/systemd/system").exists()
+
+
 def _is_installed(box: Box) -> bool:
     """Return whether the service is enabled for this data folder."""
-    folder = _folder(box)
-    try:
-        return (folder / NAME).read_text() == unit(box.data) and os.path.lexists(folder / "default.target.wants" / NAME)
-    except OSError:
-        return False
+    name = name_of(box.data)
+    with contextlib.suppress(OSError, UserError):
+        enabled = os.path.lexists(_folder(box) / "default.target.wants" / name)
+        return enabled and (_folder(box) / name).read_text() == unit(box.data)
+    return False
 
 
 def _folder(box: Box) -> Path:
-    home = Path(box.environ.get("XDG_CONFIG_HOME") or Path(box.environ.get("HOME") or "/") / ".config")
-    return home / "systemd" / "user"
+    config = box.environ.get("XDG_CONFIG_HOME") or home_folder(box.environ) / ".config"
+    return Path(config) / "systemd" / "user"

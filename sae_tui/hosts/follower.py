@@ -76,8 +76,6 @@ class HostFollower:
         self._argv = argv
         self._on_change = on_change
         self._rings: dict[int, Ring] = {}
-        # When the link last received a message, or was started: monotonic time and wall-clock time.
-        self._heard = (0.0, 0.0)
         self._silence: Cause | None = None
         self._stopped = threading.Event()
         self._link: Link | None = None
@@ -115,7 +113,7 @@ class HostFollower:
     def _follow(self) -> Cause:
         """Follow one connection to its end, and return why it ended."""
         try:
-            self._heard, self._silence = (time.monotonic(), time.time()), None
+            self._silence = None
             link = self._link = Link(self._argv, self._judge_silence)
         except OSError as error:
             return Cause(f"cannot be asked: {self._argv[0]}: {error.strerror}; install an ssh client")
@@ -135,21 +133,23 @@ class HostFollower:
         return Cause("") if greeted else no_connection(self.view.name, code, link.complaints)
 
     def _judge_silence(self) -> None:
-        """Mark a host without messages for 5 s as silent, and end a connection that is silent for longer.
+        """Mark a host that sends nothing for 5 s as silent, and end a connection that is silent for longer.
 
-        ssh notices a broken connection, but not a host that hangs behind a working one.
+        ssh notices a broken connection, but not a host that hangs behind a working one. Bytes count, not messages: a
+        list of many jobs takes more than 30 s on a slow line.
         """
-        monotonic, heard = self._heard
+        if (link := self._link) is None:
+            return
+        monotonic, heard = link.heard
         silent_s = time.monotonic() - monotonic
         was_greeted = self.view.stage in (Stage.CONNECTED, Stage.SILENT)
         if self.view.is_connected and silent_s > SILENT_AFTER_S:
-            self._change(stage=Stage.SILENT, since=heard, cards=())
-        if self._link and silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
-            self._silence = Cause(f"has said nothing for {silent_s:.0f} s")
-            self._link.stop()
+            self._change(stage=Stage.SILENT, since=max(heard, self.view.since), cards=())
+        if silent_s > (CUT_AFTER_S if was_greeted else GREETING_S):
+            self._silence = Cause(f"has sent nothing for {silent_s:.0f} s")
+            link.stop()
 
     def _take(self, message: Message) -> None:
-        self._heard = (time.monotonic(), time.time())
         if self.view.stage is Stage.SILENT:
             self._change(stage=Stage.CONNECTED, sentence="", since=time.time())
         match message:

@@ -56,6 +56,8 @@ class Link:
         self._stopped = threading.Event()
         self._errors = b""
         self._on_wait = on_wait
+        # When standard output last had bytes, or the process was started: monotonic time and wall-clock time.
+        self.heard = (time.monotonic(), time.time())
 
     @property
     def complaints(self) -> list[str]:
@@ -106,6 +108,7 @@ class Link:
                     elif key.fileobj is err:
                         self._errors = (self._errors + chunk)[-_KEPT_ERRORS:]
                     else:
+                        self.heard = (time.monotonic(), time.time())
                         yield chunk
 
     def _pay(self, n_bytes: int) -> None:

@@ -31,7 +31,7 @@ def has_features(data: DataDir, job_id: int) -> bool:
 
 def features_in(folder: Path) -> dict[str, Path]:
     """Return the files of the SAEs in a folder, or in that of a run; raise `UserError` where there is none."""
-    place = folder / "sae" if (folder / "sae").is_dir() else folder
+    place = folder / "sae" if os.path.isdir(folder / "sae") else folder
     return _files(place, f"{folder} has no {FEATURES}; `python -m trainer eval` of the run writes it")
 
 
@@ -39,7 +39,7 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
     # os.path.exists is False, where Path.exists raises, in a folder that cannot be searched.
     if os.path.exists(single := folder / FEATURES):
         return {"": single}
-    if files := {file.parent.name: file for file in sorted(folder.glob(f"*/{FEATURES}"))}:
+    if os.path.isdir(folder) and (files := {one.parent.name: one for one in sorted(folder.glob(f"*/{FEATURES}"))}):
         return files
     raise UserError(problem)
 

@@ -1,10 +1,15 @@
-"""The login name recorded as a job's owner."""
+"""The login name recorded as a job's owner, and the home folder."""
 
 from __future__ import annotations
 
 import functools
 import getpass
 import os
+import pwd
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.contract.errors import UserError
 
 
 @functools.cache
@@ -14,3 +19,14 @@ def user_name() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return f"uid {os.getuid()}"
+
+
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the home folder of this user; raise `UserError` if there is none, as for a uid in a container."""
+    try:
+        home = Path(environ.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        home = Path()
+    if not home.is_absolute():
+        raise UserError(f"the user of id {os.getuid()} has no home folder; set HOME")
+    return home

@@ -146,4 +146,4 @@ def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
     try:
         yield from examine()
     except Exception as error:
-        yield Finding("error", "doctor", f"the rest was not looked at: {error!r}", "report it")
+        yield Finding("error", "doctor", f"the other checks did not run: {error!r}", "report this as a bug of sae-tui")

@@ -77,8 +77,13 @@ class ExportDialog(Dialog[None]):
             self._show("Name a folder to write it to.")
             return
         out, force = working_folder() / os.path.expanduser(folder), self.query_one("#force", Tick).value
-        if not force and out.is_dir() and any(out.iterdir()):
-            self._show(f"There is something in {out} already. Name another folder, or tick the line above.")
+        try:
+            is_used = not force and out.is_dir() and any(out.iterdir())
+        except OSError as error:
+            self._show(f"{out} cannot be used: {sentence(error)}")
+            return
+        if is_used:
+            self._show(f"{out} is not empty. Name another folder, or tick the line above.")
             return
         self._is_going = True
         self._show("Exporting …")
@@ -90,7 +95,7 @@ class ExportDialog(Dialog[None]):
         app = self.app
 
         def show(reached: Reached) -> None:
-            # The app may have ended.
+            # The app may have exited.
             with contextlib.suppress(RuntimeError):
                 app.call_from_thread(self._show, f"Exporting: {reached.words}" if reached.words else "Exporting …")
 
@@ -98,6 +103,8 @@ class ExportDialog(Dialog[None]):
             answer = self._words(export_sae(self._session.data, self._job.id, folder, arguments, on_reached=show))
         except (UserError, OSError) as error:
             answer = sentence(error)
+        except Exception as error:
+            answer = f"the export failed because of a bug in sae-tui: {error!r}"
         with contextlib.suppress(RuntimeError):
             app.call_from_thread(self._end, app, answer)
 

@@ -90,7 +90,7 @@ class GpuScreen(FramedScreen):
             return
         if sample is None:
             self.query_one(GpuHistory).show([])
-            self.query_one(GpuFacts).show([((" ✗ this GPU is no longer here", "bad"),)])
+            self.query_one(GpuFacts).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
         # Again, since the screen of another card, which was left just before, ends its own look when it is gone.
         self.session.monitor.look_at(self.index)

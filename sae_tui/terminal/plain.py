@@ -7,6 +7,7 @@ out, so that nothing else needs to know of it.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -17,8 +18,8 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
-# Beginnings of the TERMs of terminals that have ASCII, or like the Linux console a few blocks more, but no braille.
-_PLAIN_TERMS = ("vt", "linux", "ansi", "cons", "sun", "wy", "dumb")
+# Terminals with ASCII, or like the Linux console a few blocks more, but no braille. TERM=vte is GNOME's, with all.
+_PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
     # Bars and their rails, frames, axes.
@@ -41,7 +42,7 @@ _SIGNS = {
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
     """Tell whether to draw with ASCII only: as the user says, else by the terminal and its character set."""
-    return look == "plain" if look != "auto" else not has_blocks or term.lower().startswith(_PLAIN_TERMS)
+    return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
 class Plain(LineFilter):
@@ -85,15 +86,14 @@ def _sign(char: str, letters: bool) -> str:
     return char if letters and char.isalnum() else "?" * cell_len(char)
 
 
-# Terminals without colours, by the beginning of TERM.
-_COLOURLESS_TERMS = ("dumb", "vt")
+_COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
 # On a scale of 1: a background that differs more from the app's stands out; text that differs less from it is faint.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 
 def is_colourless(environ: Mapping[str, str]) -> bool:
     """Return whether to send no colours: NO_COLOR is set, or the terminal has none."""
-    return "NO_COLOR" in environ or environ.get("TERM", "").lower().startswith(_COLOURLESS_TERMS)
+    return "NO_COLOR" in environ or bool(_COLOURLESS_TERMS.match(environ.get("TERM", "")))
 
 
 class Colourless(LineFilter):

@@ -243,7 +243,7 @@ def test_an_error_in_one_kind_of_alert_does_not_stop_the_others(monkeypatch):
     monkeypatch.setattr(watch_module, "KINDS", (KINDS[0]._replace(measure=fails), *KINDS[1:]))
     days = Days(stored=(alert(),))
     assert days.last(100, lost(3, of=4)) == [f"GPU 3 cannot be read: {faults.LOST}"]
-    assert "alerts of heat cannot be looked for: ZeroDivisionError" in days.alerts.failure
+    assert "alerts of heat cannot be checked: ZeroDivisionError" in days.alerts.failure
     assert {one.kind for one in days.alerts.active} == {"heat", "lost"}
 
 
@@ -331,7 +331,7 @@ def watch(data) -> Callable[..., AlertWatcher]:
         watcher.start()
         wait_until(lambda: watcher.changed)
         assert told.is_set()
-        assert watcher.problems[0].startswith("alerts cannot be looked for: ")
+        assert watcher.problems[0].startswith("alerts cannot be checked: ")
         return watcher
 
     yield begin
@@ -357,20 +357,40 @@ def test_an_alert_is_written_down_by_one_app_and_told_by_each(watch, data):
     assert first.recent() == [written]
 
 
+def test_alerts_that_wait_for_others_are_reported_before_other_settings_apply(data, monkeypatch):
+    monkeypatch.setattr(watch_module, "GROUP_S", 1000.0)
+    look = lost(0, of=2)
+    watcher = AlertWatcher(data, Settings(alert_lost_s=0.001, alert_disk_gib=0), lambda: look.samples, Holders, int)
+    watcher.interval_s = 0.01
+    watcher.start()
+    wait_until(lambda: watcher.changed)
+    look = lost(0, 1, of=2)
+    wait_until(lambda: len(watcher.active) == 2)
+    assert [one.place for one in watcher.changed] == ["gpu-0"]
+    watcher.change(Settings(alert_lost_s=0.001, alert_disk_gib=1))
+    wait_until(lambda: len(watcher.changed) == 2)
+    watcher.stop()
+    assert [one.place for one in watcher.changed] == ["gpu-0", "gpu-1"]
+
+
 def test_another_app_and_one_that_only_shows_write_nothing(watch, data):
-    def tell(**options) -> None:
+    def report(**options) -> AlertWatcher:
         watcher = watch(**options)
         watcher.stop()
         watcher._thread.join(20)
         assert len(watcher.changed) == 1
         assert [one.kind for one in watcher.recent()] == ["lost"]
+        return watcher
 
     lock = FileLock(data.locks / f"alerts-{alert().host}.lock")
     assert lock.acquire()
-    tell()
-    lock.release()
-    tell(readonly=True)
+    reports = report()._to_write
+    # The writer has finished the alert when it takes the next report.
+    reports.put(([], []))
+    wait_until(reports.empty)
+    report(readonly=True)
     assert not data.alerts(alert().host).exists()
+    lock.release()
 
 
 def test_a_hung_disk_is_reported_and_stops_no_other_alert(watch, data, monkeypatch):

@@ -95,6 +95,7 @@ def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tm
     other, made_up = record(shell), record(shell, '[data]\nsource = "synthetic"\n')
     refusals = {
         ("features", 9): "there is no job 9",
+        ("features", "9" * 5000): f"has no {FEATURES}",
         ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
         ("features", made_up): f"job {made_up}: what its latents fire on is not known, since its data does not tell",
         ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",

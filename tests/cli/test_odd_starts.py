@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import stat
 import subprocess
+import sys
 
 import pytest
 from support.forked_commands import run_command
@@ -123,3 +125,19 @@ def test_what_only_shows_takes_no_command_that_changes_something(shell):
     assert done.stderr.decode() == (
         "sae-tui: error: --readonly is for the app, and no command may follow it; see sae-tui --help\n"
     )
+
+
+def test_another_package_called_trainer_is_named_before_its_code_runs(tmp_path):
+    folder = tmp_path / "a\x1b[2J"
+    (folder / "trainer").mkdir(parents=True)
+    (folder / "trainer" / "__init__.py").write_text("raise SystemExit('this ran')\n")
+    command = [sys.executable, "-P", "-m", "sae_tui", "jobs"]
+    env = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    shown = f"{tmp_path}/a\ufffd[2J/trainer/__init__.py"
+    message = f"`import trainer` finds {shown}, which is not the trainer of sae-tui"
+    fix = "rename it, or take its folder out of PYTHONPATH"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"sae-tui: error: {message}; {fix}\n")
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=env, timeout=60)
+    answer = {"error": {"field": None, "message": message, "fix": fix}}
+    assert (done.returncode, json.loads(done.stdout), done.stderr) == (1, answer, "")

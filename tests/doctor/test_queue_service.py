@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.doctor.queue_service import NAME, check_queue_service, install, unit
+from sae_tui.doctor.queue_service import check_queue_service, install, name_of, unit
+from sae_tui.jobs import user
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -22,22 +23,48 @@ def level(sandbox, home: Path) -> str:
 
 def test_doctor_offers_the_service_under_systemd_and_says_what_is_missing(sandbox, tmp_path: Path) -> None:
     assert level(sandbox, tmp_path) == "ok"
+    with pytest.raises(UserError, match="systemd does not run here"):
+        install(sandbox.box(HOME=str(tmp_path)))
+    assert not (tmp_path / ".config").exists()
     sandbox.file("run/systemd/system/.keep")
     assert level(sandbox, tmp_path) == "note"
-    wants = tmp_path / ".config/systemd/user/default.target.wants"
-    mkdir, link = f"/bin/mkdir -p {shlex.quote(str(wants))}", f"/bin/ln -s ../{NAME} {shlex.quote(str(wants / NAME))}"
-    sandbox.program("systemctl", f'[ "$*" = "--user enable {NAME}" ] && {mkdir} && {link}')
-    message = install(sandbox.box(HOME=str(tmp_path)))
-    assert message.startswith(
-        f"{tmp_path}/.config/systemd/user/{NAME} starts the jobs that wait in {sandbox.data.root}"
-    )
+    name, wants = name_of(sandbox.data), tmp_path / ".config/systemd/user/default.target.wants"
+    mkdir, link = f"/bin/mkdir -p {shlex.quote(str(wants))}", f"/bin/ln -s ../{name} {shlex.quote(str(wants / name))}"
+    sandbox.program("systemctl", f'[ "$*" = "--user enable {name}" ] && {mkdir} && {link}')
+    install(sandbox.box(HOME=str(tmp_path)))
+    assert (tmp_path / ".config/systemd/user" / name).read_text() == unit(sandbox.data)
     (finding,) = check_queue_service(sandbox.box(HOME=str(tmp_path)))
     assert (finding.level, finding.remedy) == ("note", "run `loginctl enable-linger`, once")
     sandbox.file("var/lib/systemd/linger/ada")
     assert level(sandbox, tmp_path) == "ok"
 
 
+def test_each_data_folder_has_a_service_of_its_own(sandbox, tmp_path: Path) -> None:
+    sandbox.file("run/systemd/system/.keep")
+    sandbox.program("systemctl", "exit 0")
+    first = sandbox.data
+    install(sandbox.box(HOME=str(tmp_path)))
+    sandbox.data = DataDir(tmp_path / "other")
+    install(sandbox.box(HOME=str(tmp_path)))
+    folder = tmp_path / ".config/systemd/user"
+    assert [(folder / name_of(data)).read_text() for data in (first, sandbox.data)] == [unit(first), unit(sandbox.data)]
+
+
+def test_a_user_without_a_home_folder_gets_an_error_and_no_file(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(user.pwd, "getpwuid", unknown)
+    monkeypatch.setattr(user.os, "getuid", lambda: 987_654)
+    sandbox.file("run/systemd/system/.keep")
+    with pytest.raises(UserError, match="the user of id 987654 has no home folder; set HOME"):
+        install(sandbox.box())
+    (finding,) = check_queue_service(sandbox.box())
+    assert finding.level == "note"
+
+
 def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path) -> None:
+    sandbox.file("run/systemd/system/.keep")
     sandbox.program("systemctl", "echo 'Failed to connect to bus' >&2; exit 1")
     with pytest.raises(UserError, match="is written, but cannot be enabled: systemctl Failed to connect to bus"):
         install(sandbox.box(HOME=str(tmp_path)))

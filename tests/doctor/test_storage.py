@@ -32,26 +32,33 @@ def test_a_folder_where_nobody_can_write_is_an_error(sandbox) -> None:
     assert "--data-dir" in finding.remedy
 
 
-def test_a_read_only_mount_is_an_error(in_process, sandbox, mounts) -> None:
-    sandbox.data.root.mkdir()
-    mount = f"mount -t tmpfs -o ro none {sandbox.data.root}"
-    (finding,) = in_process("storage:check_folder", data=sandbox.data.root, mount=mount)
+@pytest.fixture
+def mounted(in_process, sandbox, mounts):
+    """Return a function that returns the finding of a check with a file system mounted at the data folder."""
+
+    def find(check: str, options: str):
+        sandbox.data.root.mkdir()
+        mount = f"mount -t {options} none {sandbox.data.root}"
+        (finding,) = in_process(f"storage:{check}", data=sandbox.data.root, mount=mount)
+        return finding
+
+    return find
+
+
+def test_a_read_only_mount_is_an_error(mounted) -> None:
+    finding = mounted("check_folder", "tmpfs -o ro")
     assert finding["level"] == "error"
     assert "Read-only file system" in finding["sentence"]
 
 
 @pytest.mark.parametrize(("size", "level"), [("64m", "error"), ("2g", "warning")])
-def test_little_free_space_is_told(in_process, sandbox, mounts, size: str, level: str) -> None:
-    sandbox.data.root.mkdir()
-    mount = f"mount -t tmpfs -o size={size} none {sandbox.data.root}"
-    (finding,) = in_process("storage:check_space", data=sandbox.data.root, mount=mount)
+def test_little_free_space_is_told(mounted, size: str, level: str) -> None:
+    finding = mounted("check_space", f"tmpfs -o size={size}")
     assert (finding["level"], finding["subject"]) == (level, "disk")
 
 
-def test_a_file_system_that_is_not_known_to_be_local_is_a_warning(in_process, sandbox, mounts) -> None:
-    sandbox.data.root.mkdir()
-    mount = f"mount -t ramfs none {sandbox.data.root}"
-    (finding,) = in_process("storage:check_file_system", data=sandbox.data.root, mount=mount)
+def test_a_file_system_that_is_not_known_to_be_local_is_a_warning(mounted) -> None:
+    finding = mounted("check_file_system", "ramfs")
     assert finding["level"] == "warning"
     assert "is on ramfs, where SQLite's WAL does not work" in finding["sentence"]
 

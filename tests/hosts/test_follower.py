@@ -129,19 +129,19 @@ def test_a_silent_host_is_reported_without_values_and_connected_again(tmp_path: 
         assert state_words(FarHost(silent, ())).startswith("silent since ")
         monkeypatch.setattr(following, "CUT_AFTER_S", 0.3)
         cut = wait_for(lambda view: view.stage is Stage.CUT)
-        assert cut.sentence.startswith("has said nothing for ")
+        assert cut.sentence.startswith("has sent nothing for ")
         assert cut.since == silent.since
         assert wait_for(lambda view: view.is_connected and view.cards)
 
 
 def test_the_next_message_of_a_silent_host_makes_it_connected_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(following, "SILENT_AFTER_S", 0.2)
-    goes_on = tmp_path / "go on"
-    later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(goes_on)!r}), True)]"
+    may_continue = tmp_path / "continue"
+    later = f"import os, time; [time.sleep(0.01) for _ in iter(lambda: os.path.exists({str(may_continue)!r}), True)]"
     tail = "[(say({'type': 'gpus', 'cards': [CARD]}), time.sleep(0.01)) for _ in iter(int, 1)]"
     with followed(tmp_path, f"say(HELLO); {later}\n{tail}") as wait_for:
         wait_for(lambda view: view.stage is Stage.SILENT)
-        goes_on.touch()
+        may_continue.touch()
         assert wait_for(lambda view: view.cards).is_connected
     assert len(runs_of(tmp_path)) == 1
 
@@ -150,4 +150,4 @@ def test_a_login_without_a_greeting_is_ended(tmp_path: Path, monkeypatch) -> Non
     monkeypatch.setattr(following, "GREETING_S", 0.3)
     with followed(tmp_path, "stay()") as wait_for:
         view = wait_for(lambda view: view.stage is Stage.FAILED)
-        assert view.sentence.startswith("has said nothing for ")
+        assert view.sentence.startswith("has sent nothing for ")

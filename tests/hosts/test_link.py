@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,18 @@ def test_who_has_taken_its_burst_waits_as_long_as_the_bytes_take() -> None:
     assert allowance.take(100) == 0
     assert allowance.take(0) == 0
     assert allowance.take(2) == pytest.approx(2e6, rel=1e-3)
+
+
+def test_each_part_of_a_long_line_shows_that_the_other_side_is_not_silent(tmp_path: Path) -> None:
+    arrived = tmp_path / "arrived"
+    waits = f"while not os.path.exists({str(arrived)!r}): time.sleep(0.01)"
+    program = f"import os, time; os.write(1, b'half')\n{waits}\nos.write(1, b' a line\\n')"
+
+    def look() -> None:
+        if one.heard != started:
+            arrived.touch()
+
+    one = Link([sys.executable, "-c", program], look)
+    started = one.heard
+    assert list(one.lines()) == [b"half a line"]
+    one.close()

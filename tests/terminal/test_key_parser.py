@@ -118,7 +118,7 @@ def test_a_digit_after_escape_is_alt_with_that_digit(clock: Clock) -> None:
     assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
 
 
-# Terminal input, whole and in parts, from which random bytes are composed.
+# Terminal input, whole and in parts, to compose random bytes.
 BYTES = [
     b"\xff", b"\xe9", b"\xc3", b"\x9b", b"\0", b"\r", b"q", b"\x1b", b"\x1b[", b"\x1b[M", b"\x1b[M\x20\xff\xff",
     b"\x1b[<35;168;10M", b"\x1b[<0;99999999999999;-1M", b"\x1b[32;400;2M", b"\x1b[200~", b"\x1b[201~", b"\x1b]11;rgb:",

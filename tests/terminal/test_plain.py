@@ -60,7 +60,7 @@ def test_letters_of_names_stay_where_the_terminal_has_them() -> None:
 
 
 def test_a_terminal_without_blocks_is_known_and_the_user_is_followed() -> None:
-    terms = ("vt100", "vt220", "linux", "xterm-256color", "tmux-256color", "screen")
+    terms = ("vt100", "VT220", "linux", "xterm-256color", "tmux-256color", "vte-256color")
     assert [is_plain("auto", term) for term in terms] == [True, True, True, False, False, False]
     assert is_plain("auto", "xterm", has_blocks=False)
     assert (is_plain("plain", "xterm"), is_plain("full", "vt100")) == (True, False)
@@ -88,7 +88,7 @@ async def test_without_colours_the_selection_is_reversed_and_no_colour_is_sent(
 
 @pytest.mark.parametrize(
     ("environ", "without"),
-    [({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, True), ({"TERM": "vt100"}, True), ({"TERM": "xterm"}, False)],
+    [({"NO_COLOR": "1"}, True), ({"TERM": "dumb"}, True), ({"TERM": "vt100"}, True), ({"TERM": "vte-256color"}, False)],
 )
 def test_terminals_without_colours_are_recognised(environ: dict[str, str], without: bool) -> None:
     assert is_colourless(environ) is without

@@ -45,6 +45,16 @@ async def opened(app, pilot, ids) -> CompareScreen:
     return screen
 
 
+async def drawn_pareto(make_app, ids) -> str:
+    """Return the text of the Pareto panel with these jobs."""
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, ids)
+        await pilot.press("4")
+        await pilot.pause()
+        return text(app, ParetoPanel)
+
+
 async def test_marked_jobs_are_compared_and_one_alone_is_told_to_mark_more(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
@@ -201,16 +211,11 @@ async def test_runs_that_are_alike_stand_beside_each_other_in_the_plot(make_app,
         record_job(data, name, JobState.FINISHED, heldout_fvu=0.1, heldout_l0=32.0) for name in ("one", "two", "three")
     ]
     ids.append(record_job(data, "beaten", JobState.FINISHED, heldout_fvu=0.2, heldout_l0=64.0))
-    app = make_app(2)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await opened(app, pilot, ids)
-        await pilot.press("4")
-        await pilot.pause()
-        heading, *plot = text(app, ParetoPanel).splitlines()[:-2]
-        assert "★ Pareto front" in heading
-        (row,) = (line for line in plot if "●" in line)
-        assert {"●", "▲", "■"} <= set(row)
-        assert any("◆" in line for line in plot)
+    heading, *plot = (await drawn_pareto(make_app, ids)).splitlines()[:-2]
+    assert "★ Pareto front" in heading
+    (row,) = (line for line in plot if "●" in line)
+    assert {"●", "▲", "■"} <= set(row)
+    assert any("◆" in line for line in plot)
 
 
 async def test_the_pareto_front_is_marked(make_app, data) -> None:
@@ -218,28 +223,18 @@ async def test_the_pareto_front_is_marked(make_app, data) -> None:
     ids = [
         record_job(data, name, JobState.FINISHED, heldout_fvu=fvu, heldout_l0=l0) for name, (fvu, l0) in values.items()
     ]
-    app = make_app(2)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await opened(app, pilot, ids)
-        await pilot.press("4")
-        await pilot.pause()
-        drawn = text(app, ParetoPanel)
-        assert "● 1 good 32, 0.1 ★" in drawn
-        assert "▲ 2 sparse 8, 0.3 ★" in drawn
-        assert "■ 3 beaten 32, 0.4" in drawn
-        assert "0.4 ★" not in drawn
+    drawn = await drawn_pareto(make_app, ids)
+    assert "● 1 good 32, 0.1 ★" in drawn
+    assert "▲ 2 sparse 8, 0.3 ★" in drawn
+    assert "■ 3 beaten 32, 0.4" in drawn
+    assert "0.4 ★" not in drawn
 
 
 async def test_values_of_training_batches_form_no_pareto_front(make_app, data) -> None:
     ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=k) for name, k in (("one", 8.0), ("two", 9.0))]
-    app = make_app(2)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await opened(app, pilot, ids)
-        await pilot.press("4")
-        await pilot.pause()
-        drawn = text(app, ParetoPanel)
-        assert "batch FVU against batch L0 no front before an evaluation" in drawn
-        assert "★" not in drawn
+    drawn = await drawn_pareto(make_app, ids)
+    assert "batch FVU against batch L0 no front before an evaluation" in drawn
+    assert "★" not in drawn
 
 
 async def test_runs_without_values_are_compared_without_a_mishap(make_app, data) -> None:

@@ -358,15 +358,15 @@ async def test_a_newer_store_is_said_in_the_status_line_and_the_gpus_go_on(make_
 
 
 async def test_the_status_line_reports_a_hung_disk_and_the_age_of_the_list(make_app, data, monkeypatch) -> None:
-    goes_on, poll = threading.Event(), watcher.JobsReader.poll
-    monkeypatch.setattr(watcher.JobsReader, "poll", lambda reader: (goes_on.wait(60), poll(reader))[1])
+    may_continue, poll = threading.Event(), watcher.JobsReader.poll
+    monkeypatch.setattr(watcher.JobsReader, "poll", lambda reader: (may_continue.wait(60), poll(reader))[1])
     monkeypatch.setattr(watcher, "SILENT_AFTER_S", 0.1)
     app = make_app(4)
     async with app.run_test(size=(160, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.watcher.problem)
         app.screen.show_gpus()
         assert re.search(r"the jobs have not been read for \d+ s: the disk of", text(app, StatusLine))
-        goes_on.set()
+        may_continue.set()
         monkeypatch.setattr(watcher, "SILENT_AFTER_S", 60)
         await wait_until(pilot, lambda: not app.session.watcher.problem)
 

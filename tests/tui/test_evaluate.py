@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.report_cards import put_card
 from support.tui import record_job, wait_until
+from textual.pilot import Pilot
 from textual.widgets import Input, Label
 
 from sae_tui.app import SaeApp
@@ -51,6 +52,13 @@ def job_id(data: DataDir) -> int:
     return job_id
 
 
+async def open_job(pilot: Pilot[None], app: SaeApp, job_id: int) -> None:
+    """Open the screen of the job."""
+    await wait_until(pilot, lambda: app.session.jobs)
+    app.session.go.open_job(job_id)
+    await wait_until(pilot, lambda: app.screen.name == "job")
+
+
 async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_answer(
     make_app: MakeApp, data: DataDir, job_id: int, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,9 +66,7 @@ async def test_an_evaluation_asks_what_to_measure_and_does_not_start_without_an_
     monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one), "")[1])
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: app.session.jobs)
-        app.session.go.open_job(job_id)
-        await wait_until(pilot, lambda: app.screen.name == "job")
+        await open_job(pilot, app, job_id)
         await pilot.press("e")
         await wait_until(pilot, lambda: isinstance(app.screen, EvaluateDialog))
         boxes = {box.id: box for box in app.screen.query(Tick)}
@@ -150,9 +156,7 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
     (data.run(job_id).job_file).write_text('[data]\npath = "x"\n')
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: app.session.jobs)
-        app.session.go.open_job(job_id)
-        await wait_until(pilot, lambda: app.screen.name == "job")
+        await open_job(pilot, app, job_id)
         await pilot.press("x")
         await wait_until(pilot, lambda: isinstance(app.screen, ExportDialog))
         folder = app.screen.query_one("#folder", Input)
@@ -166,8 +170,11 @@ async def test_an_export_asks_for_format_and_folder_and_shows_its_result(
         # A folder that is used needs a tick, and no format is offered that is only read.
         folder.value = str(tmp_path)
         await pilot.press("enter")
-        await wait_until(pilot, lambda: f"There is something in {tmp_path} already." in str(answer.content))
+        await wait_until(pilot, lambda: f"{tmp_path} is not empty." in str(answer.content))
         assert [value for _, value in app.screen.query_one(Menu)._options] == list(WRITTEN_FORMATS)
+        folder.value = str(tmp_path / ("x" * 300))
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "File name too long" in str(answer.content), seconds=60)
         await pilot.press("escape")
         assert app.screen.name == "job"
 
@@ -186,9 +193,7 @@ async def test_an_export_whose_dialog_was_closed_continues_and_is_reported(
     monkeypatch.setattr(export_screen, "export_sae", export)
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: app.session.jobs)
-        app.session.go.open_job(job_id)
-        await wait_until(pilot, lambda: app.screen.name == "job")
+        await open_job(pilot, app, job_id)
         await pilot.press("x")
         await wait_until(pilot, lambda: isinstance(app.screen, ExportDialog))
         app.screen.query_one("#folder", Input).value = str(tmp_path / "out")

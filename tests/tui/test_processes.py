@@ -123,7 +123,8 @@ async def test_the_process_page_is_complete_and_a_key_shows_its_secrets(make_app
         await pilot.pause()
         assert (VALUE in page.plain) is not readonly
         assert app.screen.shows_all is not readonly
-        # Screenshots are shared, so they hide values.
+        # Screenshots are shared, so they hide values, also those below a dialog.
+        await app.push_screen(Confirm("?"))
         assert VALUE not in app.export_screenshot()
         assert VALUE not in page.plain
 
@@ -215,7 +216,7 @@ async def test_hung_reads_are_reported_do_not_pile_up_and_block_no_action(make_a
             await pilot.pause()
         assert threading.active_count() <= n_before + 1
         assert "the system does not answer" in listed.query_one(Found).text
-        for _ in range(50):  # whatever else hangs
+        for _ in range(50):  # other hung work
             app.run_worker(lambda: released.wait(60), thread=True)
         app.session.actions.do(lambda: "it was done")
         await wait_until(pilot, lambda: "It was done." in [note.message for note in app._notifications])
@@ -235,4 +236,4 @@ async def test_an_action_without_a_free_thread_or_with_an_unforeseen_error_is_re
         with monkeypatch.context() as full:
             full.setattr(threading.Thread, "start", no_thread)
             app.session.actions.do(lambda: "it was done")
-            await wait_until(pilot, lambda: any("has not begun yet" in note.message for note in app._notifications))
+            await wait_until(pilot, lambda: any("has not started yet" in note.message for note in app._notifications))
