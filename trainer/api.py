@@ -90,7 +90,7 @@ def train(
     or wrong, `UserError` if the data cannot be trained on; warn if there is too little of it.
     `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
     `held_out` are rows that `data` does not have: the result's `values` then have `heldout_fvu` and `heldout_l0` as
-    well, and a BatchTopK or Matryoshka SAE gets a threshold by which L0 is k on them.
+    well, and a BatchTopK or Matryoshka SAE gets a threshold at which L0 is k on these rows.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)

@@ -80,7 +80,7 @@ class Ring:
     def extend_history(self, readings: Iterable[Readable], uuid: str) -> None:
         """Put stored readings of a GPU, oldest first, before the live ones, in place of those put there before.
 
-        Those that are not older than the first live one are left out; all are if another GPU has this index now.
+        Only readings older than the first live one are kept; none if another GPU has this index now.
         """
         with self._lock:
             if self._uuid not in ("", uuid):

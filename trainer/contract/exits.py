@@ -23,7 +23,7 @@ class Exit(IntEnum):
     STOPPED = 3, "stopped", "The training was stopped before its end, with a checkpoint from which it can be resumed."
     JOB_FAILED = 4, "job failed", "The job that was waited for has failed; `sae-tui job ID` says why."
     JOB_LOST = 5, "job lost", "Of the job that was waited for nothing is left: its machine or all its processes went."
-    UNTOLD = 6, "done, not told", "What was asked for is done, such as a launch, but the output cannot be written."
+    UNTOLD = 6, "done, output lost", "What was asked for is done, such as a launch, but the output cannot be written."
     HUNG_UP = 129, "terminal gone", "The app's terminal is gone (128 + SIGHUP); jobs go on."
     INTERRUPTED = 130, "interrupted", "Ended by Ctrl-C (128 + SIGINT); jobs go on."
     UNREAD = 141, "nobody reads", "Whoever read the output has closed it (128 + SIGPIPE), as `head` does."

@@ -36,7 +36,7 @@ class Output(NamedTuple):
 
 
 def saelens_name(of_sae: str, *, is_transcoder: bool, has_skip: bool = False) -> str:
-    """Return SAELens' name of an architecture whose SAE it calls `of_sae`; that of "standard" is left out."""
+    """Return SAELens' name of an architecture whose SAE it calls `of_sae`, without the word "standard"."""
     if not is_transcoder:
         return of_sae
     kind = "skip_transcoder" if has_skip else "transcoder"

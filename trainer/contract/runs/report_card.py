@@ -226,7 +226,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None = None
 
 
-# The parts of a card and their titles; each is measured by itself and stays until it is measured again.
+# The parts of a card and their titles; each is measured separately and stays until it is measured again.
 ROWS, IN_MODEL, PROBES, FIRES_ON, PROMOTED = "rows", "model", "probes", "fires_on", "promoted"
 PART_TITLES = {
     ROWS: "rows",
