@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check docs reference pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install \
+.PHONY: demo test test-all check docs reference pytest explore pictures schemas man numerics test-fake-cuda test-gpu model install \
   lock clean
 
 demo: install
@@ -22,6 +22,9 @@ pytest: $(VENV)/.dev
 # little: a machine that stood still for a while fails a test that waits, and a fault fails twice.
 	$(BIN)/pytest -n 4 --dist worksteal || { [ $$? = 1 ] && \
 	  $(BIN)/pytest -n 0 --last-failed --last-failed-no-failures none --maxfail 3; }
+
+# Also what takes too long for every change: run it before a release.
+test-all: test numerics explore
 
 # Properties with examples that no run has tried yet, and more of them.
 explore: $(VENV)/.dev
