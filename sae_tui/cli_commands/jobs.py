@@ -331,9 +331,9 @@ def _reader(context: Context, job_id: int) -> JobReader:
 
 _BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")
 _AFTER_METRICS = (
-    "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host", "user", "attempt",
-    "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
-    "estimated_memory_bytes", "peak_memory_bytes", "dropped",
+    "overfitting", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
+    "user", "attempt", "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error",
+    "output_path", "estimated_memory_bytes", "peak_memory_bytes", "dropped",
 )  # fmt: skip
 
 
@@ -374,6 +374,8 @@ def _field_texts(job: JobView) -> dict[str, object]:
     """Return the fields as a person reads them; JSON has the values themselves."""
     fields = _fields(job)
     del fields["best_sae"], fields["evaluation"]
+    if not job.overfitting:
+        del fields["overfitting"]
     fields |= {"evaluation": job.evaluation.words} if job.evaluation else {}
     return {name: _field_text(job, name, value) for name, value in fields.items()}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer.contract.paths import RunPaths
+from trainer.contract.runs.how_far import OVERFITTING, RESUMED
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.follower import Follower
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
@@ -20,6 +21,8 @@ class LiveRun:
         self._follower = Follower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
+        # How the run overfitted, in words; None where it did not, and while a resumed run goes on.
+        self.overfitting: str | None = None
 
     def poll(self) -> bool:
         """Read what is new and tell whether there was anything; costs a stat and 6 µs where there is nothing."""
@@ -46,6 +49,7 @@ class LiveRun:
         if self.heartbeat:
             beat = self.heartbeat
             fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
+            fields["overfitting"] = self.overfitting
         # Values from a damaged file must not make the list of jobs unreadable.
         return fitting(fields)
 
@@ -62,3 +66,5 @@ class LiveRun:
         # What was last seen stays where the file has gone.
         if reader:
             self.heartbeat, self.latest = reader.heartbeat(), reader.latest()
+            newest = reader.newest_event((OVERFITTING, RESUMED))
+            self.overfitting = newest.message if newest and newest.kind == OVERFITTING else None

@@ -11,7 +11,7 @@ from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.find import waits
-from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.shape import dead_after_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import judged, members_of
@@ -150,7 +150,7 @@ def _memory(job: JobView, width: int) -> str:
 
 
 def _ending(detail: JobDetail, width: int) -> list[Line]:
-    """Return the reason or the result in full; while the job runs, what it is doing."""
+    """Return the reason or the result in full, or what the job is doing; after it, how it overfitted."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
     # A job in line says why it is there, not what its last attempt did in the end.
@@ -166,4 +166,9 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
         message, style = job.output_path, "accent"
     room = max(10, width - len(lost) - 1)
     first, *more = wrap(message, room) or [""]
-    return [((fit(f" {first}", room + 1), style), (lost, "warn")), *(((f" {text}", style),) for text in more)]
+    overfits = wrap(overfitting_words(job), max(10, width - 1)) if job.overfitting else []
+    return [
+        ((fit(f" {first}", room + 1), style), (lost, "warn")),
+        *(((f" {text}", style),) for text in more),
+        *(((f" {text}", "warn"),) for text in overfits),
+    ]

@@ -5,18 +5,21 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 
-from sae_tui.format import fit, wrap
+from sae_tui.format import fit, measure, wrap
 from sae_tui.jobs.launch.summary import settled, summary
 from sae_tui.jobs.output import extracts
+from sae_tui.jobs.view.reader import JobView, overfitting_words
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import SPEED, CurvePlot, members_of
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.frame import entitle
 from sae_tui.widgets.lines import Line, Span
-from trainer.contract.settings.series import CRITERION, curves
+from trainer.contract.settings.series import CRITERION, curves, series_named
 
 _ENTRY = 30  # columns of a setting with its value
 _NAME = 14
+_LEAST_SETTINGS = 1  # lines that stay if a warning is long
+FVU = series_named(CRITERION)
 
 
 class PreviewPanel(Horizontal):
@@ -45,18 +48,30 @@ class PreviewText(DetailPanel):
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size.width, self.size.height
-        why = wrap(detail.view.error, width)[: height - 1] if detail.view.error else []
+        job = detail.view
+        why = wrap(job.error, width)[: height - 1] if job.error else []
+        overfits = _overfitting(job, width, height - len(why) - _LEAST_SETTINGS)
         log = [line for line in detail.log if line.strip()]
-        room = height - len(why)
+        room = height - len(why) - len(overfits)
         settings = _settings(detail, width)[: max(1, room - min(3, len(log)) - 1)]
         end = log[-(room - len(settings) - 1) :] if room > len(settings) + 1 else []
-        gap = height - len(why) - len(settings) - len(end)
+        gap = room - len(settings) - len(end)
         return [
             *(((fit(text, width), "bad"),) for text in why),
+            *(((fit(text, width), "warn"),) for text in overfits),
             *settings,
             *[((" " * width, "text"),)] * gap,
             *(((fit(line, width), "dim"),) for line in end),
         ]
+
+
+def _overfitting(job: JobView, width: int, height: int) -> list[str]:
+    """Return how the job overfitted, in few words where the whole sentence does not fit into `height` lines."""
+    if not job.overfitting:
+        return []
+    both = f"overfits: FVU {measure(job.fvu, FVU)} in training, {measure(job.heldout_fvu, FVU)} held out"
+    wordings = (wrap(words, width) for words in (overfitting_words(job), both, "overfits"))
+    return next((lines for lines in wordings if len(lines) <= height), [])
 
 
 def _settings(detail: JobDetail, width: int) -> list[Line]:

@@ -431,7 +431,9 @@ def test_the_first_fvu_is_held_out_and_the_fvu_of_the_batches_is_marked(shell):
     config = "[sae]\nk = [8, 32]\nd_sae = 1536\ndead_after_tokens = 20000\n"
     values = {"step": 10, "total_steps": 10, "tokens": 1000, "l0": 32.0, "dead_fraction": 0.004}
     fresh = record(shell, JobState.FAILED, config=config, fvu=0.08, **values)
-    done = record(shell, JobState.STOPPED, fvu=0.08, heldout_fvu=0.1341, heldout_l0=36.4, **values)
+    overfits = "held-out FVU was best at step 5 (0.1200; 0.1341 at the end)"
+    of_end = {"heldout_fvu": 0.1341, "heldout_l0": 36.4, "overfitting": overfits}
+    done = record(shell, JobState.STOPPED, fvu=0.08, **of_end, **values)
     heading, *rows = (line.split() for line in shell.run("jobs", "--sort", "fvu").stdout.splitlines())
     shown = [dict(zip(heading, row, strict=False)) for row in rows]
     assert [(row["ID"], row["FVU"], row["L0"]) for row in shown] == [
@@ -439,9 +441,11 @@ def test_the_first_fvu_is_held_out_and_the_fvu_of_the_batches_is_marked(shell):
         (str(fresh), "~0.08", "~32"),
     ]
     assert (shown[1]["K"], shown[1]["D_SAE"], shown[1]["DEAD"]) == ("8…32", "1,536", "0.4%")
-    listed = {job["id"]: (job["fvu"], job["heldout_fvu"], job["heldout_l0"]) for job in shell.json("jobs")}
-    assert listed == {fresh: (0.08, None, None), done: (0.08, 0.1341, 36.4)}
+    listed = {job["id"]: tuple(job[name] for name in ("fvu", *of_end)) for job in shell.json("jobs")}
+    assert listed == {fresh: (0.08, None, None, None), done: (0.08, 0.1341, 36.4, overfits)}
+    assert re.search(rf"^overfitting +{re.escape(overfits)}$", shell.run("job", done).stdout, re.MULTILINE)
     text = shell.run("job", fresh).stdout
+    assert "overfitting" not in text
     assert re.search(r"^held-out FVU +-\nbatch FVU +0\.08$", text, re.MULTILINE)
     assert re.search(r"^dead +0\.4% \(in 20,000 tokens\)$", text, re.MULTILINE)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
-from support.tui import record_job, record_metrics, wait_until
+from support.tui import NOW, record_job, record_metrics, wait_until
 
 from sae_tui.panels.curves import CurvePlot
+from sae_tui.panels.headline import Headline
 from sae_tui.panels.preview import PreviewPanel, PreviewText
+from trainer.contract.runs.checkpoint_manifest import Best
+from trainer.contract.runs.how_far import OVERFITTING, RESUMED, HowFar
 from trainer.contract.settings.job_file import dump_job, parse_any
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.rows import Event
 from trainer.contract.store.states import JobState
 
 
@@ -42,6 +49,34 @@ async def test_the_job_under_the_cursor_is_previewed_and_another_once_the_cursor
         await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
         await pilot.press("escape", "up")
         await titled(pilot, "Job 2")
+
+
+def report(data, job_id: int, kind: str, message: str) -> None:
+    """Write an event of a run, as its rank 0 does."""
+    with closing(SeriesWriter(data.run(job_id).metrics_db)) as writer:
+        beat = Heartbeat("training", 400, 400, 400 * 8192, NOW)
+        writer.write([], beat, [Event(timestamp=NOW, level="warning", kind=kind, message=message)])
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_preview_and_screen_of_a_job_say_that_it_overfits_until_it_is_resumed(make_app, data, size) -> None:
+    job_id = record_job(data, "few rows", JobState.RUNNING, total_steps=400)
+    record_metrics(data, job_id)
+    how_far = HowFar(step=400, total_steps=400, passes=18.2, fvu=0.08, heldout_fvu=0.141, best=Best(300, 0.134))
+    report(data, job_id, OVERFITTING, how_far.overfitting)
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        await titled(pilot, "Job 1 · few rows")
+        await wait_until(pilot, lambda: "overfits" in text(app))
+        few, many = "overfits: FVU 0.1254 in training, 0.1754 held out ", f"overfits: {how_far.overfitting} "
+        assert (few if size == (80, 24) else many) in " ".join(text(app).split())
+        assert "architecture" in text(app)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.screen.name == "job" and app.session.detail is not None)
+        head = app.screen.query_one(Headline)
+        await wait_until(pilot, lambda: "best at step 300 (0.1340" in " ".join(head.plain.split()))
+        report(data, job_id, RESUMED, "resumed at step 400")
+        await wait_until(pilot, lambda: "overfits" not in head.plain)
 
 
 async def test_an_extraction_is_previewed_by_its_speed(make_app, data) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.activations.heavy_dimensions import HeavyDimensions
 from trainer.activations.outliers import LeftOut
 from trainer.contract.runs.checkpoint_manifest import Best
-from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, PASSES
+from trainer.contract.runs.how_far import BEST_FVU, BEST_STEP, OVERFITTING, PASSES
 from trainer.contract.runs.report_card import held_out_words
 from trainer.contract.settings.knobs import show
 from trainer.contract.settings.series import HELD_OUT, NOT_FINITE, OUTLIERS, PER_RANK, log_words, series_named, title_of
@@ -148,7 +148,7 @@ class Report:
 
     def overfitting(self, message: str) -> None:
         """Warn that an SAE is clearly better on its training rows than on others."""
-        self.warn("overfitting", message)
+        self.warn(OVERFITTING, message)
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
         level = level or ("warning" if kind in ("skipped", "missed_l0", "given_up") else "info")

@@ -30,7 +30,7 @@ from trainer.contract.planning.rows_on_gpu import most_kept
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.runs.checkpoint_manifest import Best, Position, State, resumed_state
 from trainer.contract.runs.data_record import news_of_data
-from trainer.contract.runs.how_far import HowFar
+from trainer.contract.runs.how_far import RESUMED, HowFar
 from trainer.contract.runs.recipe import Recipe, recipe_of
 from trainer.contract.runs.report_card import copies_sentence
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -259,7 +259,7 @@ class Trainer:
             tensors, self.position = load(resume_from)
             for label, learner in self.learners.items():
                 learner.state.load(under(tensors, f"{label}/"))
-            self._progress.event("resumed", f"resumed at step {self.position.step}")
+            self._progress.event(RESUMED, f"resumed at step {self.position.step}")
             rank_log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
             for sampler, learners in self._of_hooks(self.learners):

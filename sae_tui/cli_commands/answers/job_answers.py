@@ -42,6 +42,10 @@ _JOB: dict[str, tuple[object, str]] = {
     "tokens": (int, "Tokens trained on; of an extraction rows stored."),
     "loss": (float | None, "Newest loss; null: none yet."),
     **metrics(),
+    "overfitting": (
+        str | None,
+        "How much better it fits its training rows than others, and when it was best; null: it does not overfit.",
+    ),
     "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
     "device": (word("cuda", "cpu"), "What it runs on."),
     "gpu_ids": (list_of(int), "Indices of its GPUs; none on the CPU, or before it has them."),

@@ -77,6 +77,11 @@ def newest_value(job: Job, name: str) -> float | None:
     return job.others.get(name) if isinstance(job, JobView) else None
 
 
+def overfitting_words(job: Job) -> str:
+    """Return how a job overfitted, as screens show it; "" for a job that did not."""
+    return f"overfits: {job.overfitting}" if job.overfitting else ""
+
+
 def judged_value(job: Job, name: str) -> tuple[float | None, bool]:
     """Return the value of a metric that a job is judged by, and whether it is only of the last batches.
 

@@ -10,9 +10,11 @@ import pytest
 from sae_tui.jobs.supervisor import follow_run
 from sae_tui.jobs.supervisor.follow_run import Watch
 from trainer.contract.planning.plan import Plan
+from trainer.contract.runs.how_far import OVERFITTING, RESUMED
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.rows import Event
 from trainer.contract.store.states import JobState
 
 
@@ -88,6 +90,25 @@ def test_a_job_that_goes_on_runs_only_once_its_new_ranks_have_begun(box, watchin
         writer.write([], Heartbeat("resuming", 30, 100, 3000, 2.0))
         followed.poll()
     assert (box.job(1).state, box.job(1).step) == (JobState.RUNNING, 30)
+
+
+def test_that_a_run_overfitted_is_in_the_job_s_row_until_the_run_is_resumed(box, watching, monkeypatch):
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
+    paths = box.data.run(1)
+    paths.create()
+
+    def report(step: int, kind: str) -> str | None:
+        event = Event(timestamp=step, level="warning", kind=kind, message=f"{kind} at step {step}")
+        writer.write([], Heartbeat("training", step, 100, 100 * step, float(step)), [event])
+        followed.poll()
+        return box.job(1).overfitting
+
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        followed = watching(JobState.STARTING)
+        assert report(40, "card") is None
+        assert report(50, OVERFITTING) == report(51, "card") == "overfitting at step 50"
+        assert report(60, RESUMED) is None
+        assert report(70, OVERFITTING) == "overfitting at step 70"
 
 
 def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_alive(box, watching, monkeypatch):

@@ -14,6 +14,8 @@ from trainer.contract.store.rows import Count
 
 # The names of its series in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
+# The kinds of the events of a run's store that say that it overfits, and that it goes on after that.
+OVERFITTING, RESUMED = "overfitting", "resumed"
 # The largest normal gap between held-out and training FVU, as a share; unseen texts alone make 4 to 12 %.
 MOST_GAP = 0.25
 _PREFIX = "training_"
@@ -74,7 +76,7 @@ class HowFar(msgspec.Struct, frozen=True, kw_only=True):
         passes = f", {self.passes:,.1f} passes over the training rows" if self.passes is not None else ""
         yield "training", self.unfinished or f"finished after {self.step:,} steps{passes}"
         if self.overfitting:
-            yield "overfitting", self.overfitting
+            yield OVERFITTING, self.overfitting
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata of an export."""

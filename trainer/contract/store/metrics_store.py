@@ -6,7 +6,7 @@ import contextlib
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,13 @@ class SeriesReader:
         with explain_errors(self.path):
             rows = self._db.execute("SELECT timestamp, level, kind, message FROM events ORDER BY id").fetchall()
         return list(readable([dict(row) for row in rows], Event))
+
+    def newest_event(self, kinds: Sequence[str]) -> Event | None:
+        """Return the newest event of these kinds; None where there is none that can be read."""
+        chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
+        with explain_errors(self.path):
+            rows = self._db.execute(chosen, kinds).fetchall()
+        return next(readable([dict(row) for row in rows], Event), None)
 
 
 def best_sae(latest: Mapping[str, float]) -> str:

@@ -126,6 +126,11 @@ def control_008(db: Database) -> None:
     db.execute(f'UPDATE jobs SET "after" = ({kept}) WHERE CASE json_valid("after") WHEN 1 THEN "after" != \'[]\' END')
 
 
+def control_009(db: Database) -> None:
+    """Add the sentence on a job whose SAEs fit their training rows clearly better than others."""
+    db.table("jobs").add_column("overfitting", str)
+
+
 def metrics_001(db: Database) -> None:
     """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -165,10 +170,13 @@ def gpu_002(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008),
+    "control": (
+        control_001, control_002, control_003, control_004, control_005, control_006, control_007, control_008,
+        control_009,
+    ),
     "metrics": (metrics_001,),
     "gpu": (gpu_001, gpu_002),
-}
+}  # fmt: skip
 
 
 # What makes the tables of a new store of each kind, in its newest form.

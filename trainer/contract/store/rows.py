@@ -102,6 +102,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Measured on held-out rows; `fvu` and `l0` are of the last batches.
     heldout_fvu: float | None = None
     heldout_l0: float | None = None
+    # Set at the end of a run that fits its training rows clearly better than others, or was better before.
+    overfitting: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
     # The id of its machine, since the host name may change; "" or None if unknown.
