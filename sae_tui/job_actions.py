@@ -53,6 +53,10 @@ class Known(Protocol):
     def choices(self) -> tuple[GpuChoice, ...]: ...
 
 
+# The answer to the question before a stop that cools a training down first.
+FINISH_EARLY = "Finish early"
+
+
 class Also(NamedTuple):
     """Another way than yes to answer a question, and what it does."""
 
@@ -68,7 +72,7 @@ class Front(Protocol):
     def do(self, act: Callable[[], str]) -> object: ...
 
 
-def _steps_to_finish(job: Job) -> int | None:
+def steps_to_finish(job: Job) -> int | None:
     """Return over how many steps a job would cool down that is asked to finish now; None where it cannot be."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or extracts(job.config):
@@ -77,14 +81,18 @@ def _steps_to_finish(job: Job) -> int | None:
     return cool_down.end - cool_down.begin if cool_down else None
 
 
+def early_words(steps: int) -> str:
+    """Return what the answer "Finish early" does to a job that would cool down over these steps."""
+    return f"Or finish it early: it cools down over {plural(steps, 'step')}, which most of its quality comes from."
+
+
 def _stop_question(job: JobView) -> tuple[str, str]:
     """Return the question to ask before a job is stopped, and the label for yes."""
     which = f"job {job.id} ({job.name})"
     if is_cooling(job):
         return f"J{which[1:]} is {phase_words(job)}. Stop it now? It saves a checkpoint first.", "Stop"
-    if (steps := _steps_to_finish(job)) is not None:
-        early = f"Or finish it early: it cools down over {plural(steps, 'step')}, which most of its quality comes from."
-        return f"Stop {which}? It saves a checkpoint first.\n\n{early}", "Stop"
+    if (steps := steps_to_finish(job)) is not None:
+        return f"Stop {which}? It saves a checkpoint first.\n\n{early_words(steps)}", "Stop"
     if job.state != JobState.QUEUED:
         kept = "Its whole shards stay." if extracts(job.config) else "It saves a checkpoint first."
         return f"Stop {which}? {kept}", "Stop"
@@ -169,11 +177,11 @@ class JobActions:
             self.ask(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
         else:
             early = functools.partial(edits.finish, self._known.data, job_id)
-            offered = _steps_to_finish(job) is not None
+            offered = steps_to_finish(job) is not None
             self.ask(
                 *_stop_question(job),
                 functools.partial(edits.stop, self._known.data, job_id),
-                Also("Finish early", lambda: self.do(early)) if offered else None,
+                Also(FINISH_EARLY, lambda: self.do(early)) if offered else None,
             )
 
     def pause(self, job_id: int) -> None:

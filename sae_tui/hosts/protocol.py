@@ -100,6 +100,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     d_sae: str = ""
     tokens_per_s: Speed | None = None
     progress: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    phase: str = ""
     eta_s: Duration | None = None
     created: Time = 0.0
     queued: Time | None = None

@@ -15,6 +15,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import BLANK, Past
 from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView
+from sae_tui.job_actions import FINISH_EARLY, Also, early_words, steps_to_finish
 from sae_tui.jobs.states import ENDED, stands
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.aggregate import Total, totals
@@ -160,11 +161,13 @@ class DashboardHosts:
     def _run(self, verb: str, host: str, job: JobView) -> None:
         words = _words(verb, job)
         errand = partial(self._hosts.run, host, *words)
+        actions = self._session.actions
         if verb == "stop":
-            question, yes = _stop_question(host, job)
-            self._session.actions.ask(question, yes, errand)
+            early = partial(self._hosts.run, host, *words, "--finish")
+            also = None if _early_steps(job) is None else Also(FINISH_EARLY, lambda: actions.do(early))
+            actions.ask(*_stop_question(host, job), errand, also)
         else:
-            self._session.actions.do(errand)
+            actions.do(errand)
 
 
 def _words(verb: str, job: JobView) -> list[str]:
@@ -186,6 +189,14 @@ def _obstacle(verb: str, job: JobView) -> str:
     return ENDED[job.state] if job.state.is_final else ""
 
 
+def _early_steps(job: JobView) -> int | None:
+    """Return over how many steps a job would cool down; None where it cannot be asked to finish early.
+
+    The config of a job is not sent: a loss tells a training from an extraction.
+    """
+    return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
+
+
 def _stop_question(host: str, job: JobView) -> tuple[str, str]:
     """Return the question before a job is stopped, and the label for yes."""
     which = f"job {job.id} ({job.name}) of {host}"
@@ -193,4 +204,6 @@ def _stop_question(host: str, job: JobView) -> tuple[str, str]:
         return f"J{which[1:]} is stopping. End it at once? What it has not saved is lost.", "End it"
     if job.state is JobState.QUEUED and not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
-    return f"Stop {which}? It saves first.", "Stop"
+    steps = _early_steps(job)
+    early = "" if steps is None else f"\n\n{early_words(steps)}"
+    return f"Stop {which}? It saves first.{early}", "Stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from sae_tui.hosts.hosts import Hosts
 from sae_tui.hosts.view import HostView, Stage
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -63,6 +66,7 @@ def streams(folder: Path) -> list[str]:
 def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_path) -> None:
     data = DataDir(tmp_path / "data" / "demo")
     data.create()
+    trains = record_job(data, "trains", JobState.RUNNING, host=socket.gethostname(), step=200, total_steps=2000)
     job_id = record_job(data, "theirs", JobState.QUEUED, host="elsewhere")
     sshd.install(tmp_path / "data")
     hosts = Hosts(["gpu1"], sshd.ssh, demo=True)
@@ -74,6 +78,9 @@ def test_a_host_is_followed_over_a_cut_line_and_nothing_stays_there(sshd, tmp_pa
     assert wait_for(hosts, lambda view: view.jobs[0].held)
     with pytest.raises(UserError, match="on gpu1: there is no job 99"):
         hosts.run("gpu1", "stop", "99")
+    assert hosts.run("gpu1", "stop", str(trains), "--finish").startswith(f"on gpu1: job {trains} cools down over")
+    with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+        assert control.open_requests(trains) == {"finish"}
     sshd.cut()
     assert wait_for(hosts, lambda view: view.stage is Stage.CUT).jobs
     again = wait_for(hosts, lambda view: view.is_connected and view.cards)

@@ -134,6 +134,30 @@ async def test_a_job_there_is_stopped_paused_and_resumed_there(make_app, folder)
         assert ["resume", "7"] not in runs_of(folder)
 
 
+async def test_a_training_there_can_finish_early_and_what_makes_no_steps_cannot(make_app, folder) -> None:
+    trains = {"name": "a training", "loss": 0.2, "step": 200, "total_steps": 2000}
+    jobs = [{"id": 8, "name": "rows"}, trains | {"id": 7}, trains | {"id": 6, "phase": "cooling down"}]
+    jobs_line = f'say({{"type": "jobs", "jobs": [JOB | one for one in {jobs!r}]}}); say({{"type": "gpus"}}); stay()'
+    app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, f"say(HELLO); {jobs_line}")))
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: "a training" in text(app, JobsPanel))
+        assert "▶ cooling" in text(app, JobsPanel)
+        asked = []
+        for key in ("end", "up", "up"):
+            await pilot.press(key, "s")
+            await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+            asked.append(app.screen.query_one("#question").render().plain)
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: not isinstance(app.screen, Confirm))
+        assert ["finish it early" in question for question in asked] == [False, True, False]
+        assert "it cools down over 30 steps" in asked[1]
+        await pilot.press("down", "s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("f")
+        await wait_until(pilot, lambda: ["stop", "7", "--finish"] in runs_of(folder))
+        assert ["stop", "7"] not in runs_of(folder)
+
+
 async def test_enter_on_a_host_shows_who_computes_there(make_app, folder) -> None:
     app = make_app(4, hosts=Hosts(["gpu1"], far_side(folder, THEIRS + "stay()")))
     async with app.run_test(size=(120, 40)) as pilot:
