@@ -41,8 +41,10 @@ LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
 # Numbers of tokens are alike up to this factor: a run ends with a whole step.
 LIKE = 1.02
+# What is compared like a setting: an automatic batch is smaller in a short run.
+TOKENS_PER_STEP = "tokens per step"
 # Settings that say how a job is trained: of an SAE that was not trained here, nothing.
-_OF_TRAINING = ("train.", "parallel.", "launch.", "ran as")
+_OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -142,7 +144,7 @@ def differences(saes: Sequence[Sae]) -> list[Line]:
 
 
 def _settings(sae: Sae) -> dict[str, Any]:
-    all_of_it = {**sae.settings, "ran as": _ran_as(sae)}
+    all_of_it = {**sae.settings, TOKENS_PER_STEP: _tokens_per_step(sae), "ran as": _ran_as(sae)}
     return {path: value for path, value in all_of_it.items() if not (_is_imported(sae) and _is_of_training(path))}
 
 
@@ -315,6 +317,11 @@ def _duration_s(sae: Sae) -> float | None:
 def _ran_as(sae: Sae) -> str:
     job = sae.job
     return f"{job.mode}, {job.world_size} × {job.device}"
+
+
+def _tokens_per_step(sae: Sae) -> int | None:
+    """Return the tokens of a step, which follow from the length of the run where the batch is automatic."""
+    return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 
 def _value(value: Any) -> str:

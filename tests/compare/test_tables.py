@@ -27,6 +27,13 @@ def test_how_a_job_ran_is_a_difference_too() -> None:
     assert line.words() == ["single, 1 × cpu", "ddp, 2 × cuda"]
 
 
+def test_runs_of_other_lengths_differ_in_the_tokens_of_an_automatic_batch() -> None:
+    short, long = sae(1, step=521, tokens=300_096), sae(2, step=1954, tokens=2_000_896)
+    (line,) = differences([short, long])
+    assert (line.title, line.values) == ("tokens per step", (576, 1024))
+    assert differences([long, sae(3, step=977, tokens=1_000_448)]) == []
+
+
 @pytest.mark.parametrize(
     ("values", "better", "places"),
     [

@@ -75,6 +75,7 @@ class LanguageModel:
         self.tokenizer = Tokenizer(tokenizer)
         self.tokenizer.require_room(job.text.context)
         _require_context(model.config, job.text.context)
+        self.window_before = _window_before(model.config, job.text.context)
         self._blocks = find_blocks(model)
         self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
         # What TransformerLens calls them.
@@ -255,6 +256,15 @@ def _require_context(config: Any, context: int) -> None:
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(most, int) and 0 < most < context:
         raise UserError(f"text.context: must be at most {most}, which is what the model sees at once, not {context}")
+
+
+def _window_before(config: Any, context: int) -> int | None:
+    """Return the window from which a model's positions depend on the longest context of a batch; None if all fit."""
+    of_text = config.get_text_config()
+    rope = getattr(of_text, "rope_parameters", None) or getattr(of_text, "rope_scaling", None) or {}
+    window = rope.get("original_max_position_embeddings") or getattr(of_text, "original_max_position_embeddings", None)
+    depends = {"longrope", "dynamic"} & {rope.get("rope_type"), rope.get("type")}
+    return window if depends and isinstance(window, int) and window < context else None
 
 
 def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:

@@ -33,6 +33,8 @@ def facts_of_all(job: ExtractJob, model: LanguageModel) -> dict[str, Any]:
         "tokens_after_text": model.tokenizer.after,
         "documents_share_contexts": model.packs,
         "context_size": job.text.context,
+        # Longer contexts of a batch change the positions of the others (longrope, dynamic NTK).
+        **({"rows_depend_on_batch_above": model.window_before} if model.window_before else {}),
         "dataset_path": job.text.path or job.text.dataset,
         "dataset_subset": job.text.subset,
         "dataset_split": job.text.split if job.text.dataset or is_data_set(str(job.text.path)) else None,

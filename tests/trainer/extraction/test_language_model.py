@@ -246,6 +246,16 @@ def test_a_context_longer_than_the_models_is_refused(tiny) -> None:
     require_refused("text.context: must be above 2", tiny("bert"), context=2, skip_first=0)
 
 
+def test_a_context_above_the_window_of_longrope_is_noted(copy) -> None:
+    folder = copy("llama")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    factors = [1.0] * (config.head_dim // 2)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": CONTEXT // 2}
+    edit(folder / "config.json", rope_parameters=rope | {"short_factor": factors, "long_factor": factors})
+    assert load(folder, context=CONTEXT).window_before == CONTEXT // 2
+    assert load(folder, context=CONTEXT // 2).window_before is None
+
+
 def test_token_ids_that_the_model_does_not_know_are_refused(tiny) -> None:
     model = load(tiny("gpt2"))
     for unknown in (300, -100):
