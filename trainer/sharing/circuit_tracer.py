@@ -20,12 +20,20 @@ from trainer.sharing.reading import checked, converted, read_safetensors, read_t
 
 CONFIG = "config.yaml"
 _THRESHOLD = "activation_function.threshold"
+_TOPK, _MOST_DIGITS = "topk", 10
+# Without TopK the files decide: a threshold, or else a ReLU.
+_ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
+# What a reader of a TopK transcoder has to know.
+_OF_TOPK = (
+    "circuit-tracer reads TopK from version 0.5.0 on, by activation and k in config.yaml; it also keeps negative "
+    "activations among the k largest"
+)
 LAYER_FILE = re.compile(r"layer_[0-9]{1,4}\.safetensors")
 _SETTING = re.compile(r"([a-z_]+):[ \t]*([^#\[{|>&*!]*?)(?:[ \t]+#.*)?")
 
 
 class CircuitTracer(Format):
-    """Holds transcoders of one width with a ReLU or a threshold; the files of all layers together make a set."""
+    """Holds transcoders of one width with a ReLU, a threshold or TopK; the files of all layers together make a set."""
 
     files = (CONFIG, "layer_*.safetensors")
     reads = ((CONFIG, "layer_N.safetensors"),)
@@ -35,14 +43,13 @@ class CircuitTracer(Format):
             return "circuit-tracer takes transcoders, and this is an SAE; train one with data.hook = mlp.LAYER"
         if sae.d_in != sae.d_out:
             return f"circuit-tracer knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}"
-        if sae.form not in ("standard", "jumprelu"):
-            return f"circuit-tracer knows a ReLU or a threshold, and this is exported as {sae.architecture}"
+        if sae.form not in ("standard", "jumprelu", _TOPK):
+            return f"circuit-tracer knows a ReLU, a threshold or TopK, and this is exported as {sae.architecture}"
         return None
 
     def write(self, sae: Shared, folder: Path) -> list[str]:
         self.write_set([sae], folder)
-        told = layer_of(sae) is not None
-        return [] if told else ["the data does not tell its layer: rename layer_0.safetensors after it"]
+        return notes_of_set([member_of(sae)])
 
     def write_set(self, saes: Iterable[Shared], folder: Path) -> None:
         """Write transcoders of different layers, none of which is refused, as one set, whole or not at all."""
@@ -59,17 +66,24 @@ class CircuitTracer(Format):
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
         file = layer_file(place) or place
         config = with_given(_read_yaml(folder_of(place) / CONFIG), given)
-        wanted(config, folder_of(place) / CONFIG, model_kind=("transcoder_set",))
+        of_set = folder_of(place) / CONFIG
+        wanted(config, of_set, model_kind=("transcoder_set",), activation=_ACTIVATIONS)
         tensors = read_safetensors(file)
         names = {"W_enc": "W_enc", "W_dec": "W_dec", "b_enc": "b_enc", "b_dec": "b_dec"}
         names |= {"threshold": _THRESHOLD} if _THRESHOLD in tensors else {}
         names |= {"W_skip": "W_skip"} if "W_skip" in tensors else {}
         weights = taken(tensors, names, file, transposed=("W_enc",))
         form = "jumprelu" if "threshold" in weights else "standard"
+        k = None
+        if config.get("activation") == _TOPK:
+            # Of YAML only the texts are read.
+            text = str(config.get("k", ""))
+            form, k = _TOPK, int(text) if text.isdecimal() and len(text) < _MOST_DIGITS else None
         name = saelens_name(form, is_transcoder=True, has_skip="W_skip" in weights)
+        own = {"architecture": name, **({"k": k} if form == _TOPK else {})}
         facts = _origin(config, int(file.stem.removeprefix("layer_")))
         # circuit-tracer passes negative activations where a threshold is below 0; `checked` refuses such thresholds.
-        sae = checked(Shared({"architecture": name}, weights, facts, is_transcoder=True), file)
+        sae = checked(Shared(own, weights, facts, k=k, is_transcoder=True), file)
         return converted(sae, file)
 
 
@@ -99,12 +113,13 @@ class Member(NamedTuple):
     d_in: int
     d_sae: int
     has_skip: bool
+    k: int | None
     config: str
 
 
 def member_of(sae: Shared) -> Member:
     """Return what counts of a transcoder for its set."""
-    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _config(sae))
+    return Member(layer_of(sae), sae.d_in, sae.d_sae, sae.has_skip, _k_of(sae), _config(sae))
 
 
 def refusal_of_set(members: Sequence[Member]) -> str | None:
@@ -114,19 +129,35 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
         return f"the data of transcoder {layers.index(None) + 1} does not tell its layer; export it alone and rename it"
     if twice := [layer for layer in layers if layers.count(layer) > 1]:
         return f"several transcoders are of layer {twice[0]}; name one run for each layer"
-    for name in ("d_in", "d_sae", "has_skip"):
+    for name in ("d_in", "d_sae", "has_skip", "k"):
         if len(values := {getattr(one, name) for one in members}) > 1:
-            listed = " and ".join(map(str, sorted(values)))
+            listed = " and ".join(sorted(map(str, values)))
             return f"circuit-tracer takes transcoders of one kind as a set, and {name} is {listed}"
     if len({one.config for one in members}) > 1:
         return "the transcoders are of different models or places of their layers; name runs on one model's MLPs"
     return None
 
 
+def notes_of_set(members: Sequence[Member]) -> list[str]:
+    """Return what to know of a written set: layers that are unknown or missing, and how TopK is read."""
+    layers = [one.layer for one in members]
+    notes = ["the data does not tell its layer: rename layer_0.safetensors after it"] if None in layers else []
+    known = {layer for layer in layers if layer is not None}
+    if missing := sorted(set(range(max(known, default=0))) - known):
+        listed = ", ".join(map(str, missing))
+        notes.append(f"circuit-tracer loads a set from layer 0 on without a gap, and has none of {listed}")
+    return notes + [_OF_TOPK] * any(one.k is not None for one in members)
+
+
 def layer_of(sae: Shared) -> int | None:
     """Return the layer that a transcoder reads, a part of its file's name; None where nobody knows."""
     layer = sae.metadata.get("hook_layer")
     return layer if isinstance(layer, int) and layer >= 0 else None
+
+
+def _k_of(sae: Shared) -> int | None:
+    """Return k of a TopK transcoder; None for any other."""
+    return int(sae.config["k"]) if sae.form == _TOPK else None
 
 
 def _tensors(sae: Shared) -> dict[str, Tensor]:
@@ -149,6 +180,7 @@ def _config(sae: Shared) -> str:
         "feature_input_hook": _site(facts.get("hook_name")),
         "feature_output_hook": _site(facts.get("hook_name_out")),
         "scan": "",
+        **({"activation": _TOPK, "k": k} if (k := _k_of(sae)) is not None else {}),
     }
     return "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
 

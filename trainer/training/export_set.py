@@ -13,7 +13,7 @@ from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.run_job import load_run_job
 from trainer.contract.settings import catalog
 from trainer.sharing.base import Shared
-from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, refusal_of_set
+from trainer.sharing.circuit_tracer import CircuitTracer, layer_of, member_of, notes_of_set, refusal_of_set
 from trainer.training.export_checkpoint import (
     checkpoint_of,
     labels_of,
@@ -78,7 +78,7 @@ def export_set(
         "notes": [
             *(f"{name} is not written: {reason}" for name, reason in left_out.items()),
             *unfinished,
-            *_gaps([one.layer or 0 for one in members]),
+            *notes_of_set(members),
         ],
     }
 
@@ -93,9 +93,3 @@ def _transcoders(checkpoints: Sequence[tuple[Path, Path]], only: Sequence[str]) 
             for label, sae in shared_saes(run_dir, job, tensors, read_state(checkpoint), None, labels):
                 name = " ".join(word for word in (run_dir.name if len(checkpoints) > 1 else "", label) if word)
                 yield name, position.step, sae
-
-
-def _gaps(layers: Sequence[int]) -> list[str]:
-    missing = sorted(set(range(max(layers))) - set(layers))
-    listed = ", ".join(map(str, missing))
-    return [f"circuit-tracer loads a set from layer 0 on without a gap, and has none of {listed}"] if missing else []

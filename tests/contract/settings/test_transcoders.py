@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job_file import parse_job
-from trainer.contract.settings.transcoders import set_problems, transcoder_problems
+from trainer.contract.settings.transcoders import transcoder_problems
 
 
 def problems_of(sae: dict, d_out: int | None) -> list[str]:
@@ -40,19 +38,3 @@ def test_an_sae_has_no_skip_connection() -> None:
     assert problems_of({"skip": True}, None) == [
         "sae.skip: only a transcoder has a skip connection; give data.target_path, or set it to false"
     ]
-
-
-@pytest.mark.parametrize("architecture", ["topk", ["jumprelu", "topk"]])
-def test_that_circuit_tracer_takes_no_topk_of_several_layers_is_told_beforehand(architecture: Any) -> None:
-    def warned(hook: str, architecture: Any, d_out: int | None = 32) -> list[str]:
-        job, _ = parse_job({"data": {"path": "rows", "hook": hook}, "sae": {"architecture": architecture}})
-        assert job is not None
-        return [f"{problem.severity}: {problem}" for problem in set_problems(job, d_out)]
-
-    assert warned("mlp.0-2", architecture) == [
-        'warning: sae.architecture: circuit-tracer takes no "topk" as a set of layers; '
-        'use "batch_topk" or "jumprelu" for it'
-    ]
-    assert warned("mlp.0-2", ["batch_topk", "jumprelu"]) == []
-    assert warned("mlp.0", architecture) == []
-    assert warned("resid_post.0-2", architecture, None) == []

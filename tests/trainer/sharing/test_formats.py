@@ -15,6 +15,7 @@ from support.features import MOVED, SPREAD, features_file
 from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
+from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import FORMATS
 from trainer.saes.base import Sae
 from trainer.saes.topk import TopK
@@ -104,7 +105,7 @@ def test_sparsify_computes_what_the_trainer_does(
 
 
 @pytest.mark.parametrize("skip", [False, True], ids=["plain", "skip"])
-@pytest.mark.parametrize("kind", TRANSCODERS)
+@pytest.mark.parametrize("kind", [*TRANSCODERS, "topk"])
 @torch.no_grad()
 def test_circuit_tracer_computes_what_the_transcoder_does(
     kind: str, skip: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,20 +113,42 @@ def test_circuit_tracer_computes_what_the_transcoder_does(
     tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
     yaml = pytest.importorskip("yaml")
     _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32, skip=skip)
-    assert notes == []
+    gap, *of_topk = notes
+    assert gap == "circuit-tracer loads a set from layer 0 on without a gap, and has none of 0, 1"
+    assert ["from version 0.5.0 on" in note for note in of_topk] == ([True] if kind == "topk" else [])
     config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
     assert config == {
         "model_kind": "transcoder_set", "model_name": "gpt2", "feature_input_hook": "mlp.hook_in",
-        "feature_output_hook": "hook_mlp_out", "scan": "",
+        "feature_output_hook": "hook_mlp_out", "scan": "", **({"activation": "topk", "k": 8} if of_topk else {}),
     }  # fmt: skip
     hooks = {name: config[name] for name in ("scan", "feature_input_hook", "feature_output_hook")}
     files = {0: str(tmp_path / "set" / "layer_2.safetensors")}
     for lazy in (False, True):
         cpu = torch.device("cpu")
         (loaded,) = tracer.load_transcoder_set(files, device=cpu, lazy_encoder=lazy, lazy_decoder=lazy, **hooks)
+        if of_topk:
+            loaded.activation_function = k_largest
         acts = loaded.encode(expected.x)
         assert (loaded.W_skip is not None) == skip
         assert_computes(acts, loaded.decode(acts, expected.x), expected)
+    read = form_of("circuit-tracer").read(tmp_path / "set")
+    assert (read.form, read.k) == (("topk", 8) if of_topk else (read.form, None))
+
+
+def k_largest(pre_acts: Tensor) -> Tensor:
+    """Keep the 8 largest pre-activations of each row, as the TopK of circuit-tracer 0.5.0, which the fork lacks."""
+    largest = pre_acts.topk(8)
+    return torch.zeros_like(pre_acts).scatter(-1, largest.indices, largest.values)
+
+
+@pytest.mark.parametrize("k", ["", "k: 0\n", "k: many\n", "k: 99999999999\n"])
+def test_topk_of_circuit_tracer_without_its_k_is_one_sentence(k: str, tmp_path: Path) -> None:
+    written("circuit-tracer", "topk", tmp_path, d_out=32)
+    config = tmp_path / "config.yaml"
+    config.write_text(config.read_text().replace("k: 8\n", k))
+    with pytest.raises(UserError, match=r"\bk\b") as error:
+        form_of("circuit-tracer").read(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +158,6 @@ def test_circuit_tracer_computes_what_the_transcoder_does(
         ("sparsify", "topk", 20, "sparsify knows one width only, and this maps 32 dimensions to 20"),
         ("saelens", "topk", 32, "SAELens knows no transcoder with k latents per token; give --format sparsify"),
         ("dictionary_learning", "jumprelu", 32, "dictionary_learning knows no transcoders"),
-        ("circuit-tracer", "topk", 32, "circuit-tracer knows a ReLU or a threshold, and this is exported as topk_"),
         ("circuit-tracer", "topk", None, "circuit-tracer takes transcoders"),
         ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
     ],

@@ -26,7 +26,7 @@ from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.promised import NO_PROMISES, Promises
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.settings.transcoders import set_problems, transcoder_problems
+from trainer.contract.settings.transcoders import transcoder_problems
 from trainer.contract.wording import distinct_sizes, plural
 
 # With fewer steps, architectures with a penalty miss their L0: jumprelu had 40.6 for 32 after 147, 33.4 after 488.
@@ -83,7 +83,6 @@ def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> 
     work = Workload(job, wanted_ranks(job), data)
     problems += _check_rows(job)
     problems += _check_saes(work)
-    problems += set_problems(job, data.d_out)
     problems += _check_length(work)
     # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
     unknown = ("launch.gpus", "parallel.", "data.model_gpus")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import JobConfig, Sae
-from trainer.contract.settings.job_file import members
+from trainer.contract.settings.job import Sae
 
 
 def transcoder_problems(sae: Sae, d_in: int, d_out: int | None) -> list[Problem]:
@@ -23,13 +22,3 @@ def transcoder_problems(sae: Sae, d_in: int, d_out: int | None) -> list[Problem]
         return []
     others = " or ".join(f'"{one}"' for one, entry in ARCHITECTURES.items() if entry.transcodes == "yes")
     return [Problem("sae.architecture", f"{message}; use {others}, or omit data.target_path")]
-
-
-def set_problems(job: JobConfig, d_out: int | None) -> list[Problem]:
-    """Warn of transcoders of several layers that circuit-tracer, which is what reads such a set, does not take."""
-    names = dict.fromkeys(member.sae.architecture for member in members(job).values())
-    wrong = [name for name in names if ARCHITECTURES[name].transcodes == "one width"]
-    if d_out is None or len(job.hooks) < 2 or not wrong:
-        return []
-    message = f'circuit-tracer takes no "{wrong[0]}" as a set of layers; use "batch_topk" or "jumprelu" for it'
-    return [Problem("sae.architecture", message, "warning")]
