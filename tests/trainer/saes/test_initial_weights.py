@@ -114,8 +114,9 @@ def test_a_transcoders_encoder_is_independent_and_the_centre_of_its_input_is_tak
         (torch.full((50, 6), 3.0), "all activations are the same"),
         (torch.zeros(50, 6), "all activations are the same"),
         (1e20 * torch.randn(50, 6), "too large for fp32"),
+        (1e-24 * torch.randn(50, 6), "too small for fp32; scale them up"),
     ],
-    ids=["equal rows", "zeros", "huge"],
+    ids=["equal rows", "zeros", "huge", "tiny"],
 )
 def test_data_that_nothing_can_be_learnt_from_is_refused(x: Tensor, told: str, make_job: MakeJob) -> None:
     with pytest.raises(UserError, match=rf"^data\.path: .*{told}"):
