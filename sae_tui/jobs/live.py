@@ -21,7 +21,7 @@ class LiveRun:
         self._follower = Follower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
-        # How the run overfitted, in words; None where it did not, and while a resumed run goes on.
+        # How the run overfitted, in words; None if it did not, or if it was resumed since then.
         self.overfitting: str | None = None
 
     def poll(self) -> bool:

@@ -192,7 +192,7 @@ def _obstacle(verb: str, job: JobView) -> str:
 def _early_steps(job: JobView) -> int | None:
     """Return over how many steps a job would cool down; None where it cannot be asked to finish early.
 
-    The config of a job is not sent: a loss tells a training from an extraction.
+    Hosts send no config. A job with a loss is a training.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 

@@ -259,7 +259,7 @@ def _require_context(config: Any, context: int) -> None:
 
 
 def _window_before(config: Any, context: int) -> int | None:
-    """Return the window from which a model's positions depend on the longest context of a batch; None if all fit."""
+    """Return the window above which positions depend on the longest context of a batch; None if all are shorter."""
     of_text = config.get_text_config()
     rope = getattr(of_text, "rope_parameters", None) or getattr(of_text, "rope_scaling", None) or {}
     window = rope.get("original_max_position_embeddings") or getattr(of_text, "original_max_position_embeddings", None)

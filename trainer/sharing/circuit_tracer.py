@@ -23,7 +23,6 @@ _THRESHOLD = "activation_function.threshold"
 _TOPK, _MOST_DIGITS = "topk", 10
 # Without TopK the files decide: a threshold, or else a ReLU.
 _ACTIVATIONS = ("", "null", "relu", "jumprelu", "jump_relu", _TOPK)
-# What a reader of a TopK transcoder has to know.
 _OF_TOPK = (
     "circuit-tracer reads TopK from version 0.5.0 on, by activation and k in config.yaml; it also keeps negative "
     "activations among the k largest"
@@ -139,7 +138,7 @@ def refusal_of_set(members: Sequence[Member]) -> str | None:
 
 
 def notes_of_set(members: Sequence[Member]) -> list[str]:
-    """Return what to know of a written set: layers that are unknown or missing, and how TopK is read."""
+    """Return notes on a written set: unknown layers, missing layers, and how circuit-tracer reads TopK."""
     layers = [one.layer for one in members]
     notes = ["the data does not tell its layer: rename layer_0.safetensors after it"] if None in layers else []
     known = {layer for layer in layers if layer is not None}

@@ -14,7 +14,7 @@ from trainer.contract.store.rows import Count
 
 # The names of its series in a run's store.
 PASSES, BEST_STEP, BEST_FVU = "passes", "best_step", "best_heldout_fvu"
-# The kinds of the events of a run's store that say that it overfits, and that it goes on after that.
+# Kinds of events: a run overfits, and a run was resumed, after which an earlier report no longer holds.
 OVERFITTING, RESUMED = "overfitting", "resumed"
 # The largest normal gap between held-out and training FVU, as a share; unseen texts alone make 4 to 12 %.
 MOST_GAP = 0.25

@@ -242,7 +242,7 @@ class SeriesReader:
         return list(readable([dict(row) for row in rows], Event))
 
     def newest_event(self, kinds: Sequence[str]) -> Event | None:
-        """Return the newest event of these kinds; None where there is none that can be read."""
+        """Return the newest event of these kinds; None without a readable one."""
         chosen = f"SELECT * FROM events WHERE kind IN ({', '.join('?' * len(kinds))}) ORDER BY id DESC LIMIT 1"
         with explain_errors(self.path):
             rows = self._db.execute(chosen, kinds).fetchall()
