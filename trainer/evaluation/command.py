@@ -58,10 +58,9 @@ def evaluate(
     keeps_rows: bool = False,
     allows_code: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`, a transcoder's with `targets`.
+    """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
-    `given` is what the files of an SAE in a folder lack.
-
+    A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
     Return each as `card`, as `lines` and where it was `written_to`.
     A model's own code, which the job file of a run or of `model` asks for, runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.

@@ -43,9 +43,9 @@ def cards_in(
 ) -> Iterator[tuple[Path, Card]]:
     """Measure the SAE in a folder, or each in the folders in it, and yield where it is and its card.
 
-    It is measured on the activations `data`, a folder, with those that a transcoder is to make of them, `targets`, or
-    else on the rows held out by the run that it lies beside. `given` is what its own files lack. Raise `UserError` if
-    there is no such run, or something cannot be read.
+    It is measured on the activations in the folder `data`, a transcoder against those in `targets`; without `data` on
+    the rows that its run held out. `given` corrects the settings in its files. Raise `UserError` if it has no run, or a
+    file cannot be read.
     """
     folders = saes_in(path)
     run = None if data else _run_beside(path)

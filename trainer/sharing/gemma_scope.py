@@ -42,10 +42,11 @@ _SECOND_HOOKS = {
 }
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
-# The first transcoders were trained with the gain of this norm folded into the MLP: their rows are without it.
+# Transcoders of Gemma Scope 1 were trained with the gain of this norm folded into the MLP (README of
+# google/gemma-scope-2b-pt-transcoders).
 _WITHOUT_GAIN = (
-    "its rows are the input of the MLP without the gain of the norm: divide those of mlp_in by 1 + the weight of the "
-    "block's pre_feedforward_layernorm"
+    "it reads the input of the MLP before the gain of the norm: divide rows of mlp_in by 1 + the weight of "
+    "pre_feedforward_layernorm in this block"
 )
 
 
@@ -133,8 +134,10 @@ def _settings(folder: Path, given: Given) -> dict[str, Any]:
         config["model_name"] = f"google/gemma-3-{size}-{tuning}".replace("270m-pt", "270m")
     config = with_given(config | _second_place(path), given)
     if "type" not in config and not given.transcoder:
-        which = "--config type=sae or --config type=transcoder"
-        raise UsageError(f"{folder / CONFIG} is missing, and the path does not tell what the SAE is; give {which}")
+        raise UsageError(
+            f"{folder / CONFIG} is missing, and the path does not say whether it is an SAE or a transcoder; give "
+            f"--config type=sae or --config type=transcoder"
+        )
     return config
 
 

@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "Gemma Scope 2 without settings": (
         scope_2(None),
-        "config.json is missing, and the path does not tell what the SAE is; give --config type=sae or",
+        "config.json is missing, and the path does not say whether it is an SAE or a transcoder; give --config",
     ),
     "a dictionary of two k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
@@ -239,7 +239,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_an_import_says_that_first_gemma_scope_transcoders_read_rows_without_a_gain(tmp_path: Path) -> None:
     notes = {name: written(LAYOUTS[f"gemma-scope {name}"], tmp_path / name)[1].notes for name in GEMMA_SCOPE}
     assert notes == {"1: res": (), "1: transcoder": (ANY,), "2: transcoder with a skip": ()}
-    assert "divide those of mlp_in by 1 + the weight of the block's pre_feed" in notes["1: transcoder"][0]
+    assert "divide rows of mlp_in by 1 + the weight of pre_feedforward_layernorm" in notes["1: transcoder"][0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
