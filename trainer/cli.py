@@ -337,6 +337,8 @@ def _import(flags: argparse.Namespace) -> int:
 
 def _eval(flags: argparse.Namespace) -> int:
     from trainer.evaluation.command import evaluate
+    from trainer.sharing.base import Given
+    from trainer.sharing.reading import parsed_config
 
     cards = evaluate(
         flags.path,
@@ -346,6 +348,8 @@ def _eval(flags: argparse.Namespace) -> int:
         n_tokens=flags.tokens,
         n_contexts=flags.contexts,
         data=flags.data,
+        targets=flags.targets,
+        given=Given(parsed_config(flags.config), flags.transcoder),
         is_probed=flags.probe,
         n_sets=flags.sets,
         keeps_rows=flags.keep_rows,

@@ -160,6 +160,7 @@ examples:
   python -m trainer eval runs/sae-20250101-120000 --best --json
   python -m trainer eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
   python -m trainer eval my-sae --data data/sample                      an SAE of whatever tool, on any activations
+  python -m trainer eval my-transcoder --data rows/mlp_in.6 --targets rows/mlp_out.6
 
 FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare (on 100,000
 rows or more) and dense latents, the histogram of densities and the nearest decoder directions, by the definitions of

@@ -128,9 +128,14 @@ def _add_import(command: argparse.ArgumentParser) -> None:
         "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
     )
     command.add_argument("--format", choices=READ_FORMATS, help="default: recognised by its files")
+    _add_given(command)
+    _add_common(command)
+
+
+def _add_given(command: argparse.ArgumentParser) -> None:
+    """Add what an SAE's own files may lack."""
     command.add_argument("--config", action="append", default=[], metavar="KEY=VALUE", help=SAES_CONFIG)
     command.add_argument("--transcoder", action="store_true", help=IS_TRANSCODER)
-    _add_common(command)
 
 
 def _add_eval(command: argparse.ArgumentParser) -> None:
@@ -138,6 +143,8 @@ def _add_eval(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--data", metavar="DIR", help="activations to measure on, for an SAE that does not belong to a run"
     )
+    command.add_argument("--targets", metavar="DIR", help="with --data: what a transcoder is to make of these rows")
+    _add_given(command)
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument(
         "--model",

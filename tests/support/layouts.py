@@ -487,21 +487,24 @@ def scope(names: dict[str, str], *, transcoder: bool = False) -> Any:
     return write
 
 
-def scope_2(config: dict[str, Any], *, skip: bool = False) -> Any:
-    """Return a builder of `params.safetensors` and `config.json`, as in Gemma Scope 2."""
+def scope_2(config: dict[str, Any] | None, place: str = ".", *, skip: bool = False) -> Any:
+    """Return a builder of `params.safetensors` and, unless None, `config.json`, as in Gemma Scope 2."""
 
     def write(folder: Path) -> Reference:
         drawn = tensors("jumprelu", skip=skip)
         names = {"W_enc": "w_enc", "W_dec": "w_dec", "W_skip": "affine_skip_connection"}
         stored = {names.get(name, name): one.T if name == "W_skip" else one for name, one in drawn.items()}
-        put(folder / "config.json", {"architecture": "jump_relu", "width": D_SAE, "l0": 10} | config)
-        save(folder / "params.safetensors", stored)
+        if config is not None:
+            put(folder / place / "config.json", {"architecture": "jump_relu", "width": D_SAE, "l0": 10} | config)
+        save(folder / place / "params.safetensors", stored)
         return Reference("jumprelu", drawn, subtracts=False)
 
     return write
 
 
 AT = "average_l0_6"
+BARE = "models--google--gemma-scope-2-270m-pt/snapshots/0a/attn_out/layer_9_width_16k_l0_small"
+BARE_SKIP = "gemma-scope-2-12b-it/transcoder_all/layer_30_width_16k_l0_big_affine"
 SCOPE = {
     "1: res": Layout(
         "gemma-scope",
@@ -519,7 +522,7 @@ SCOPE = {
         "gemma-scope",
         scope({}, transcoder=True),
         {
-            "model_name": "google/gemma-2-2b", "hook_name": "blocks.12.mlp.hook_in",
+            "model_name": "google/gemma-2-2b", "hook_name": "blocks.12.ln2.hook_normalized",
             "hook_name_out": "blocks.12.hook_mlp_out", "hook_layer": 12,
         },
         "load_gemma_scope_transcoder",
@@ -550,6 +553,23 @@ SCOPE = {
             "module_out": "model.layers.7.post_feedforward_layernorm",
         },
         "load_gemma_scope_2_transcoder",
+    ),
+    "2: an SAE without settings": Layout(
+        "gemma-scope",
+        scope_2(None, BARE),
+        {"model_name": "google/gemma-3-270m", "hook_name": "blocks.9.attn.hook_z", "hook_layer": 9},
+        place=BARE,
+    ),
+    "2: a transcoder with a skip without settings": Layout(
+        "gemma-scope",
+        scope_2(None, BARE_SKIP, skip=True),
+        {
+            "model_name": "google/gemma-3-12b-it", "hook_name": "blocks.30.mlp.hook_in", "hook_layer": 30,
+            "hook_name_out": "blocks.30.hook_mlp_out", "module": "model.layers.30.pre_feedforward_layernorm",
+            "module_out": "model.layers.30.post_feedforward_layernorm",
+        },
+        "load_gemma_scope_2_transcoder",
+        BARE_SKIP,
     ),
 }  # fmt: skip
 

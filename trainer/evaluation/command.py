@@ -33,6 +33,7 @@ from trainer.evaluation.evaluate_folder import cards_in, saes_in
 from trainer.evaluation.evaluate_run import Evaluation, evaluations_of
 from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.probe_sets import DEFAULTS
+from trainer.sharing.base import NOTHING_GIVEN, Given
 from trainer.sharing.finding import in_folder
 from trainer.sharing.saelens import exported_tokens
 from trainer.training.export_checkpoint import checkpoint_of, output_of
@@ -50,6 +51,8 @@ def evaluate(
     n_tokens: int | None = None,
     n_contexts: int | None = None,
     data: str | None = None,
+    targets: str | None = None,
+    given: Given = NOTHING_GIVEN,
     is_probed: bool = False,
     n_sets: int | None = None,
     keeps_rows: bool = False,
@@ -57,6 +60,7 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run, of a checkpoint, or in a folder on rows of `data`.
 
+    A transcoder in a folder is measured against `targets`; `given` corrects the settings in the files of the folder.
     Return each as `card`, as `lines` and where it was `written_to`.
     A model's own code, which the job file of a run or of `model` asks for, runs only if `allows_code`.
     With `keeps_rows`, rows are measured only if the card has no figures on rows for these weights.
@@ -70,6 +74,9 @@ def evaluate(
         raise UsageError("--sets: says on how many sets --probe trains; give that too, or leave it out")
     if is_probed and model is None:
         raise UsageError("--probe: takes texts that --model reads; give that too, auto or an extraction's job file")
+    for flag, is_given in {"--targets": targets, "--config": given.config, "--transcoder": given.transcoder}.items():
+        if is_given and not data:
+            raise UsageError(f"{flag}: is of an SAE or transcoder that is measured on --data; give that too")
     if path.is_file():
         raise UsageError(f"{path} is a file, but the card is written next to an SAE; give a folder, or import the file")
     if is_folder_of_saes(path):
@@ -83,7 +90,7 @@ def evaluate(
             if is_given:
                 raise UsageError(f"{flag}: takes the folder of a run, and {path} is that of an SAE")
         with Progress("evaluating"):
-            cards = cards_in(path.absolute(), _device(device), data, allows_code=allows_code)
+            cards = cards_in(path.absolute(), _device(device), data, targets, given, allows_code=allows_code)
             return [_written(*one) for one in cards]
     if data and RunPaths(path).job_file.exists():
         raise UsageError(f"--data: takes the folder of an SAE, and {path} is a run, which is measured on its own data")

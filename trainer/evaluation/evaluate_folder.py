@@ -26,24 +26,31 @@ from trainer.evaluation.evaluated_job import evaluated_job
 from trainer.evaluation.exported import ExportedSae, read_exported
 from trainer.evaluation.figures import recovery
 from trainer.evaluation.rows import Rows
-from trainer.sharing.base import format_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, format_in
 from trainer.training.thresholds import SET_ON
 
 _ORIGIN = ("model_name", "hook_name", "context_size", "dataset_path")
 
 
 def cards_in(
-    path: Path, device: torch.device, data: str | None = None, *, allows_code: bool = False
+    path: Path,
+    device: torch.device,
+    data: str | None = None,
+    targets: str | None = None,
+    given: Given = NOTHING_GIVEN,
+    *,
+    allows_code: bool = False,
 ) -> Iterator[tuple[Path, Card]]:
     """Measure the SAE in a folder, or each in the folders in it, and yield where it is and its card.
 
-    It is measured on a sample of the activations `data`, a folder, or else on the rows held out by the run that it lies
-    beside. Raise `UserError` where there is no such run, or something cannot be read.
+    It is measured on the activations in the folder `data`, a transcoder against those in `targets`; without `data` on
+    the rows that its run held out. `given` corrects the settings in its files. Raise `UserError` if it has no run, or a
+    file cannot be read.
     """
     folders = saes_in(path)
     run = None if data else _run_beside(path)
     if data:
-        job = _job_on(data)
+        job = _job_on(data, targets)
     elif run:
         job = evaluated_job(run.job_file, allows_code=allows_code)
     else:
@@ -58,7 +65,7 @@ def cards_in(
         label = str(folder.relative_to(path)) if folder != path else ""
         name, hook = path.name if data else job.name, hooks.get(label or path.absolute().name, 0)
         own = source.of_hook(hook)
-        sae = read_exported(folder, device)
+        sae = read_exported(folder, device, given)
         if strange := other_place(sae.metadata, own.meta):
             complain(f"warning: {printable_lines(strange)}\n")
         yield folder, card_of(sae, folder, rows[hook], own, name=name, label=label, is_trained_on=not data)
@@ -69,9 +76,10 @@ def saes_in(path: Path) -> list[Path]:
     return [path] if format_in(path) else sorted(folder for folder in path.glob("*") if format_in(folder))
 
 
-def _job_on(data: str) -> JobConfig:
+def _job_on(data: str, targets: str | None) -> JobConfig:
     """Return a job of which all rows of a folder are the data."""
-    job, problems = parse_job({"data": {"path": data, "held_out_tokens": 0}, "train": {"precision": "fp32"}})
+    stored = {"path": data, "held_out_tokens": 0} | ({"target_path": targets} if targets else {})
+    job, problems = parse_job({"data": stored, "train": {"precision": "fp32"}})
     if job is None:
         raise JobFileError(problems)
     return job
@@ -99,7 +107,7 @@ def card_of(
     is_trained_on: bool = True,
 ) -> Card:
     """Measure the SAE of a folder on rows of a source; raise `UserError` where it is not one of such rows."""
-    _refuse_other_widths(sae, source, folder)
+    _refuse_other_rows(sae, source, folder)
     timed, weights = timer(step, sae.W_dec.device), weights_of(folder)
     figures, data = rows.measure(sae, sae.reconstruct, sae.W_dec, source.place, is_trained_on=is_trained_on)
     return Card(
@@ -121,7 +129,12 @@ def card_of(
     )
 
 
-def _refuse_other_widths(sae: ExportedSae, source: Source, folder: Path) -> None:
+def _refuse_other_rows(sae: ExportedSae, source: Source, folder: Path) -> None:
+    """Raise `UserError` if the rows have another width, or if a transcoder lacks targets or an SAE has some."""
+    if sae.is_transcoder and source.d_out is None:
+        raise UsageError(f"--targets: is missing: {folder} is a transcoder; give what it is to make of the rows")
+    if source.d_out is not None and not sae.is_transcoder:
+        raise UsageError(f"--targets: {folder} is no transcoder, and reconstructs the rows of --data; leave it out")
     wanted, there = (sae.d_in, sae.W_dec.shape[1]), (source.d_in, source.d_out or source.d_in)
     if wanted != there:
         shapes = [f"{d_in} to {d_out} dimensions" for d_in, d_out in (wanted, there)]

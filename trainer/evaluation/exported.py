@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.activations.training_data import HALVES
 from trainer.saes.sparse_acts import DenseActs
-from trainer.sharing.base import Shared, scales_in
+from trainer.sharing.base import NOTHING_GIVEN, Given, Shared, scales_in
 from trainer.sharing.finding import in_folder
 from trainer.training.thresholds import OF_HALVES
 
@@ -25,7 +25,7 @@ class ExportedSae:
         self.architecture = shared.trained_as or shared.architecture
         self.d_in, self.d_sae = shared.d_in, shared.d_sae
         self._form = shared.form
-        self._subtracts, self._k = not shared.is_transcoder, shared.k
+        self.is_transcoder, self._k = shared.is_transcoder, shared.k
         self._weights = {name: tensor.to(device) for name, tensor in shared.weights.items()}
         self.W_dec, self._b_dec = self._weights["W_dec"], self._weights["b_dec"]
         scales = scales_in(shared.metadata, shared.d_out)
@@ -64,7 +64,7 @@ class ExportedSae:
     def encode(self, x: Tensor) -> DenseActs:
         """Return the activations [n, d_sae] of rows [n, d_in]."""
         own = self._weights
-        product = (x - self._b_dec if self._subtracts else x) @ own["W_enc"]
+        product = (x if self.is_transcoder else x - self._b_dec) @ own["W_enc"]
         if self._form == "gated":
             return DenseActs((product * own["r_mag"].exp() + own["b_mag"]).relu() * (product + own["b_gate"] > 0))
         pre_acts = product + own["b_enc"]
@@ -86,7 +86,6 @@ def _thresholds_in(metadata: Mapping[str, Any]) -> list[float]:
     return [float(one) for one in stated] if are_numbers else []
 
 
-def read_exported(folder: Path, device: torch.device) -> ExportedSae:
+def read_exported(folder: Path, device: torch.device, given: Given = NOTHING_GIVEN) -> ExportedSae:
     """Read the SAE in a folder; raise `UserError` if there is none or no architecture here can compute it."""
-    found = in_folder(folder)
-    return ExportedSae(found.reader.read(found.place), device)
+    return ExportedSae(in_folder(folder).read(given), device)

@@ -15,8 +15,9 @@ from trainer.contract.printable import printable
 from trainer.contract.settings import catalog
 from trainer.contract.wording import join_words
 from trainer.sharing import from_hub
-from trainer.sharing.base import Format, count_saes, format_in, format_named
+from trainer.sharing.base import NOTHING_GIVEN, Format, Given, Shared, count_saes, format_in, format_named
 from trainer.sharing.circuit_tracer import layer_file
+from trainer.sharing.reading import positive, with_row_scale
 
 # The most folders that are searched below the given one, and the deepest level.
 _MOST_FOLDERS, _DEEPEST = 5000, 6
@@ -34,6 +35,16 @@ class Found(NamedTuple):
     @property
     def reader(self) -> Format:
         return format_named(self.form)
+
+    def read(self, given: Given = NOTHING_GIVEN) -> Shared:
+        """Read the SAE, with the scale factor of its rows from the user; SAELens has a setting of that name."""
+        shared, said = self.reader.read(self.place, given), given.config.get("norm_scaling_factor")
+        if self.form == "saelens" or said is None:
+            return shared
+        factor = positive(said)
+        if shared.is_transcoder or factor is None:
+            raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {said!r}")
+        return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
 def find(name: Path, form: str | None = None) -> Found:

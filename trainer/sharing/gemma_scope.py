@@ -1,7 +1,8 @@
-"""Reads Gemma Scope 1 (`params.npz`) and Gemma Scope 2 (`config.json` and `params.safetensors`); does not write."""
+"""Reads Gemma Scope 1 (`params.npz`) and Gemma Scope 2 (`params.safetensors`, mostly with a `config.json`)."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -30,29 +31,46 @@ CONFIG, FIRST, SECOND = "config.json", "params.npz", "params.safetensors"
 _SKIP = "affine_skip_connection"
 # A repository of Gemma Scope 1: "gemma-scope-2b-pt-res"; a folder in it: "layer_12/width_16k/average_l0_60".
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att|transcoders)\b")
+# A repository of Gemma Scope 2: "gemma-scope-2-1b-pt"; a folder in it: "transcoder_all/layer_7_width_16k_l0_small".
+_SECOND_REPOSITORY = re.compile(r"gemma-scope-2-(270m|1b|4b|12b|27b)-(pt|it)\b")
+_SECOND_SITE = re.compile(r"(resid_post|mlp_out|attn_out|transcoder)(?:_all)?/layer_([0-9]{1,4})_[^/]*$")
+_SECOND_HOOKS = {
+    "resid_post": "output",
+    "mlp_out": "post_feedforward_layernorm.output",
+    "attn_out": "self_attn.o_proj.input",
+    "transcoder": "pre_feedforward_layernorm.output",
+}
 _LAYER, _L0 = re.compile(r"layer_([0-9]{1,4})(?=_|/|$)"), re.compile(r"average_l0_([0-9]{1,6})")
 _SITES = {"res": "resid_post", "mlp": "mlp_out"}
+# Transcoders of Gemma Scope 1 were trained with the gain of this norm folded into the MLP (README of
+# google/gemma-scope-2b-pt-transcoders).
+_WITHOUT_GAIN = (
+    "it reads the input of the MLP before the gain of the norm: divide rows of mlp_in by 1 + the weight of "
+    "pre_feedforward_layernorm in this block"
+)
 
 
 class GemmaScope(Format):
     """Reads JumpReLU SAEs and transcoders, whose encoders get x, not x − b_dec."""
 
-    reads = ((FIRST,), (CONFIG, SECOND))
+    reads = ((FIRST,), (CONFIG, SECOND), (SECOND,))
 
     def write(self, sae: Shared, folder: Path) -> list[str]:
         raise UsageError("--format: gemma-scope can only be read; choose another format")
 
     def read(self, place: Path, given: Given = NOTHING_GIVEN) -> Shared:
         folder = folder_of(place)
-        is_second = holds(folder, CONFIG, SECOND) and place.name != FIRST
+        is_second = holds(folder, SECOND) and place.name != FIRST
         if is_second:
-            file, config = folder / SECOND, read_config(folder / CONFIG, given)
+            file, config = folder / SECOND, _settings(folder, given)
             tensors = read_safetensors(file)
         else:
             file, config = folder / FIRST, with_given(_by_path(folder), given)
             tensors = read_npz(file)
         wanted(config, folder / CONFIG, architecture=("jump_relu",), type=(None, "sae", "transcoder"))
         sae = _shared(_in_one_case(tensors), config, given, file)
+        if sae.is_transcoder and not is_second:
+            sae = sae._replace(notes=(_WITHOUT_GAIN,))
         sae = checked(positive_thresholds(sae), file)
         return converted(sae if sae.is_transcoder else sae._replace(weights=with_input_bias(sae.weights)), file)
 
@@ -101,9 +119,37 @@ def _place(point: str, module: str, hook: str) -> dict[str, Any]:
     """Return the origin of a hook point of Gemma Scope 2: a module's output or input, as "model.layers.7.output"."""
     path, _, end = point.rpartition(".")
     if match := re.fullmatch(r"(?:.*\.)?layers\.([0-9]{1,4})\.self_attn\.o_proj", path):
-        return {hook: f"blocks.{match[1]}.attn.hook_z"} if end == "input" else {}
+        return {hook: f"blocks.{match[1]}.attn.hook_z", "hook_layer": int(match[1])} if end == "input" else {}
     found = of_module(path) if end == "output" else {}
     return {hook: found["hook_name"], module: path} if found else {hook: point}
+
+
+def _settings(folder: Path, given: Given) -> dict[str, Any]:
+    """Return the settings of a Gemma Scope 2 SAE: from its path where it was published without a settings file."""
+    if os.path.lexists(folder / CONFIG):
+        return read_config(folder / CONFIG, given)
+    path, config = folder.absolute().as_posix(), {"architecture": "jump_relu"}
+    if repository := _last(_SECOND_REPOSITORY, path):
+        size, tuning = repository.groups()
+        config["model_name"] = f"google/gemma-3-{size}-{tuning}".replace("270m-pt", "270m")
+    config = with_given(config | _second_place(path), given)
+    if "type" not in config and not given.transcoder:
+        raise UsageError(
+            f"{folder / CONFIG} is missing, and the path does not say whether it is an SAE or a transcoder; give "
+            f"--config type=sae or --config type=transcoder"
+        )
+    return config
+
+
+def _second_place(path: str) -> dict[str, Any]:
+    match = _SECOND_SITE.search(path)
+    if match is None:
+        return {}
+    site, block = match[1], f"model.layers.{match[2]}"
+    config = {"type": "sae", "hf_hook_point_in": f"{block}.{_SECOND_HOOKS[site]}"}
+    if site == "transcoder":
+        config |= {"type": site, "hf_hook_point_out": f"{block}.{_SECOND_HOOKS['mlp_out']}"}
+    return config
 
 
 def _by_path(folder: Path) -> dict[str, Any]:
@@ -126,7 +172,8 @@ def _last(pattern: re.Pattern[str], path: str) -> re.Match[str] | None:
 
 def _hooks(site: str, layer: int) -> dict[str, Any]:
     if site == "transcoders":
-        return of_hook("mlp_in", layer) | {"hook_name_out": of_hook("mlp_out", layer)["hook_name"]}
+        place = {"hook_name": f"blocks.{layer}.ln2.hook_normalized", "hook_layer": layer}
+        return place | {"hook_name_out": of_hook("mlp_out", layer)["hook_name"]}
     if site == "att":
         return {"hook_name": f"blocks.{layer}.attn.hook_z", "hook_layer": layer}
     return of_hook(_SITES[site], layer)

@@ -26,9 +26,8 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
 from trainer.parallel.base import Parallel
 from trainer.sharing.base import NOTHING_GIVEN, Given, Shared
-from trainer.sharing.finding import Found, find
+from trainer.sharing.finding import find
 from trainer.sharing.origins import origin_of
-from trainer.sharing.reading import positive, with_row_scale
 from trainer.sharing.saelens import export_sae, origin
 from trainer.training.import_check import check
 from trainer.training.learner import Learner
@@ -68,7 +67,7 @@ def import_sae(
     `UserError` where something cannot be read.
     """
     found = find(name, form)
-    shared = _read(found, given)
+    shared = found.read(given)
     job = _job(shared, name, data, overrides)
     source = _open(job, shared)
     learner = Learner(job, source.d_in, source.d_out, Parallel(CPU))
@@ -81,17 +80,6 @@ def import_sae(
     strange = other_place(shared.metadata, source.meta)
     notes = [*([strange] if strange else []), *shared.notes, *_notes(learner)]
     return Imported(run_dir, found.form, learner.architecture, notes, checked, doubts)
-
-
-def _read(found: Found, given: Given) -> Shared:
-    """Read an SAE, with the scale factor of its rows from the user; SAELens has a setting of that name."""
-    shared, said = found.reader.read(found.place, given), given.config.get("norm_scaling_factor")
-    if found.form == "saelens" or said is None:
-        return shared
-    factor = positive(said)
-    if shared.is_transcoder or factor is None:
-        raise UsageError(f"--config norm_scaling_factor: takes a number above 0, of an SAE alone, not {said!r}")
-    return shared._replace(weights=with_row_scale(shared.weights, factor))
 
 
 def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.layouts import D_IN as LAYOUTS_WIDTH
+from support.layouts import LAYOUTS
 from support.saes import made
 
 from trainer.cli import main
@@ -20,7 +22,7 @@ from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.exported import ExportedSae
 from trainer.sharing.base import shared_form
 from trainer.sharing.dictionary_learning import DictionaryLearning
-from trainer.sharing.saelens import SaeLens
+from trainer.sharing.saelens import SaeLens, export_sae
 from trainer.training.loop import Trainer
 from trainer.training.thresholds import OF_HALVES
 
@@ -73,6 +75,58 @@ def test_an_sae_alone_is_measured_on_the_rows_that_are_given(alone: str, activat
     assert not card["data"]["is_held_out"]
     assert not card["data"]["is_trained_on"]
     assert "3,000 rows" in (Path(alone) / "README.md").read_text()
+
+
+@torch.no_grad()
+def test_a_transcoder_alone_is_measured_by_the_targets_that_are_given(
+    alone: str, activations: Path, tmp_path: Path, capsys: Shown
+) -> None:
+    torch.manual_seed(0)
+    sae = made("jumprelu", 32, skip=True)
+    export_sae(sae, theirs := tmp_path / "transcoder", {})
+    x, y = torch.randn(300, 32), torch.randn(300, 32) * 2 + 1
+    for name, rows in (("inputs", x), ("targets", y)):
+        (tmp_path / name).mkdir()
+        save_file({"activations": rows}, tmp_path / name / "a.safetensors")
+    inputs, targets = str(tmp_path / "inputs"), str(tmp_path / "targets")
+    (card,) = cards(capsys, str(theirs), "--data", inputs, "--targets", targets)
+    output = sae(x, y)
+    fvu = float((output.x_hat - y).square().sum() / (y - y.mean(0)).square().sum())
+    assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-4)
+    assert card["figures"]["l0"] == pytest.approx(float((output.acts.dense() > 0).sum()) / 300)
+    # It is as wide as an SAE, but no row is its own target.
+    (theirs / "card.json").unlink()
+    for arguments, reason in (
+        ([str(theirs), "--data", inputs], "--targets: is missing: "),
+        ([alone, "--data", str(activations), "--targets", str(activations)], "mine is no transcoder"),
+        ([str(theirs), "--targets", targets], "--targets: is of an SAE or transcoder that is measured on --data"),
+        ([alone, "--transcoder"], "--transcoder: is of an SAE or transcoder that is measured on --data"),
+        ([str(theirs), "--data", inputs, "--targets", "none"], "data.target_path"),
+    ):
+        assert main(["eval", *arguments, "--device", "cpu"]) == 2
+        assert reason in capsys.readouterr().err
+    assert not (theirs / "card.json").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["saelens 5: rows of one mean norm", "sparsify 2024: skip transcoder without a mark", "gemma-scope 1: res"]
+)
+@torch.no_grad()
+def test_an_sae_of_another_tool_is_measured_with_what_its_files_lack(name: str, tmp_path: Path, capsys: Shown) -> None:
+    torch.manual_seed(0)
+    layout = LAYOUTS[name]
+    reference = layout.write(tmp_path)
+    x, y = torch.randn(200, LAYOUTS_WIDTH) * 2, torch.randn(200, LAYOUTS_WIDTH) * 3
+    for place, rows in (("inputs", x), ("targets", y)):
+        (tmp_path / place).mkdir()
+        save_file({"activations": rows}, tmp_path / place / "a.safetensors")
+    is_transcoder = "--transcoder" in layout.flags
+    flags = [word for flag in layout.flags for word in (["--config", flag] if "=" in flag else [flag])]
+    flags += ["--targets", str(tmp_path / "targets")] if is_transcoder else []
+    (card,) = cards(capsys, str(tmp_path / layout.place), "--data", str(tmp_path / "inputs"), *flags)
+    target, x_hat = (y if is_transcoder else x).double(), reference(x)[1]
+    fvu = float((x_hat - target).square().sum() / (target - target.mean(0)).square().sum())
+    assert card["figures"]["fvu"] == pytest.approx(fvu, rel=1e-3)
 
 
 def test_rows_of_another_hook_than_the_saes_are_warned_of(

@@ -6,10 +6,25 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
-from support.layouts import D_IN, D_SAE, FLAT, LAYOUTS, NEWEST, K, Layout, Reference, dictionary, put, saelens, sparsify
+from support.layouts import (
+    D_IN,
+    D_SAE,
+    FLAT,
+    LAYOUTS,
+    NEWEST,
+    K,
+    Layout,
+    Reference,
+    dictionary,
+    put,
+    saelens,
+    scope_2,
+    sparsify,
+)
 from support.layouts import TOPK as TOPK_NAMES
 from support.saes import peer
 from torch import Tensor
@@ -117,6 +132,7 @@ def test_another_tool_computes_the_same_from_the_same_files(
         torch.testing.assert_close(x_hat[clear], their_x_hat[clear], rtol=1e-3, atol=1e-3)
 
 
+GEMMA_SCOPE = ("1: res", "1: transcoder", "2: transcoder with a skip")
 # The facts that circuit-tracer's settings of a set can hold.
 OF_A_SET = ("model_name", "hook_name", "hook_name_out", "hook_layer")
 
@@ -205,6 +221,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         dictionary("topk", TOPK_NAMES, {"k": K}, {"k": K}),
         "give --config trainer.dict_class=NAME with NAME one of AutoEncoderTopK, BatchTopKSAE",
     ),
+    "Gemma Scope 2 without settings": (
+        scope_2(None),
+        "config.json is missing, and the path does not say whether it is an SAE or a transcoder; give --config",
+    ),
     "a dictionary of two k": (
         dictionary("topk", TOPK_NAMES, {"dict_class": "AutoEncoderTopK", "k": K}, {"k": K + 1}),
         "k is 5, but 4 in its settings; give the right one as --config trainer.k=K",
@@ -214,6 +234,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "has no threshold: a BatchTopKSAE from before December 2024",
     ),
 }
+
+
+def test_an_import_says_that_first_gemma_scope_transcoders_read_rows_without_a_gain(tmp_path: Path) -> None:
+    notes = {name: written(LAYOUTS[f"gemma-scope {name}"], tmp_path / name)[1].notes for name in GEMMA_SCOPE}
+    assert notes == {"1: res": (), "1: transcoder": (ANY,), "2: transcoder with a skip": ()}
+    assert "divide rows of mlp_in by 1 + the weight of pre_feedforward_layernorm" in notes["1: transcoder"][0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
