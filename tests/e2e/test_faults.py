@@ -95,6 +95,18 @@ def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopp
     assert stopped.mode == before
 
 
+def test_a_signal_while_the_first_screen_is_made_prints_no_traceback(start) -> None:
+    terminal = start("--demo")
+    before = terminal.mode
+    while b"\x1b[?1049h" not in terminal.raw:
+        terminal.read(0.01)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.wait_for_exit() == Exit.TERMINATED
+    assert left(terminal)
+    assert terminal.mode == before
+    assert b"Traceback" not in terminal.raw
+
+
 def test_a_second_signal_ends_an_app_whose_terminal_takes_nothing(start) -> None:
     terminal = start("--demo")
     before = terminal.mode
