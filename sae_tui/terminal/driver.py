@@ -36,7 +36,8 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _QUIT_LIMIT_S = 5.0
 # Ends a sequence that was cut off, and then is what Textual writes to leave: paste, wrap, resize reports, mouse,
 # keyboard protocol, alternate screen, cursor, focus.
-_LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[?1004l"
+_LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
+_LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
 # Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 

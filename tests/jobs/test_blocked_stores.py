@@ -31,13 +31,13 @@ def test_app_doctor_and_commands_name_a_halted_process_that_holds_the_store(box,
         assert list(check_store_lock(looks)) == []
         holder.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, holder.pid, os.WSTOPPED)
-        told = f"process {holder.pid} \\(.*\\), which is halted; `kill -CONT {holder.pid}` continues it"
+        words = f"process {holder.pid} \\(.*\\), which is halted; `kill -CONT {holder.pid}` continues it"
         watcher._reconcile_at = 0.0
         watcher._look(JobsReader(box.data))
-        assert re.search(told, watcher.problem)
+        assert re.search(words, watcher.problem)
         (finding,) = check_store_lock(looks)
-        assert re.search(told, f"{finding.sentence}; {finding.remedy}")
-        with pytest.raises(UserError, match=told):
+        assert re.search(words, f"{finding.sentence}; {finding.remedy}")
+        with pytest.raises(UserError, match=words):
             edits.stop(box.data, job_id)
         holder.send_signal(signal.SIGCONT)
     assert edits.stop(box.data, job_id)

@@ -27,7 +27,7 @@ def holder_of(path: Path) -> int | None:
         table = Path("/proc/locks").read_bytes()
         in_wal = _locks(table, path.with_name(f"{path.name}-shm"), _IN_SHARED_MEMORY)
         in_store = _locks(table, path, _IN_STORE)
-        # With a WAL, every process that has opened the store holds a shared lock of it, which is in nobody's way.
+        # With a WAL, every process that has the store open holds a shared lock on it, which blocks no other.
         has_wal = path.with_name(f"{path.name}-wal").exists()
         in_the_way = [pid for pid, kind in (*in_wal, *in_store) if kind == b"WRITE" or not has_wal]
         return in_the_way[0] if in_the_way else None
