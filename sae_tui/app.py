@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from textual import on
 from textual.app import SystemCommand
 from textual.binding import Binding
+from textual.css.query import NoMatches
 from textual.driver import Driver
 from textual.filter import Monochrome
 from textual.screen import Screen
@@ -120,6 +121,11 @@ class SaeApp(KeysInOrder, Notices):
         """Print the error and exit with code 1, which Textual 8.2 does not set for some errors."""
         self._return_code = Exit.FAILED
         super().panic(*renderables)
+
+    def _handle_exception(self, error: Exception) -> None:
+        """Ignore that a screen lacks its widgets if it opens as the app quits: Textual 8.2 makes none then."""
+        if not (self._exit and isinstance(error, NoMatches)):
+            super()._handle_exception(error)
 
     def on_mount(self) -> None:
         asyncio.get_running_loop().set_default_executor(OwnThreads())

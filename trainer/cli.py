@@ -47,7 +47,7 @@ from trainer.contract.settings.series import CRITERION, held_out, held_out_metri
 from trainer.contract.settings.toml import read_plain_text
 from trainer.measuring.estimate import Estimate
 from trainer.measuring.estimate_extraction import ExtractionEstimate
-from trainer.parser import make_parser
+from trainer.parser import MODULE, make_parser, program
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad, with_places
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import (
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     given = sys.argv[1:] if argv is None else argv
     try:
-        flags = make_parser().parse_args(given)
+        flags = make_parser(program()).parse_args(given)
         leave_deleted_folder(paths := _paths(flags))
         for path in paths.values():
             keep_run(path)
@@ -110,11 +110,16 @@ def _refuse(error: UserError | OSError, *, as_json: bool) -> Exit:
 
 
 def _say(text: str) -> None:
-    show_text(f"{printable_lines(text)}\n")
+    show_text(f"{printable_lines(_as_started(text))}\n")
 
 
 def _warn(text: str) -> None:
-    complain(f"{printable_lines(text)}\n")
+    complain(f"{printable_lines(_as_started(text))}\n")
+
+
+def _as_started(text: str) -> str:
+    """Return a text with the commands in it as this one was started."""
+    return text.replace(MODULE, program())
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.snapshot import Snapshot, take, watch
 from sae_tui.cli_commands.values import job_id_in
+from sae_tui.gpu.once import on_thread, tell_when_slow
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from trainer.contract.errors import JobFileError, Problem, UserError
@@ -37,6 +38,9 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
+# Seconds. A disk that sleeps or a file server that restarts takes its time.
+_LIMIT_S = 60.0
+
 
 class Context:
     """Made once per command from the flags that all commands share."""
@@ -44,11 +48,10 @@ class Context:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        _refuse_unusable(base.root)
-        if os.path.exists(base.root) and not os.path.isdir(base.root):
-            raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
-        if why := distrust_of_folder(base.root):
-            raise UserError(f"{why}, or choose another with --data-dir")
+        # Why the data folder cannot be used now: its disk or file server hangs.
+        self.hung = _check_folder(base.root, getattr(flags, "folder_limit_s", _LIMIT_S))
+        if self.hung and not hasattr(flags, "folder_limit_s"):
+            raise UserError(self.hung)
         self.data = DataDir(base.root / "demo") if demo else base
         # Check once for every command that names jobs, since commands read and write in the jobs' folders.
         for job_id in _jobs_named(flags):
@@ -119,8 +122,26 @@ def _jobs_named(flags: argparse.Namespace) -> list[int]:
     return [one for one in (*given, job_id_in(str(getattr(flags, "run", "")))) if isinstance(one, int)]
 
 
+def _check_folder(root: Path, limit_s: float) -> str:
+    """Raise `UserError` if the data folder cannot be used; return that it does not answer, or ""."""
+
+    def check() -> None:
+        _refuse_unusable(root)
+        with contextlib.suppress(OSError):  # what `stat` says may be remembered, and more is needed
+            os.listdir(root)
+
+    # On a thread, since a call that hangs cannot even be interrupted with Ctrl-C.
+    answer, words = on_thread(check), f"the data folder {root} does not answer"
+    try:
+        with tell_when_slow(lambda: warn(f"{words} yet")):
+            answer.result(limit_s)
+    except TimeoutError:
+        return f"{words} within {limit_s:g} s: its disk or file server hangs; choose another with --data-dir"
+    return ""
+
+
 def _refuse_unusable(root: Path) -> None:
-    """Raise `UserError` where no file can be made below this folder, or its name cannot be written down."""
+    """Raise `UserError` if no file can be made below this folder, its name is not UTF-8, or others may write to it."""
     if not is_utf8(str(root)):
         raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
     try:
@@ -129,6 +150,10 @@ def _refuse_unusable(root: Path) -> None:
         if error.errno == errno.ENAMETOOLONG:
             reason = f"the path of the data folder is too long, with {len(str(root))} characters"
             raise UserError(f"{reason}; choose another with --data-dir") from None
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise UserError(f"{root} is not a folder; choose another with --data-dir")
+    if why := distrust_of_folder(root):
+        raise UserError(f"{why}, or choose another with --data-dir")
 
 
 def consent_of(context: Context, flags: argparse.Namespace) -> Consent:

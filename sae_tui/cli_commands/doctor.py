@@ -12,11 +12,12 @@ from typing import Any
 from sae_tui.cli_commands.context import Context, consent_of, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
-from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.base import FOLDER_LIMIT_S, Box, Finding
 from sae_tui.doctor.environments import both
 from sae_tui.doctor.examine import CHECKS, PROBES, SELF_TEST, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
 from sae_tui.doctor.queue_service import check_queue_service, install
+from sae_tui.gpu.once import on_thread
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from trainer.contract.exits import Exit
@@ -30,11 +31,14 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is there; return 1 where one of them is an error."""
-    consent = consent_of(context, flags)
-    job = read_training(flags.job, flags.overrides, flags.gpus, consent) if flags.job else None
+    job, python = None, ""
+    is_silent = bool(context.hung) or not _has_settings(context)
+    if not is_silent:
+        job = read_training(flags.job, flags.overrides, flags.gpus, consent_of(context, flags)) if flags.job else None
+        python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
-    python = context.settings.python if job is None or job.launch.python is None else job.launch.python
     box = Box(context.data, source, python=python)
+    box.is_silent = is_silent
     findings = []
     asked = (*CHECKS, *(PROBES if flags.probe else ()), *(SELF_TEST if flags.self_test else ()))
     if flags.install_service:
@@ -44,11 +48,11 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
         findings.append(finding)
         if not context.as_json:
             _show(finding)
-    # After the probe, which measures them.
-    speeds = read_box(context.data.box_file)
     report = None
-    if job:
+    if job and not box.is_silent:
         gpus = box.gpus
+        # After the probe, which measures them.
+        speeds = read_box(context.data.box_file)
         held = Occupancy(context.data).holders()
         used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
         busy = () if job.launch.share else used
@@ -63,6 +67,15 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
         say()
         say(summary(findings))
     return Exit.FAILED if failed else Exit.DONE
+
+
+def _has_settings(context: Context) -> bool:
+    """Read the settings; return False if their disk does not answer."""
+    try:
+        on_thread(lambda: context.settings).result(FOLDER_LIMIT_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str, Any]:

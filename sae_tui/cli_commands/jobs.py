@@ -339,7 +339,8 @@ _AFTER_METRICS = (
 
 def _fields(job: JobView) -> dict[str, Any]:
     before, after = ({name: getattr(job, name) for name in names} for names in (_BEFORE_METRICS, _AFTER_METRICS))
-    return before | _values(job) | after | {"best_sae": job.best_sae or None, "evaluation": _evaluation(job)}
+    of_now = {"silent": job.silent or None, "best_sae": job.best_sae or None, "evaluation": _evaluation(job)}
+    return before | _values(job) | after | of_now
 
 
 def _evaluation(job: JobView) -> dict[str, Any] | None:
@@ -377,6 +378,8 @@ def _field_texts(job: JobView) -> dict[str, object]:
     if not job.overfitting:
         del fields["overfitting"]
     fields |= {"evaluation": job.evaluation.words} if job.evaluation else {}
+    if not job.silent:
+        del fields["silent"]
     return {name: _field_text(job, name, value) for name, value in fields.items()}
 
 

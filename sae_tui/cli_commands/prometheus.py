@@ -89,17 +89,29 @@ def job_families(jobs: Iterable[JobView], now: float | None = None) -> Iterator[
     def family(name: str, words: str, value: Callable[[JobView], float | None]) -> Family:
         return Family(f"sae_tui_job_{name}", words, [(labels, value(job)) for labels, job in labelled])
 
-    states = [(labels | {"state": state}, job.state == state) for labels, job in labelled for state in JobState]
-    yield Family("sae_tui_job_state", "1 for the state that the job is in, 0 for all others.", states)
+    states = [
+        (labels | {"state": state}, job.state == state and not job.silent)
+        for labels, job in labelled
+        for state in JobState
+    ]
+    of_silent = "of a silent job all are 0, since its state is not known"
+    yield Family("sae_tui_job_state", f"1 for the state that the job is in, 0 for all others; {of_silent}.", states)
+    yield family(
+        "silent", "Whether the host of the job has given no sign of life for long.", lambda job: bool(job.silent)
+    )
     yield family("step", "Steps made.", lambda job: job.step)
     yield family("steps_planned", "Steps that it is to make.", lambda job: job.total_steps)
     yield family("tokens", "Tokens trained on.", lambda job: job.tokens)
-    yield family("tokens_per_second", "Tokens trained on per second.", lambda job: job.tokens_per_s)
+    yield family("tokens_per_second", "Tokens trained on per second.", _tokens_per_s)
     yield family("loss", "Newest loss.", lambda job: job.loss)
     for name in measured_names():
         words = f"Newest {title_of(name)}."
         yield family(_OTHER.sub("_", name), words, lambda job, name=name: newest_value(job, name))  # type: ignore[misc]
     yield family("energy_joules", "Energy that its GPUs took, as far as measured.", _energy_j)
+
+
+def _tokens_per_s(job: JobView) -> float | None:
+    return None if job.silent else job.tokens_per_s
 
 
 def _energy_j(job: JobView) -> float | None:

@@ -26,6 +26,7 @@ Level = Literal["ok", "note", "warning", "error"]
 SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}
 PROGRAM_LIMIT_S = 5.0
 GPU_LIMIT_S = OPEN_LIMIT_S
+FOLDER_LIMIT_S = 10.0
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -65,6 +66,8 @@ class Box:
         python: str = "",
     ) -> None:
         self.data = data
+        # Whether the data folder does not answer, as on a file server that hangs.
+        self.is_silent = False
         # The Python of another environment that trains, "" for this one.
         self.python = python
         self.environ = environment_at_start() if environ is None else environ

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import queue
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -20,8 +22,10 @@ from sae_tui.doctor import (
     torch_build,
     trust,
 )
-from sae_tui.doctor.base import SIGNS, Box, Finding
-from trainer.contract.wording import plural
+from sae_tui.doctor.base import FOLDER_LIMIT_S, SIGNS, Box, Finding
+from sae_tui.gpu.once import on_thread
+from trainer.contract.store.database import OTHER_FOLDER
+from trainer.contract.wording import join_words, plural
 
 Check = Callable[[Box], Iterable[Finding]]
 # Checks of what others may do here come first, the slowest one, which imports torch in a process of its own, last.
@@ -32,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     trust.check_hook,
     storage.check_file_system,
     storage.check_file_locks,
+    storage.check_store_lock,
     storage.check_locks,
     driver.check_driver,
     driver.check_visible,
@@ -61,14 +66,78 @@ PROBES: tuple[Check, ...] = (bus.check_bus,)
 SELF_TEST: tuple[Check, ...] = (self_test.check_training,)
 
 
+# Checks that use the data folder. If its disk hangs, they would hang one after the other.
+OF_FOLDER: frozenset[Check] = frozenset(
+    (
+        trust.check_owner, trust.check_readers, trust.check_links, trust.check_hook, storage.check_file_system,
+        storage.check_file_locks, storage.check_store_lock, storage.check_locks, storage.check_folder,
+        storage.check_space,
+    )
+)  # fmt: skip
+# Seconds that a check may take for its next finding. The driver has limits of its own, 50 s together; checks on request
+# have one for each program that they run.
+LIMIT_S = 60.0
+LIMITS_S: dict[Check, float] = {
+    **dict.fromkeys(OF_FOLDER, FOLDER_LIMIT_S),
+    storage.check_locks: LIMIT_S,  # reads the GPUs first
+    trust.check_readers: 120.0,  # looks at every file
+    torch_build.check_torch: 90.0,  # imports torch
+    **dict.fromkeys((*PROBES, *SELF_TEST), math.inf),
+}
+
+
 def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
-    """Yield the findings, each as soon as it is there; a check that fails yields one as well."""
+    """Yield the findings, each as soon as it is there; a check that fails or hangs yields one as well."""
+    if box.is_silent:
+        yield _silent_folder(box, "")
+    left_out = []
     for check in checks:
+        if box.is_silent and check in OF_FOLDER:
+            left_out.append(_subject(check))
+        else:
+            yield from _within_limit(box, check)
+    if left_out:
+        yield Finding("note", "not examined", join_words(left_out), "run the doctor again once the data folder answers")
+
+
+def _within_limit(box: Box, check: Check) -> Iterator[Finding]:
+    """Yield the findings of a check, which runs on a thread, since a disk may never answer."""
+    found: queue.SimpleQueue[Finding | None] = queue.SimpleQueue()
+
+    def run() -> None:
         try:
-            yield from check(box)
+            for finding in check(box):
+                found.put(finding)
         except Exception as error:
-            subject = check.__name__.removeprefix("check_").replace("_", " ")
-            yield Finding("warning", subject, f"could not be looked at: {error!r}", "please report this as a bug")
+            words = f"could not be looked at: {error!r}"
+            found.put(Finding("warning", _subject(check), words, "please report this as a bug"))
+        found.put(None)
+
+    on_thread(run)
+    limit_s = LIMITS_S.get(check, LIMIT_S)
+    try:
+        while finding := found.get(timeout=None if math.isinf(limit_s) else limit_s):
+            yield finding
+    except queue.Empty:
+        if check in OF_FOLDER:
+            box.is_silent = True
+            yield _silent_folder(box, f", while its {_subject(check)} was examined")
+        else:
+            yield Finding(
+                "error", _subject(check), f"did not answer within {limit_s:g} s",
+                "see whether a disk or a driver hangs, for example with `dmesg`",
+            )  # fmt: skip
+
+
+def _silent_folder(box: Box, when: str) -> Finding:
+    return Finding(
+        "error", "data folder", f"{box.data.root} does not answer within {FOLDER_LIMIT_S:g} s{when}",
+        f"see whether its disk or file server hangs, or {OTHER_FOLDER}",
+    )  # fmt: skip
+
+
+def _subject(check: Check) -> str:
+    return check.__name__.removeprefix("check_").replace("_", " ")
 
 
 def summary(findings: Iterable[Finding]) -> str:

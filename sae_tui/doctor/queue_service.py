@@ -60,7 +60,8 @@ def install(box: Box) -> None:
         raise UserError(f"--install-service: {file} cannot be written: {sentence(error)}") from None
     _, failure = box.output(["systemctl", "--user", "enable", name])
     if failure:
-        raise UserError(f"--install-service: {file} is written, but cannot be enabled: systemctl {failure}")
+        later = f"run `systemctl --user enable {name}` after a login that is not by su or sudo"
+        raise UserError(f"--install-service: {file} is written, but cannot be enabled: systemctl: {failure}; {later}")
 
 
 def name_of(data: DataDir) -> str:
@@ -70,15 +71,20 @@ def name_of(data: DataDir) -> str:
 
 def unit(data: DataDir) -> str:
     """Return the text of the user service for a data folder."""
-    words = [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)]
-    return _UNIT.format(command=" ".join(map(_quoted, words)))
+    program, *words = map(_quoted, [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)])
+    # Variables are expanded in arguments only.
+    return _UNIT.format(command=" ".join([program, *(word.replace("$", "$$") for word in words)]))
 
 
 def _quoted(word: str) -> str:
-    """Quote a word for systemd.service(5), which expands %, $ and backslashes."""
-    for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+    """Quote a word for systemd.service(5), which expands % and escapes; a line break would begin another setting."""
+    for char, written in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%")):
         word = word.replace(char, written)
-    return f'"{word}"'
+    return '"' + "".join(char if char.isprintable() else _escaped(char) for char in word) + '"'
+
+
+def _escaped(char: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in char.encode())
 
 
 def _has_systemd(box: Box) -> bool:

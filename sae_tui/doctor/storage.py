@@ -13,6 +13,7 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.locks import lock_folder, lock_problem
 from trainer.contract.mounts import network_file_system
 from trainer.contract.store.database import OTHER_FOLDER, no_locks
+from trainer.contract.store.holder import describe_holder, holder_of, is_halted
 from trainer.contract.wording import gibibytes
 
 LEAST_FREE_BYTES = 1 << 30
@@ -69,6 +70,14 @@ def check_file_locks(box: Box) -> Iterator[Finding]:
         yield Finding("error", "file locks", sentence, remedy)
     else:
         yield Finding("ok", "file locks", "files in the data folder can be locked")
+
+
+def check_store_lock(box: Box) -> Iterator[Finding]:
+    """Report a halted process in the middle of a change, which keeps all others from the list of jobs."""
+    pid = holder_of(box.data.control_db)
+    if pid and is_halted(pid):
+        sentence, _, remedy = describe_holder(pid).partition("; ")
+        yield Finding("error", "store lock", f"no job can be changed: the store is locked by {sentence}", remedy)
 
 
 def check_locks(box: Box) -> Iterator[Finding]:

@@ -110,6 +110,7 @@ class FarJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     any_gpus: bool = False
     gpus_wanted: FewAtOnce = 0
     waits_for: str | None = None
+    silent: str = ""
     stop_requested: bool = False
     error: str | None = None
     tags: Annotated[tuple[str, ...], Meta(max_length=_MOST_TAGS)] = ()

@@ -1,17 +1,21 @@
 """The terminal driver of Textual, which restores the terminal only once all output of the app is written.
 
-While the app has the terminal, nothing else writes there: standard error goes to a log.
+While the app has the terminal, nothing else writes there: standard error goes to a log. Signals that end programs quit
+the app, so that the terminal is restored.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
+import select
 import signal
 import sys
 import termios
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,14 @@ from trainer.contract.paths import open_private
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2
+# Without a handler these would end the app at once, with the terminal in its hands.
+_END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+# Seconds to quit after such a signal. systemd and container runtimes send SIGKILL after 10 s or more.
+_QUIT_LIMIT_S = 5.0
+# Ends a sequence that was cut off, and then is what Textual writes to leave: paste, wrap, resize reports, mouse,
+# keyboard protocol, alternate screen, cursor, focus.
+_LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
+_LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
 # Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
 _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 
@@ -64,6 +76,50 @@ class StderrAside:
             self.screen.close()
 
 
+class Quitter:
+    """Quits the app on SIGTERM, SIGHUP or SIGINT, and ends the process if that takes too long or a second one comes.
+
+    The app may be busy, its disk may hang, or the terminal may take no output.
+    """
+
+    def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
+        """Take what quits the app with an exit code, and what restores the terminal without waiting for the app."""
+        self.code = 0
+        self._quit_app, self._restore = quit_app, restore
+        self._signalled, self._signal = os.pipe()
+        os.set_blocking(self._signal, False)
+        threading.Thread(target=self._end_late, name="quitter", daemon=True).start()
+
+    def take(self) -> None:
+        """Handle the signals from now on, unless they are ignored, as SIGHUP after `nohup`."""
+        for number in _END_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        # Starts no thread and takes no lock: this breaks in anywhere in the main thread.
+        is_first, self.code = not self.code, 128 + number
+        self._hurry()
+        if is_first:
+            try:
+                self._quit_app(self.code)
+            except RuntimeError:  # the app has ended, and what follows must not wait
+                self._hurry()
+
+    def _hurry(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._signal, b"!")
+
+    def _end_late(self) -> None:
+        os.read(self._signalled, 1)
+        select.select([self._signalled], [], [], _QUIT_LIMIT_S)
+        # The terminal may take no output, which must not keep the process.
+        restoring = threading.Thread(target=self._restore, name="restore", daemon=True)
+        restoring.start()
+        restoring.join(1.0)
+        os._exit(self.code)
+
+
 class TerminalDriver(LinuxDriver):
     """Restores the settings of the terminal once the last line is written.
 
@@ -73,6 +129,7 @@ class TerminalDriver(LinuxDriver):
 
     _settings_before: list[Any] | None = None
     _aside: StderrAside | None = None
+    _quitter: Quitter | None = None
     n_written = 0  # bytes
 
     def write(self, data: str) -> None:
@@ -94,8 +151,10 @@ class TerminalDriver(LinuxDriver):
             self._file = self._aside.screen
         elif os.isatty(1):  # the user has redirected standard error
             self._file = sys.__stdout__
-        super().start_application_mode()  # type: ignore[no-untyped-call]
         loop = asyncio.get_running_loop()
+        self._quitter = self._quitter or Quitter(functools.partial(self._quit_app, loop), self._restore_at_once)
+        self._quitter.take()
+        super().start_application_mode()  # type: ignore[no-untyped-call]
         loop.add_signal_handler(signal.SIGTSTP, self._sigtstp_application)
         loop.add_signal_handler(signal.SIGCONT, self._sigcont_application)
 
@@ -113,6 +172,29 @@ class TerminalDriver(LinuxDriver):
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)
             self._settings_before = None
 
+    def _quit_app(self, loop: asyncio.AbstractEventLoop, code: int) -> None:
+        loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
+
+    def _restore_at_once(self) -> None:
+        """Restore the terminal, if the app has it, from any thread; discard the output that it has not taken."""
+        settings = self._settings_before or self.attrs_before
+        if settings is None:
+            return
+        # A program in the background that changes the terminal is stopped otherwise.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+        with contextlib.suppress(termios.error, OSError):  # the terminal is gone
+            drawn_on = self._file.fileno()  # type: ignore[union-attr]
+            terminal = os.dup(drawn_on)
+            # A thread may be stuck in a write, and no other can write before it. A signal cuts it short, and what is
+            # left goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), drawn_on)
+            if (writer := self._writer_thread) and writer.ident and writer.is_alive():
+                signal.pthread_kill(writer.ident, signal.SIGWINCH)
+            termios.tcflush(terminal, termios.TCOFLUSH)
+            termios.tcflow(terminal, termios.TCOON)
+            termios.tcsetattr(self.fileno, termios.TCSANOW, settings)
+            os.write(terminal, _LEAVE.encode())
+
     def _sigtstp_application(self, *args: Any) -> None:
         """Stop the app; where it does not have the terminal, as the kernel stops any program.
 
@@ -127,8 +209,11 @@ class TerminalDriver(LinuxDriver):
         signal.signal(signal.SIGTSTP, before)
 
     def _sigcont_application(self, *args: Any) -> None:
-        """Take the terminal back if it was given up: Textual would read it twice after any other stop."""
-        if self._must_signal_resume:
+        """Take the terminal back if it was given up: Textual would read it twice after any other stop.
+
+        An app that is to quit leaves it, since the shell of a stopped app has it now.
+        """
+        if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
 
 
@@ -152,9 +237,14 @@ def give_away(app: App[None]) -> Iterator[None]:
 @contextlib.contextmanager
 def _leave_signals() -> Iterator[None]:
     # The other program does not inherit a handler, but would inherit that a signal is ignored.
-    acts = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
-    before = {number: signal.signal(number, act) for number, act in acts.items()}
-    before |= {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTSTP, signal.SIGCONT)}
+    # While the app waits for the other program, it cannot quit.
+    acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGTSTP, signal.SIGCONT), signal.SIG_DFL)
+    acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
+    before = {
+        number: signal.signal(number, act)
+        for number, act in acts.items()
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

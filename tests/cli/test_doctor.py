@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
+from sae_tui import cli
+from sae_tui.cli_commands import context
+from sae_tui.cli_commands import doctor as command
+from sae_tui.cli_commands.parser import make_parser
+from sae_tui.doctor.machine import check_open_files
+from sae_tui.doctor.storage import check_space
+from sae_tui.doctor.trust import check_owner
 from trainer.contract.paths import DataDir
 
 
@@ -129,3 +139,33 @@ def test_a_job_file_with_a_mistake_is_refused_before_anything_is_looked_at(shell
 def test_nothing_is_left_behind(quick_torch) -> None:
     quick_torch.run("doctor")
     assert not quick_torch.data.root.exists()
+
+
+def test_a_data_folder_that_does_not_answer_ends_commands_and_the_doctor_examines_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hung, listdir = threading.Event(), os.listdir
+
+    def hang(folder: object) -> list[str]:
+        if folder == tmp_path:
+            hung.wait()
+        return listdir(folder)
+
+    monkeypatch.setattr(context.os, "listdir", hang)
+    monkeypatch.setattr(context, "_LIMIT_S", 0.05)
+    monkeypatch.setattr(command, "CHECKS", (check_owner, check_space, check_open_files))
+    parser = make_parser(lambda *_: 0)
+    flags = parser.parse_args(["jobs", "--data-dir", str(tmp_path)])
+    assert cli._run(flags) == 1
+    assert f"the data folder {tmp_path} does not answer within 0.05 s: its disk or file server hangs" in (
+        capsys.readouterr().err
+    )
+    flags = parser.parse_args(["doctor", "--json", "--data-dir", str(tmp_path)])
+    flags.folder_limit_s = 0.05
+    assert cli._run(flags) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [(one["level"], one["subject"]) for one in findings] == [
+        ("error", "data folder"), ("ok", "open files"), ("note", "not examined"),
+    ]  # fmt: skip
+    assert findings[-1]["sentence"] == "owner and space"
+    hung.set()

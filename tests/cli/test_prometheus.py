@@ -94,6 +94,13 @@ def test_jobs_have_state_and_newest_values():
     assert [state for state, value in states.items() if value] == ["running"]
 
 
+def test_of_a_job_on_a_silent_host_no_state_and_no_speed_are_claimed():
+    values = read(text_of(job_families([job(tokens_per_s=182.0, silent="its host h has not been heard of")], NOW)))
+    assert [key for key, value in values.items() if key[0] == "sae_tui_job_state" and value] == []
+    assert values["sae_tui_job_silent", (("id", "7"), ("name", "base"))] == 1
+    assert "sae_tui_job_tokens_per_second" not in {name for name, _ in values}
+
+
 def test_the_metrics_state_what_they_describe():
     text = text_of(job_families([job(fvu=0.142, heldout_fvu=0.2)], NOW))
     assert "# HELP sae_tui_job_heldout_fvu Newest held-out FVU.\n" in text

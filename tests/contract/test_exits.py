@@ -33,4 +33,5 @@ def test_both_programs_end_by_the_table(tmp_path) -> None:
 
 def test_an_end_by_a_signal_has_the_number_that_a_shell_gives_it() -> None:
     signals = {Exit.HUNG_UP: signal.SIGHUP, Exit.INTERRUPTED: signal.SIGINT, Exit.UNREAD: signal.SIGPIPE}
+    signals[Exit.TERMINATED] = signal.SIGTERM
     assert all(one == 128 + number for one, number in signals.items())

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+
 import pytest
 
+from sae_tui.doctor import examine as module
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, examine, level_words, summary
+from sae_tui.doctor.storage import check_space
 from sae_tui.gpu.simulated import Simulated
 
 
@@ -32,6 +37,32 @@ def test_a_check_that_fails_is_a_finding_and_does_not_hide_the_others(sandbox) -
     assert (weather.level, weather.subject) == ("warning", "weather")
     assert "ZeroDivisionError('rain')" in weather.sentence
     assert moon.level == "ok"
+
+
+def test_a_check_that_hangs_is_named_and_a_hung_data_folder_leaves_out_the_others_of_it(sandbox, monkeypatch) -> None:
+    hung = threading.Event()
+
+    def check_first(box: Box) -> Iterator[Finding]:
+        yield Finding("ok", "first", "well")
+        hung.wait()
+
+    def check_disk(box: Box) -> list[Finding]:
+        hung.wait()
+        return []
+
+    def check_moon(box: Box) -> list[Finding]:
+        return [Finding("ok", "moon", "full")]
+
+    monkeypatch.setattr(module, "OF_FOLDER", {check_disk, check_space})
+    monkeypatch.setattr(module, "LIMITS_S", dict.fromkeys((check_first, check_disk), 0.05))
+    box = sandbox.box()
+    findings = list(examine(box, [check_first, check_disk, check_space, check_moon]))
+    assert [(one.level, one.subject) for one in findings] == [
+        ("ok", "first"), ("error", "first"), ("error", "data folder"), ("ok", "moon"), ("note", "not examined"),
+    ]  # fmt: skip
+    assert findings[2].sentence == f"{sandbox.data.root} does not answer within 10 s, while its disk was examined"
+    assert findings[4].sentence == "space"
+    hung.set()
 
 
 def test_findings_come_one_by_one(sandbox) -> None:

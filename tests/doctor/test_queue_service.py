@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,11 +65,22 @@ def test_a_user_without_a_home_folder_gets_an_error_and_no_file(sandbox, monkeyp
     assert finding.level == "note"
 
 
-def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("systemctl", "said"),
+    [
+        ("echo 'Failed to connect to bus: No medium found' >&2; exit 1", "Failed to connect to bus: No medium found"),
+        ("echo 'Failed to enable unit: Access denied' >&2; exit 4", "Failed to enable unit: Access denied"),
+        ("exit 3", "exit code 3"),
+        ("", "No such file or directory"),
+    ],
+)
+def test_a_service_that_cannot_be_enabled_is_an_error(sandbox, tmp_path: Path, systemctl: str, said: str) -> None:
     sandbox.file("run/systemd/system/.keep")
-    sandbox.program("systemctl", "echo 'Failed to connect to bus' >&2; exit 1")
-    with pytest.raises(UserError, match="is written, but cannot be enabled: systemctl Failed to connect to bus"):
+    if systemctl:
+        sandbox.program("systemctl", systemctl)
+    with pytest.raises(UserError, match=f"is written, but cannot be enabled: systemctl: {said}; run `systemctl --user"):
         install(sandbox.box(HOME=str(tmp_path)))
+    assert level(sandbox, tmp_path) == "note"
 
 
 def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -> None:
@@ -76,5 +89,24 @@ def test_the_command_of_the_service_is_quoted_and_exits_with_0(tmp_path: Path) -
     (line,) = [line for line in unit(data).splitlines() if line.startswith("ExecStart=")]
     words = shlex.split(line.removeprefix("ExecStart="))
     assert words == [sys.executable, "-P", "-m", "sae_tui.jobs.revive", str(data.root)]
-    assert unit(DataDir(Path("/50%/$HOME"))).count('"/50%%/$$HOME"') == 1
     assert subprocess.run(words).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("folder", "written"),
+    [
+        ("/50%/$HOME/${X}", '"/50%%/$$HOME/$${X}"'),
+        ("/a\\n 'b' \"c\"", '"/a\\\\n \'b\' \\"c\\""'),
+        ("/a\nExecStart=/bin/false", '"/a\\x0aExecStart=/bin/false"'),
+    ],
+)
+def test_systemd_reads_any_name_of_a_folder(tmp_path: Path, folder: str, written: str) -> None:
+    file = tmp_path / "queue.service"
+    file.write_text(unit(DataDir(Path(folder))))
+    (line,) = [line for line in file.read_text().splitlines() if line.startswith("ExecStart=")]
+    assert line.endswith(f" {written}")
+    if analyze := shutil.which("systemd-analyze"):
+        tmp_path.chmod(0o700)
+        environment = {"PATH": os.defpath, "XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+        done = subprocess.run([analyze, "--user", "verify", file], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")

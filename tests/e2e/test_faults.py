@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from support.terminal import Terminal
 
+from trainer.contract.exits import Exit
+from trainer.contract.process import state_of
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
     terminals: list[Terminal] = []
 
-    def run(*arguments: str, **environment: str) -> Terminal:
+    def run(*arguments: str, controlling: bool = False, **environment: str) -> Terminal:
         argv = [sys.executable, "-m", "sae_tui", "--data-dir", str(tmp_path / "data"), *arguments]
-        terminals.append(Terminal(argv, env=dict(os.environ) | environment))
+        terminals.append(Terminal(argv, env=dict(os.environ) | environment, controlling=controlling))
         return terminals[-1]
 
     yield run
@@ -56,6 +59,68 @@ def test_the_app_ends_when_its_terminal_is_gone(start) -> None:
     terminal.wait_for("mallory", 60)
     os.close(terminal.detach())
     assert terminal.process.wait(10) == 128 + signal.SIGHUP
+
+
+LEAVES = (b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?1006l", b"\x1b[?2004l", b"\x1b[<u", b"\x1b[?1049l", b"\x1b[?25h")
+
+
+def left(terminal: Terminal) -> bool:
+    """Tell whether what entered the alternate screen, mouse and paste mode was left again."""
+    written = bytes(terminal.raw)
+    after = written[written.rindex(b"\x1b[?1049h") :]
+    return all(sequence in after for sequence in LEAVES)
+
+
+def test_a_signal_restores_the_terminal_from_a_dialog_and_while_the_app_is_stopped(start) -> None:
+    with_dialog, stopped = start("--demo"), start("--demo", controlling=True)
+    before = with_dialog.mode
+    with_dialog.wait_for("RTX 3080", 60)
+    with_dialog.press("?", ",")
+    with_dialog.process.send_signal(signal.SIGTERM)
+    assert with_dialog.wait_for_exit() == Exit.TERMINATED
+    assert left(with_dialog)
+    assert with_dialog.mode == before
+
+    stopped.wait_for("RTX 3080", 60)
+    stopped.process.send_signal(signal.SIGTSTP)
+    while state_of(stopped.process.pid) != "T":
+        stopped.read(0.05)
+    stopped.read(0.2)
+    n_read = stopped.bytes_read
+    for number in (signal.SIGHUP, signal.SIGCONT):
+        stopped.process.send_signal(number)
+    assert stopped.wait_for_exit() == Exit.HUNG_UP
+    # The shell has the terminal by now.
+    assert b"\x1b[?1049h" not in bytes(stopped.raw)[n_read:]
+    assert stopped.mode == before
+
+
+def test_a_signal_while_the_first_screen_is_made_prints_no_traceback(start) -> None:
+    terminal = start("--demo")
+    before = terminal.mode
+    while b"\x1b[?1049h" not in terminal.raw:
+        terminal.read(0.01)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.wait_for_exit() == Exit.TERMINATED
+    assert left(terminal)
+    assert terminal.mode == before
+    assert b"Traceback" not in terminal.raw
+
+
+def test_a_second_signal_ends_an_app_whose_terminal_takes_nothing(start) -> None:
+    terminal = start("--demo")
+    before = terminal.mode
+    terminal.wait_for("RTX 3080", 60)
+    # Nothing is read from here on, so that the output fills up.
+    for _ in range(20):
+        terminal.send("v?\x1b")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        time.sleep(0.5)
+        terminal.process.send_signal(number)
+    assert terminal.process.wait(20) in (Exit.TERMINATED, Exit.INTERRUPTED)
+    assert terminal.mode == before
+    terminal.read(0.2)
+    assert left(terminal)
 
 
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])

@@ -155,17 +155,19 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def locked_store(path: Path) -> Iterator[None]:
-    """Lock the store, as another process in the middle of a write does."""
+def locked_store(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Lock the store, as another process in the middle of a write does, and yield that process."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"
-        yield
+        yield locker
         locker.stdin.close()
 
 
 @pytest.fixture(name="locked_store")
-def _locked_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., contextlib.AbstractContextManager[None]]:
+def _locked_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., contextlib.AbstractContextManager[subprocess.Popen[str]]]:
     """Return `locked_store`, and limit every wait for the lock to 50 ms."""
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     return locked_store

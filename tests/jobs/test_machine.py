@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from sae_tui.cli_commands.jobs import _fields
+from sae_tui.hosts.protocol import far_job
 from sae_tui.jobs import edits, machine
 from sae_tui.jobs.reconcile import end_jobs_elsewhere, reconcile
 from sae_tui.jobs.upkeep import trash
@@ -87,6 +89,9 @@ def test_lists_show_a_silent_host_and_no_remaining_time(box, on_network):
     assert waits(views[job_id]).startswith("its host gpu7 has not been heard of for 1 h 00 min; if gpu7 is gone")
     assert waits(views[heard]) == ""
     assert views[job_id].eta_s is None
+    # So do scripts, and the app on another host.
+    assert [_fields(views[one])["silent"] for one in (job_id, heard)] == [waits(views[job_id]), None]
+    assert waits(far_job(views[job_id])) == waits(views[job_id])
     one = JobReader(box.data, job_id)
     one.poll()
     assert one.view.silent == views[job_id].silent

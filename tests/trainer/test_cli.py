@@ -370,6 +370,18 @@ def test_help_teaches_by_examples_that_parse(command: list[str], capsys: pytest.
         make_parser().parse_args(words[3:])
 
 
+def test_the_script_names_itself_in_help_and_in_messages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["/env/bin/sae-train"])
+    for words in (["--help"], ["run", "--help"], ["run"], ["stop", str(tmp_path), "--finish"]):
+        main(words)
+        told = "".join(capsys.readouterr())
+        assert told
+        assert "python -m" not in told
+        assert "sae-train" in told or words[0] == "stop"
+
+
 def test_a_disk_that_takes_nothing_is_one_line(
     job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

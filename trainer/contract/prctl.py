@@ -1,14 +1,17 @@
-"""What a process asks of the kernel about its family: not to outlive its parent, and to get its orphans."""
+"""Kernel calls that Python does not offer: not to outlive a parent, to get orphans, and to rename without replacing."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
+from pathlib import Path
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_FROM_WORKING_FOLDER, _NO_REPLACE = -100, 1
 # Opened now, since a child may ask between fork and exec, where nothing may be loaded any more.
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent(parent: int) -> None:
@@ -24,3 +27,19 @@ def end_with_parent(parent: int) -> None:
 def become_subreaper() -> None:
     """Make orphans among our descendants our children, so that they can be found and ended."""
     _libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def rename_if_new(source: Path, target: Path) -> bool:
+    """Rename a file unless its target exists; return False if the file system cannot do that in one step."""
+    rename = getattr(_libc, "renameat2", None)
+    if rename is None:
+        return False
+    folder = _FROM_WORKING_FOLDER
+    if rename(folder, os.fsencode(source), folder, os.fsencode(target), _NO_REPLACE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    if number != errno.EEXIST:
+        raise OSError(number, os.strerror(number), str(target))
+    return True

@@ -140,7 +140,7 @@ def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Even
         with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
             writer.rewind(at)
     requests = by_files if spec.control_db is None or spec.job_id is None else Requests(spec.control_db, spec.job_id)
-    return StoredProgress(paths.metrics_db, total_steps, stop, requests, finish)
+    return StoredProgress(paths.metrics_db, total_steps, stop, requests, finish, paths.rank_spec(spec.attempt))
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:

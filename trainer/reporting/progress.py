@@ -7,6 +7,7 @@ room are lost, but never a step.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -125,7 +126,12 @@ class StoredProgress(Progress):
         stop: threading.Event,
         requests: AnyRequests | None,
         finish: threading.Event | None = None,
+        sign: Path | None = None,
     ) -> None:
+        """Begin to report to a store; `sign` is a file to touch if steps are made but cannot be stored.
+
+        Without a sign, the supervisor would take the run for one that hangs, and end it.
+        """
         super().__init__()
         self._total_steps = total_steps
         self._stop, self._finish, self._requests = stop, finish or threading.Event(), requests
@@ -134,6 +140,7 @@ class StoredProgress(Progress):
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
         self._written: Heartbeat | None = None
+        self._sign, self._signed = sign, self._written
         self._store: Store = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
         self._dropped_told = 0
@@ -242,6 +249,10 @@ class StoredProgress(Progress):
             self._outage = Outage(error, since)
             _say(f"metrics cannot be stored and wait in memory: {error}")
         self._outage.retry_at = time.monotonic() + RETRY_S
+        if self._sign and self._heartbeat is not self._signed:
+            self._signed = self._heartbeat
+            with contextlib.suppress(OSError):
+                os.utime(self._sign)
 
     def _tell_lost(self, what: str) -> None:
         step = self._written.step if self._written else 0

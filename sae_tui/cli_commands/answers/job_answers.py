@@ -70,6 +70,10 @@ _JOB: dict[str, tuple[object, str]] = {
     "estimated_memory_bytes": (int | None, "What a rank was to need, in bytes; null: not known."),
     "peak_memory_bytes": (int | None, "What the fullest rank took, in bytes; null: not measured."),
     "dropped": (int | None, "Rows of metrics that could not be stored; null: not known."),
+    "silent": (
+        str | None,
+        "For how long its host has given no sign of life, in words; its state is then not known; null: it has.",
+    ),
     "evaluation": (
         or_null(
             fields(

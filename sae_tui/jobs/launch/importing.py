@@ -74,14 +74,18 @@ def import_sae(
             job = _row(
                 RunPaths(staged), printable(f"imported from {_named(folder)} ({imported.form})"), gpu_source, tags
             )
-            job_id = control.create_job(job, above=data.last_id())
-            output = str(data.sae(job_id))
-            try:
-                _place(data, staged, msgspec.structs.replace(control.job(job_id), output_path=output))
-            except (UserError, OSError) as error:
-                control.forget(job_id)
-                raise UserError(f"the SAE could not be put into {data.root}: {sentence(error)}") from None
-            control.update(job_id, output_path=output)
+            with contextlib.ExitStack() as undo:
+
+                def place(job: Job) -> Job:
+                    job = msgspec.structs.replace(job, output_path=str(data.sae(job.id)))
+                    try:
+                        _place(data, staged, job, undo)
+                    except (UserError, OSError) as error:
+                        raise UserError(f"the SAE could not be put into {data.root}: {sentence(error)}") from None
+                    return job
+
+                job_id = control.create_job(job, above=data.last_id(), prepare=place)
+                undo.pop_all()
             control.add_event(job_id, "imported", f"{job.note}; {imported.check}")
             for doubt in imported.warnings:
                 control.add_event(job_id, "warning", printable(doubt))
@@ -110,15 +114,13 @@ def _row(staged: RunPaths, note: str, gpu_source: str, tags: tuple[str, ...]) ->
     )  # fmt: skip
 
 
-def _place(data: DataDir, staged: Path, job: Job) -> None:
-    """Move what was imported to where a job's files are; leave nothing of it there where that fails."""
+def _place(data: DataDir, staged: Path, job: Job, undo: contextlib.ExitStack) -> None:
+    """Move what was imported to where a job's files are; `undo` removes it from there."""
     run, output = data.run(job.id), data.sae(job.id)
     data.refuse_links(job.id)
-    with contextlib.ExitStack() as undo:
-        for source, target in ((staged / "sae", output), (staged, run.root)):
-            source.rename(target)
-            undo.callback(shutil.rmtree, target, ignore_errors=True)
-        write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
-        write_ending(run.exit_file, Ending(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
-        write_record(run, job)
-        undo.pop_all()
+    for source, target in ((staged / "sae", output), (staged, run.root)):
+        source.rename(target)
+        undo.callback(shutil.rmtree, target, ignore_errors=True)
+    write_spec(RankSpec(run.root, output, attempt=1, world_size=1, device="cpu", job_id=job.id))
+    write_ending(run.exit_file, Ending(JobState.IMPORTED, job.ended or job.created, output_path=job.output_path))
+    write_record(run, job)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -63,8 +65,9 @@ def launch(
     """Record the job, start its supervisor and return its id at once.
 
     The job comes after the jobs of `after`, and waits for its release with `hold`. Raise `JobFileError` where the job
-    cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
-    `failed` with that reason.
+    cannot run, before anything is written, and `UserError` where it cannot be recorded, as on a full disk, and then
+    there is no job. Raise `UserError` also where the supervisor does not start; the job is then `failed` with that
+    reason.
     """
     job = with_whole_python(with_paths(job, [working_folder()]))
     after, tags = tuple(after), as_tags(tags)
@@ -87,8 +90,20 @@ def launch(
                 visible_devices=visible_devices(placement, gpu_source),
                 **fields_of(data, job, placement, control.jobs()),
             )
-            job_id = control.create_job(row, above=data.last_id())
-            begin(data, control, job_id, job, start or detach.start)
+            with contextlib.ExitStack() as undo:
+
+                def prepare(row: Job) -> Job:
+                    data.refuse_links(row.id)
+                    undo.callback(shutil.rmtree, data.run(row.id).root, ignore_errors=True)
+                    try:
+                        _write_files(data, row, job)
+                    except OSError as error:
+                        raise UserError(f"the job cannot be recorded in {data.root}: {sentence(error)}") from None
+                    return row
+
+                job_id = control.create_job(row, above=data.last_id(), prepare=prepare)
+                undo.pop_all()
+            _start(data, control, job_id, start or detach.start)
             return job_id
 
 
@@ -116,12 +131,25 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **option
 
 def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Start) -> None:
     """Write the files that a supervisor needs of a queued job, and start one."""
-    paths = data.run(job_id)
-    try:
+
+    def write_and_start(data: DataDir, job_id: int) -> None:
         data.refuse_links(job_id)
-        paths.create()
-        write_own(paths.job_file, dump_job(job))
-        write_record(paths, control.job(job_id))
+        _write_files(data, control.job(job_id), job)
+        start(data, job_id)
+
+    _start(data, control, job_id, write_and_start)
+
+
+def _write_files(data: DataDir, row: Job, job: AnyJob) -> None:
+    paths = data.run(row.id)
+    paths.create()
+    write_own(paths.job_file, dump_job(job))
+    write_record(paths, row)
+
+
+def _start(data: DataDir, control: Control, job_id: int, start: Start) -> None:
+    """Start a job; raise `UserError` if that fails, which the job's row then says."""
+    try:
         start(data, job_id)
     except (UserError, OSError) as error:
         reason = sentence(error)

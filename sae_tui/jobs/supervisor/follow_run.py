@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -84,6 +85,9 @@ class Watch:
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
+        self._has_news = self._is_quiet = False
+        # Rank 0 touches its spec if it makes steps that cannot be stored.
+        self._sign, self._signed_ns = paths.rank_spec(job.attempt), 0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
         # Those to stop, pause or die.
         self.requests: set[RequestKind] = set()
@@ -140,10 +144,22 @@ class Watch:
         was_lost = False
         with tolerate("following the job"):
             was_lost = self._read_requests()
-            if time.monotonic() >= self._publish_at:
-                self._publish_at = time.monotonic() + PUBLISH_EVERY_S
+        if time.monotonic() >= self._publish_at:
+            self._publish_at = time.monotonic() + PUBLISH_EVERY_S
+            self._look()
+            with tolerate("following the job"):
                 self._publish()
         return was_lost
+
+    def _look(self) -> None:
+        """Read how far the run is, without the control store: while that is locked, the run must not seem to hang."""
+        self._has_news |= self._run.poll()
+        with contextlib.suppress(OSError):
+            before, self._signed_ns = self._signed_ns, self._sign.stat().st_mtime_ns
+            if before not in (0, self._signed_ns):  # it makes steps that it cannot store
+                self._stall.begin(time.monotonic())
+        if beat := self._beat:
+            self._is_quiet = self._stall.is_stalled((beat.phase, beat.step), time.monotonic())
 
     def nothing_expected(self) -> None:
         """Restart the slow-start and stall clocks while the attempt waits in another queue."""
@@ -160,6 +176,7 @@ class Watch:
 
     def close(self) -> None:
         """Publish the last values, which rank 0 wrote as it ended."""
+        self._look()
         with tolerate("publishing the last values"):
             self._publish()
         self._run.close()
@@ -195,15 +212,15 @@ class Watch:
 
     def _publish(self) -> None:
         self._tell_mode()
-        news = self._run.poll()
         if self._beat is None:
             self._warn_of_slow_start()
             return
-        self._judge((self._beat.phase, self._beat.step))
-        fields = self._run.fields()
-        if news and fields != self._published:
+        self._judge(self._beat.phase)
+        fields = self._run.fields() if self._has_news else self._published
+        if fields != self._published:
             self._control.update(self._job.id, **fields)
             self._published = fields
+        self._has_news = False
 
     def _tell_mode(self) -> None:
         """Record once what mode the ranks settled on; until then the row has what `auto` was taken for."""
@@ -220,9 +237,9 @@ class Watch:
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
-    def _judge(self, place: tuple[str, int]) -> None:
+    def _judge(self, phase: str) -> None:
         """Set the job's state: the first heartbeat means running, nothing new for unusually long means stalled."""
-        stalled = self._stall.is_stalled(place, time.monotonic()) and not (self._is_starting or place[0] == WAITING)
+        stalled = self._is_quiet and not (self._is_starting or phase == WAITING)
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:

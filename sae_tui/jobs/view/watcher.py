@@ -17,6 +17,7 @@ from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.plan import Plan, read_plan
+from trainer.contract.store.holder import describe_holder, holder_of, is_halted
 from trainer.contract.store.metrics_store import Point
 from trainer.contract.store.rows import Event
 
@@ -161,7 +162,8 @@ class Watcher:
             reconcile(self._data, self._revive)
         except UserError as error:
             return str(error)
-        return ""
+        pid = holder_of(self._data.control_db)
+        return f"no job can be changed: the store is locked by {describe_holder(pid)}" if pid and is_halted(pid) else ""
 
 
 class NewsOfJob:

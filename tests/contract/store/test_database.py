@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sqlite3
 import stat
@@ -21,6 +22,7 @@ from support.new_stores import statements_of, text_of
 from trainer.contract.store import database
 from trainer.contract.store.database import (
     StoreError,
+    check_whole,
     data_version,
     explain_errors,
     open_reader,
@@ -294,7 +296,15 @@ def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
         holder = child(HOLDS_THE_LOCK, made)
         assert holder.hear() == "locked"
         text = message(lambda: control.request(1, "stop"))
-        assert text == f"the store {made} is locked by another process for more than 0.2 s; try again"
+        pid, told = holder.process.pid, f"the store {made} is locked for more than 0.2 s by "
+        assert re.match(rf"{re.escape(told)}\S+'s process {pid} \(python\S* -c ", text)
+        assert text.endswith(f"end it with `kill {pid}` if it hangs, which undoes only its unfinished change")
+        holder.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED)
+        assert message(lambda: control.request(1, "stop")).endswith(
+            f", which is halted; `kill -CONT {pid}` continues it"
+        )
+        holder.process.send_signal(signal.SIGCONT)
         assert control.jobs() == []  # readers of a WAL do not wait
         holder.finish()
         control.request(1, "stop")
@@ -308,7 +318,7 @@ def test_a_new_store_that_another_process_keeps_locked_is_told(
     path = tmp_path / "control.db"
     holder = child(HOLDS_THE_LOCK, path)
     assert holder.hear() == "locked"
-    assert "is locked by another process" in message(lambda: open_writer(path, "control"))
+    assert f"'s process {holder.process.pid} " in message(lambda: open_writer(path, "control"))
 
 
 def test_a_writer_waits_for_a_lock_that_is_released_in_time(made: Path, child: Callable[..., Any]) -> None:
@@ -371,6 +381,30 @@ print(len(control.events(2)))
         f"the disk that holds {made} is full or fails (disk I/O error); free some space",
         "1",
     ]
+
+
+@pytest.mark.parametrize("schema", ["control", "metrics", "gpu"])
+def test_a_store_that_a_full_disk_does_not_take_is_not_made_at_all(tmp_path: Path, schema: Any) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from trainer.contract.store.database import StoreError, open_writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+path = Path(sys.argv[1])
+for room in (0, 1024, 4096, 8192, 16384):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+    try:
+        open_writer(path, sys.argv[2])
+    except StoreError as error:
+        print(room, "is full or fails" in str(error), *path.parent.iterdir())
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+open_writer(path, sys.argv[2]).close()
+"""
+    path = tmp_path / "new.db"
+    done = subprocess.run([sys.executable, "-c", code, path, schema], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{room} True" for room in (0, 1024, 4096, 8192, 16384)]
+    assert list(tmp_path.iterdir()) == [path]
+    check_whole(path, schema)
 
 
 def test_a_store_that_cannot_be_used_is_not_kept_open(tmp_path: Path) -> None:

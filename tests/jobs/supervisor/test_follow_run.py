@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import msgspec
 import pytest
@@ -121,3 +122,36 @@ def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_
     later = follow_run.time.monotonic() + 3600
     monkeypatch.setattr(follow_run.time, "monotonic", lambda: later)
     assert followed.is_given_up
+
+
+def test_a_run_whose_steps_cannot_be_stored_or_followed_is_not_taken_for_one_that_hangs(
+    box, watching, locked_store, monkeypatch
+):
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
+    now = follow_run.time.monotonic()
+    monkeypatch.setattr(follow_run.time, "monotonic", lambda: now)
+    paths = box.data.run(1)
+    paths.create()
+    attempt = paths.attempt(0)
+    attempt.mkdir(parents=True)
+    paths.rank_spec(0).touch()
+    (attempt / "plan.json").write_bytes(
+        msgspec.json.encode(Plan("tensor", 2, 2, 8192, 4096, 2, step_s=0.1, needs_bytes=1))
+    )
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        followed = watching(JobState.STARTING)
+        with locked_store(box.data.control_db):
+            for step in range(1, 4):
+                writer.write([], Heartbeat("training", step, 100, step, 1.0))
+                now += 590
+                followed.poll()
+                assert not followed.is_overdue
+        for second in range(1, 4):
+            os.utime(paths.rank_spec(0), (second, second))
+            now += 590
+            followed.poll()
+            assert not followed.is_overdue
+    assert (box.job(1).state, box.job(1).mode, box.job(1).step) == (JobState.RUNNING, "tensor", 3)
+    now += 6000
+    followed.poll()
+    assert followed.is_overdue

@@ -18,7 +18,7 @@ from trainer.reporting.progress import Requests, StoredProgress
 
 @contextlib.contextmanager
 def reporting(path: Path, **options: object) -> Iterator[StoredProgress]:
-    progress = StoredProgress(path, 100, threading.Event(), None)
+    progress = StoredProgress(path, 100, threading.Event(), None, **options)
     try:
         yield progress
     finally:
@@ -97,7 +97,28 @@ def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
         assert [event.kind for event in reader.events()] == ["checkpoint", "store"]
         assert reader.heartbeat().dropped == 0
     (text,) = events(path)
-    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", text)
+    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked for more than", text)
+
+
+def test_while_rows_cannot_be_stored_steps_are_shown_by_a_file_that_is_touched(
+    tmp_path: Path, impatient: None, eventually: Callable[..., None]
+) -> None:
+    path, sign = tmp_path / "metrics.db", tmp_path / "ranks.json"
+    sign.touch()
+    os.utime(sign, (1, 1))
+    with reporting(path, sign=sign) as progress:
+        progress.beat("training", 1, 40)
+        eventually(path.exists)
+        with locked(path):
+            progress.beat("training", 2, 80)
+            eventually(lambda: sign.stat().st_mtime > 1)
+            os.utime(sign, (1, 1))
+            eventually(lambda: progress._outage)
+            tries = progress._outage.retry_at
+            eventually(lambda: progress._outage.retry_at > tries)
+            assert sign.stat().st_mtime == 1  # it has made no step since
+            progress.beat("training", 3, 120)
+            eventually(lambda: sign.stat().st_mtime > 1)
 
 
 def test_beyond_what_there_is_room_for_the_oldest_rows_are_lost_counted_and_told(

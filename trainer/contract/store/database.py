@@ -19,6 +19,7 @@ from typing import Literal
 from trainer.contract.errors import UserError
 from trainer.contract.mounts import network_file_system
 from trainer.contract.paths import file_mode, is_shared, refuse_links_on_the_way
+from trainer.contract.prctl import rename_if_new
 from trainer.contract.store import migrations
 from trainer.contract.store.migrations import MIGRATIONS, Schema, statements_of_new
 
@@ -46,22 +47,48 @@ class StoreMissing(StoreError):
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
     """Open a read-write connection in autocommit mode; create the file (0600, or shared 0660) and migrate it if due."""
     with explain_errors(path):
-        # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
-        # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
-        # next process to close the store would delete the WAL under them.
         _refuse_links(path)
-        with contextlib.suppress(FileExistsError):
-            os.mknod(path, 0o600)
-            if is_shared(path.parent):
-                path.chmod(file_mode(path.parent))
+        if not os.path.lexists(path):
+            _make(path, schema)
         _refuse_odd(path)
-        with _connect(f"file:{_quote(path)}?mode=rw") as connection:
-            if schema == "gpu":  # the one store whose rows are deleted all the time
-                _let_shrink(connection)
-            _keep_journal(connection, "delete" if network_file_system(path) else "wal")
-            connection.execute("PRAGMA synchronous=NORMAL")
-            _bring_up_to_date(connection, path, schema)
-            return connection
+        return _open_for_writing(path, schema)
+
+
+def _make(path: Path, schema: Schema) -> None:
+    """Make a store with its tables under another name, then rename it.
+
+    On a full disk, an empty store would stay otherwise, which is taken for a damaged one.
+    """
+    part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    try:
+        _make_file(part, path.parent)
+        _open_for_writing(part, schema).close()
+        if not rename_if_new(part, path):
+            # The file system cannot: make an empty file, and its tables later.
+            with contextlib.suppress(FileExistsError):
+                _make_file(path, path.parent)
+    finally:
+        for suffix in ("", *BESIDE):
+            part.with_name(part.name + suffix).unlink(missing_ok=True)
+
+
+def _make_file(path: Path, folder: Path) -> None:
+    # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any descriptor of
+    # it would drop the locks that other connections of this process hold (POSIX), and the next process to close the
+    # store would delete the WAL under them.
+    os.mknod(path, 0o600)
+    if is_shared(folder):
+        path.chmod(file_mode(folder))
+
+
+def _open_for_writing(path: Path, schema: Schema) -> sqlite3.Connection:
+    with _connect(f"file:{_quote(path)}?mode=rw") as connection:
+        if schema == "gpu":  # the one store whose rows are deleted all the time
+            _let_shrink(connection)
+        _keep_journal(connection, "delete" if network_file_system(path) else "wal")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        _bring_up_to_date(connection, path, schema)
+        return connection
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
@@ -166,7 +193,12 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
     if "locked" in text or "busy" in text:
         if problem := no_locks(path.parent):
             return f"the store {path} cannot be locked: {problem}"
-        return f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s; try again"
+        # Only here: a waiting supervisor does without them.
+        from trainer.contract.store.holder import describe_holder, holder_of
+
+        pid = holder_of(path)
+        holder = describe_holder(pid) if pid else "another process; try again"
+        return f"the store {path} is locked for more than {BUSY_TIMEOUT_S:g} s by {holder}"
     if "readonly" in text:
         return (
             f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -89,12 +89,20 @@ class Control:
 
     # jobs
 
-    def create_job(self, job: Job, *, above: int = 0) -> int:
-        """Record a queued job and return its new id, which is larger than `above` and not in use."""
+    def create_job(self, job: Job, *, above: int = 0, prepare: Callable[[Job], Job] | None = None) -> int:
+        """Record a job and return its new id, which is larger than `above` and not in use.
+
+        `prepare` makes the job's files and returns its row. If it raises, there is no job.
+        """
         created = job.created or time.time()
-        row = to_row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
-            return _insert(db, row | {"id": _free_number(db, above)})
+            number = _free_number(db, above)
+            row = msgspec.structs.replace(job, id=number, created=created, queued=job.queued or created)
+            # Inserted first: a full disk is seen before there are files.
+            _insert(db, to_row(row))
+            if prepare:
+                _update(db, number, msgspec.structs.asdict(prepare(row)))
+            return number
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
         """Insert a lost job again with its leases, events and ranks; return False if its id exists already."""
