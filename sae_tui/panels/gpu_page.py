@@ -59,6 +59,7 @@ class GpuHistory(LineView):
                 width=width,
                 height=rows + (place < spare),
                 cursor=at,
+                others=window.columns["utilization"],
             )
         self.show([*lines, time_axis(words, "now" if window.end >= time.time() else clock_time(window.end), width)])
 
