@@ -129,7 +129,7 @@ def tall_sparkline(
 ) -> list[str]:
     """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form.
 
-    A column without a value in which another quantity, `others`, has one, is marked by a rail.
+    A rail marks columns where only `others`, another quantity, has a value.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))
@@ -144,7 +144,7 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the columns, counted back from -1, in which only the other quantity is known; none without any value."""
+    """Return the columns (-1 is the last) where only `others` has a value; none if `values` has no value at all."""
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

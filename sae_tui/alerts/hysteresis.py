@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 # The value for a place that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour flaps. It ends after 5 min in the good state, or after twice the
-# longest time in the good state from which it came back within the last hour, so that its rhythm is not reported.
+# An alert that begins three times within an hour flaps. It ends after it was good for 5 min, or for twice as
+# long as the longest good time of the last hour before the fault returned. So a regular fault is one alert.
 FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 

@@ -48,7 +48,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     try:
         with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
-            close_source(source)  # the command may go on for days, as `launch --wait`
+            close_source(source)  # `launch --wait` may take days
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
     return _snapshot(source, samples, occupancy, data, problem, is_broken)

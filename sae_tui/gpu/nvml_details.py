@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
 # The number of the field that holds what the driver asks for after an error, and its values but 0, which is nothing.
 _RECOVERY_FIELD = 230
-RECOVERIES = {
+RECOVERIES: Mapping[int | None, str] = {
     0: "",
     1: "a reset",
     2: "a reboot of the machine",

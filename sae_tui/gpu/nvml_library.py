@@ -45,7 +45,7 @@ def has_renewed(pynvml: Any) -> bool:
 
 
 def _installed() -> Iterator[str]:
-    """Yield the library's file in each folder from which this process has loaded it, also if it was replaced since."""
+    """Yield the library's path in each folder where this process found it, even if the file was replaced later."""
     with open("/proc/self/maps", errors="surrogateescape") as maps:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
     # The loader returns the library in memory for a path that it has seen before, so write it in a new way.

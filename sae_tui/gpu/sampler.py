@@ -202,7 +202,7 @@ class Sampler:
         with self._changed:
             if self._paused:
                 self._status = Status.OPENING
-                # The last readings will be old when it goes on.
+                # The last readings will be too old after the pause.
                 self._cards = tuple(self._unread(card, faults.NO_ANSWER_YET) for card in self._cards)
             self._changed.wait_for(lambda: self._stopping or not self._paused)
             self._is_open = not self._stopping

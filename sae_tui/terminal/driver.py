@@ -135,12 +135,12 @@ class TerminalDriver(LinuxDriver):
 
 @contextlib.contextmanager
 def _at_rest(app: App[Any]) -> Iterator[None]:
-    """Have the app let go of the GPUs while it is stopped, so that they can be reset.
+    """Close the GPU driver while the app is stopped, so that GPUs can be reset.
 
     The main thread that sends itself a stop continues only after the stop.
     """
     pause, resume = (getattr(app, name, None) for name in ("pause_reading", "resume_reading"))
-    with contextlib.suppress(Exception):  # whatever fails, it must stop
+    with contextlib.suppress(Exception):  # an error must not prevent the stop
         if pause:
             pause()
     try:
