@@ -158,7 +158,7 @@ class NvmlDetails:
             remapped_rows=None if rows is None else rows[0] + rows[1],
             remapping_failed=condition.rows_failed,
             remapping_pending=condition.rows_pending,
-            recovery=condition.recovery,
+            recovery=condition.recovery or "",
             encoder_percent=None if encoder is None else encoder[0],
             decoder_percent=None if decoder is None else decoder[0],
             persistence=None if persistence is None else bool(persistence),
