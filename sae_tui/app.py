@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ from sae_tui.notices import Notices
 from sae_tui.palette import Commands, JobCommands, Palette, commands
 from sae_tui.session import Session
 from sae_tui.settings import Settings
-from sae_tui.terminal.driver import TerminalDriver
+from sae_tui.terminal.driver import TerminalDriver, has_shell
 from sae_tui.terminal.key_order import KeysInOrder
 from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.terminal.plain import Colourless, Plain
@@ -52,6 +54,7 @@ class SaeApp(KeysInOrder, Notices):
     BINDINGS = [
         Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs keep running"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", "Stop", show=False),
         Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
         Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
                 tooltip="Find what can be done, or a job, by a few letters"),
@@ -148,6 +151,16 @@ class SaeApp(KeysInOrder, Notices):
         self.session.watcher.stop()
         self.session.monitor.stop()
 
+    def pause_reading(self) -> None:
+        """Close the GPU driver here and the connections to other hosts, before the app is stopped."""
+        self.session.monitor.pause()
+        if self.session.hosts:
+            self.session.hosts.cut()
+
+    def resume_reading(self) -> None:
+        """Read the GPUs again; the other hosts are connected again anyway."""
+        self.session.monitor.resume()
+
     @on(JobsChanged)
     def _jobs_changed(self) -> None:
         for job in self.session.actions.newly_ended():
@@ -202,6 +215,14 @@ class SaeApp(KeysInOrder, Notices):
 
     def action_command_palette(self) -> None:
         Palette.open(self)
+
+    def action_suspend_process(self) -> None:
+        """Stop the app until `fg`, if a shell can continue it."""
+        if self._driver and self._driver.can_suspend and has_shell():
+            # The whole process group, as by the terminal: the shell waits for a wrapper such as `uv run`.
+            os.killpg(os.getpgrp(), signal.SIGTSTP)
+        else:
+            self.notify("Not stopped: no shell could continue the app here.")
 
     def action_undo_delete(self) -> None:
         self.session.actions.undo_delete()

@@ -120,12 +120,32 @@ def _block(value: float | None, top: float) -> str:
     return BLOCKS[max(1, min(8, math.ceil(value / top * 8)))]
 
 
-def tall_sparkline(values: Sequence[float | None], width: int, height: int, top: float | None) -> list[str]:
-    """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form."""
+def tall_sparkline(
+    values: Sequence[float | None],
+    width: int,
+    height: int,
+    top: float | None,
+    others: Sequence[float | None] = (),
+) -> list[str]:
+    """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form.
+
+    A rail marks columns where only `others`, another quantity, has a value.
+    """
     values, rows = columns(values, width), []
+    gaps = _gaps(values, columns(others, width))
     for row in range(height - 1, -1, -1):
         share = None if not top else top / height
         above = [None if value is None else value - row * (share or 0) for value in values]
         levels = [value if value is not None and (value > 0 or row == 0) else None for value in above]
         rows.append(sparkline(levels, width, share))
+    if rows and top:
+        rows[-1] = "".join(RAIL if place in gaps else char for place, char in enumerate(rows[-1], start=-width))
     return rows
+
+
+def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
+    """Return the columns (-1 is the last) where only `others` has a value; none if `values` has no value at all."""
+    if all(value is None for value in values):
+        return set()
+    pairs = zip(reversed(values), reversed(others), strict=False)
+    return {~place for place, (value, other) in enumerate(pairs) if value is None is not other}

@@ -93,3 +93,11 @@ def test_only_complete_progress_is_100_percent() -> None:
     assert [wording.share(part) for part in (0.0, 1e-5, 0.125, 0.9994, 0.99996, 1.0)] == [
         "0%", "<0.1%", "12.5%", "99.9%", ">99.9%", "100%",
     ]  # fmt: skip
+
+
+def test_a_gap_in_one_history_is_marked_where_another_quantity_is_known():
+    others = [None, 0.5, 0.5, 0.5, None, 0.5]
+    assert say.tall_sparkline([None, 1, None, None, None, 1], 6, 2, 1.0, others) == [" █   █", " █── █"]
+    assert say.tall_sparkline([None] * 6, 6, 1, 1.0, others) == [" " * 6]
+    assert say.tall_sparkline([None, 1], 4, 1, 1.0, [1, 1]) == ["  ─█"]
+    assert say.tall_sparkline([None, 1], 4, 1, None, [1, 1]) == ["    "]

@@ -128,9 +128,11 @@ def _rows(look: Look) -> Iterator[Measured]:
 
 def _xid(look: Look) -> Iterator[Measured]:
     for sample in look.samples:
-        xid = sample.condition.xid if sample.condition else None
-        value = float(xid.is_fatal) if xid else 0.0 if sample.condition else None
-        yield _on_card(sample, value, f"reports {xid.words if xid else ''}", look.held)
+        condition = sample.condition or Condition()
+        xid = condition.xid if condition.xid and condition.xid.is_fatal else None
+        value = None if sample.condition is None else float(bool(xid or condition.recovery))
+        words = f"reports {xid.words}" if xid else f"needs {condition.recovery}, as its driver says"
+        yield _on_card(sample, value, words, look.held)
 
 
 def _memory(look: Look) -> Iterator[Measured]:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 # The value for a place that no longer exists, such as a removed GPU.
 GONE = -math.inf
-# An alert that begins three times within an hour flaps. It ends only after an hour in the good state.
-FLAPS_AT, CALM_S = 3, 3600.0
+# An alert that begins three times within an hour flaps. It ends after it was good for 5 min, or for twice as
+# long as the longest good time of the last hour before the fault returned. So a regular fault is one alert.
+FLAPS_AT, HOUR_S, LEAST_CALM_S = 3, 3600.0, 300.0
 
 
 class Rule(NamedTuple):
@@ -29,17 +30,21 @@ class Hysteresis:
         self._rule = rule
         self._since: float | None = None
         self._raised: deque[float] = deque(maxlen=FLAPS_AT)
+        # When the value was last not good, and the times it came back from a long good state, with how long that was.
+        self._bad_at: float | None = None
+        self._returns: deque[tuple[float, float]] = deque(maxlen=64)
 
     def changes(self, value: float | None, now: float) -> bool:
         """Take a value (None: unknown); return whether an alert begins or ends with it.
 
         An unknown value neither begins nor ends an alert.
         """
+        self._note_return(value, now)
         if not self._is_leaving(value):
             self._since = None
             return False
         self._since = now if self._since is None else self._since
-        if now - self._since < self._lasts_s(value):
+        if now - self._since < self._lasts_s(value, now):
             return False
         self.is_raised, self._since = not self.is_raised, None
         if self.is_raised:
@@ -49,13 +54,25 @@ class Hysteresis:
     @property
     def flaps(self) -> bool:
         """Whether the alert has begun three times within an hour."""
-        return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= CALM_S
+        return len(self._raised) == FLAPS_AT and self._raised[-1] - self._raised[0] <= HOUR_S
 
-    def _lasts_s(self, value: float | None) -> float:
+    def _lasts_s(self, value: float | None, now: float) -> float:
         """Return how many seconds the value must stay on the other side before the alert changes."""
         if not self.is_raised:
             return self._rule.raise_s
-        return max(self._rule.clear_s, CALM_S) if self.flaps and value != GONE else self._rule.clear_s
+        return max(self._rule.clear_s, self._calm_s(now)) if self.flaps and value != GONE else self._rule.clear_s
+
+    def _calm_s(self, now: float) -> float:
+        """Return how many seconds the value of a flapping alert must be good before the alert ends."""
+        longest = max((good_s for at, good_s in self._returns if now - at <= HOUR_S), default=0.0)
+        return min(HOUR_S, max(LEAST_CALM_S, 2 * longest))
+
+    def _note_return(self, value: float | None, now: float) -> None:
+        if value is None or value < self._rule.clear_at:
+            return
+        if self._bad_at is not None and now - self._bad_at > LEAST_CALM_S / 2:
+            self._returns.append((now, now - self._bad_at))
+        self._bad_at = now
 
     def _is_leaving(self, value: float | None) -> bool:
         """Tell whether the value is on the other side: bad while there is no alert, good while there is one."""

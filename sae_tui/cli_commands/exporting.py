@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +17,10 @@ from typing import Any
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, warn
 from sae_tui.cli_commands.prometheus import CONTENT_TYPE, Family, gpu_families, job_families, text_of
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.once import CLOSE_LIMIT_S
+from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.view.reader import JobsReader
@@ -31,6 +34,8 @@ HOSTS = ("127.0.0.1", "localhost")
 # A client is given up after so long.
 PATIENCE_S = 10.0
 MOST_AT_ONCE = 16
+# Seconds without a request until the driver is closed, and how long the next request waits for it.
+REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 
 def export_metrics(context: Context, flags: argparse.Namespace) -> int:
@@ -41,9 +46,10 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     # A thread per card, so that one that hangs keeps nobody waiting.
     sampler = Sampler(source, context.settings.sampling_interval_s)
-    figures = Figures(context.data, lambda: visible(sampler.latest(), source.name), lambda: sampler.problem)
+    gpus = AskedGpus(sampler, source.name)
+    figures = Figures(context.data, gpus.samples, lambda: sampler.problem)
     try:
-        server = Server((LOOPBACK, flags.port), partial(Handler, figures.text))
+        server = Server((LOOPBACK, flags.port), partial(Handler, figures.text), gpus.rest)
     except OSError as error:
         reason = f"port {flags.port} of {LOOPBACK} cannot be had: {error.strerror}"
         raise UserError(f"{reason}; choose another with --port") from None
@@ -57,6 +63,42 @@ def export_metrics(context: Context, flags: argparse.Namespace) -> int:
             # A thread inside the driver cannot be ended, and the interpreter would wait for it.
             os._exit(Exit.FAILED)
     return Exit.DONE
+
+
+class AskedGpus:
+    """The GPUs, read for as long as a client asks: a GPU whose driver is open cannot be reset."""
+
+    def __init__(self, sampler: Sampler, source_name: str) -> None:
+        self._sampler, self._name = sampler, source_name
+        self._lock = threading.Lock()
+        self._rests = False
+        self._asked = time.monotonic()
+
+    def samples(self) -> Sequence[GpuSample]:
+        """Return the newest samples; after a rest wait up to `WAKE_S` for the driver."""
+        with self._lock:
+            self._asked = time.monotonic()
+            if self._rests:
+                self._rests = False
+                self._sampler.resume()
+                while self._is_waking and time.monotonic() < self._asked + WAKE_S:
+                    time.sleep(0.02)
+        return visible(self._sampler.latest(), self._name)
+
+    @property
+    def _is_waking(self) -> bool:
+        is_opening = self._sampler.status is Status.OPENING
+        return is_opening or any(one.reason == faults.NO_ANSWER_YET for one in self._sampler.latest())
+
+    def rest(self) -> None:
+        """Close the driver if no client has asked for `REST_AFTER_S`."""
+        if self._rests or time.monotonic() < self._asked + REST_AFTER_S or not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._rests = True
+            self._sampler.pause(CLOSE_LIMIT_S)
+        finally:
+            self._lock.release()
 
 
 class Figures:
@@ -99,9 +141,14 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, address: tuple[str, int], handler: Any, between: Callable[[], object] = lambda: None) -> None:
+        """Bind the address; `between` is called about twice a second."""
         self._room = threading.Semaphore(MOST_AT_ONCE)
-        super().__init__(*arguments)
+        self._between = between
+        super().__init__(address, handler)
+
+    def service_actions(self) -> None:
+        self._between()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from sae_tui.cli_commands.context import Context, read_training
-from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
+from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table, warn
 from sae_tui.cli_commands.past import array_lines, csv_lines, object_lines, past_of
 from sae_tui.cli_commands.snapshot import Snapshot
 from sae_tui.gpu.aggregate import aggregate
@@ -40,9 +40,13 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
 
 def _watch(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs every second until it is interrupted or nobody reads."""
+    problem = ""
     for snapshot in context.watch_gpus(WATCH_S):
         rows = [row for row in _gpus(snapshot) if flags.index in (None, row["index"])]
-        if not rows and flags.index is not None:
+        if snapshot.problem not in ("", problem):
+            warn(snapshot.problem)
+        problem = snapshot.problem
+        if not rows and flags.index is not None and not problem:
             return _show(snapshot, context, flags)
         if context.as_json:
             show_json(rows, in_a_line=True)

@@ -10,7 +10,8 @@ import msgspec
 from sae_tui.cli_commands.output import nobody_reads_for
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all, tell_when_slow
+from sae_tui.gpu.detailed import ReopeningSource
+from sae_tui.gpu.once import close_source, open_source, read_all, tell_when_slow
 from sae_tui.gpu.visible import all_hidden, count_visible, visible
 from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
 from sae_tui.jobs.cards.idle import with_idle
@@ -47,25 +48,33 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     try:
         with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
+            close_source(source)  # `launch --wait` may take days
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
     return _snapshot(source, samples, occupancy, data, problem, is_broken)
 
 
 def watch(source: GpuSource, occupancy: Occupancy, data: DataDir, every_s: float) -> Iterator[Snapshot]:
-    """Yield a snapshot every so often, of a source that is opened once, until nobody reads the output.
+    """Yield a snapshot every so often until no process reads the output.
 
-    Raise `UserError` where the source cannot be opened.
+    Reopen the source after the driver was reloaded. Raise `UserError` if it cannot be opened at first.
     """
     try:
         count = open_source(source)
     except SourceUnavailable as error:
         raise UserError(str(error)) from None
+    problem = ""
     while True:
         began = time.monotonic()
-        yield _snapshot(source, read_all(source, count), occupancy, data)
+        yield _snapshot(source, read_all(source, count), occupancy, data, problem, bool(problem))
         if nobody_reads_for(every_s - (time.monotonic() - began)):
             return
+        if problem or (isinstance(source, ReopeningSource) and source.must_reopen):
+            close_source(source)
+            try:
+                count, problem = open_source(source), ""
+            except SourceUnavailable as error:
+                count, problem = 0, str(error)
 
 
 def _snapshot(

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from sae_tui.gpu.base import OPEN_LIMIT_S, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import on_thread, open_source, read_all
+from sae_tui.gpu.once import close_source, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs import named_python
 from trainer.contract.failure import told_failure
@@ -135,9 +135,7 @@ def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
     # Without facts the doctor only says less; what is wrong with a card is in its sample.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
-    # The app runs for days, and a GPU whose driver is open cannot be reset.
-    with contextlib.suppress(Exception):
-        on_thread(source.close).result(GPU_LIMIT_S)
+    close_source(source)
     shown = {sample.index for sample in samples}
     return Gpus(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
 

@@ -45,7 +45,7 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
     """Sum up the samples of all cards that can be read; the last values of the others would be counted for ever."""
     alive = [sample for sample in samples if sample.healthy]
     memory = _both((sample.memory_used_bytes, sample.memory_total_bytes) for sample in alive)
-    busy = _not_none(sample.utilization for sample in alive)
+    busy = _not_none(sample.utilization for sample in alive if not sample.is_latched)
     powered = _both((sample.power_w, sample.power_limit_w) for sample in alive)
     drawn = [used for used, _ in powered] or _not_none(sample.power_w for sample in alive)
     warm = [sample for sample in alive if sample.temperature_c is not None]

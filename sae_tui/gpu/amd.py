@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sae_tui.gpu import amd_faults as faults
 from sae_tui.gpu.amd_answers import Asking, number
@@ -40,6 +40,8 @@ class Amd:
 
     name = "amdsmi"
     cuda = True
+    # Which sources of this process have the library open: it does not count, and closing it once closes it for all.
+    _users: ClassVar[set[Amd]] = set()
 
     def __init__(self) -> None:
         self._smi: Any = None
@@ -47,6 +49,7 @@ class Amd:
 
     def open(self) -> int:
         self._smi = load_amdsmi()
+        self._users.add(self)
         try:
             self._smi.amdsmi_init()
             handles = self._smi.amdsmi_get_processor_handles()
@@ -99,6 +102,10 @@ class Amd:
         return None
 
     def close(self) -> None:
+        """Close the library unless another source uses it. If it must be reopened, close it for all."""
+        self._users.discard(self)
+        if self._users and not self.must_reopen:
+            return
         with contextlib.suppress(self._smi.AmdSmiException):
             self._smi.amdsmi_shut_down()
 
@@ -107,9 +114,11 @@ class _Card:
     """One card. What never changes is asked until it is answered, the limit of power as often as its processes."""
 
     def __init__(self, smi: ModuleType, index: int, handle: Any) -> None:
+        self._smi = smi
         self.index = index
         self.handle = handle
         self.uuid: str | None = None
+        self.name = _name(None)
         self.is_stale = False  # can be read again only after the driver is reopened
         self._asking = Asking(smi)
         self._details = AmdDetails(smi, handle)
@@ -127,7 +136,7 @@ class _Card:
         if self.uuid is None:
             failed["uuid"] = "unknown" if identity is None else "not supported"
         return GpuSample(
-            index=self.index, uuid=self.uuid or f"GPU-index-{self.index}", name=_name(identity), timestamp=time.time(),
+            index=self.index, uuid=self.uuid or f"GPU-index-{self.index}", name=self.name, timestamp=time.time(),
             failed=failed, **fields,
         )  # fmt: skip
 
@@ -143,9 +152,10 @@ class _Card:
         """
         if self._asic is None:
             self._asic = self._asking.get("uuid", "amdsmi_get_gpu_asic_info", self.handle)
-            serial = str((self._asic or {}).get("asic_serial", ""))
-            if _SERIAL.fullmatch(serial) and int(serial, 16):
-                self.uuid = f"GPU-{int(serial, 16):016x}"
+            if self._asic is not None:
+                before, self.uuid, self.name = self.uuid, _uuid(self._asic), _name(self._asic)
+                if self.uuid != before is not None:
+                    self._details = AmdDetails(self._smi, self.handle)
         return self._asic
 
     def _read(self, processes: bool) -> dict[str, Any]:
@@ -180,7 +190,9 @@ class _Card:
         if code is None and not self._has_answered:
             return {}
         self._asking.failed = {}
-        self.is_stale = code in faults.STALE
+        # Another GPU may answer next.
+        self._asic = None
+        self.is_stale = self.is_stale or code in faults.STALE
         reason = faults.SILENT if code is None else faults.card(code)
         return {"healthy": False, "reason": reason, "withheld": code == faults.NO_PERMISSION}
 
@@ -217,6 +229,11 @@ class _Card:
             if 0 < pid <= LARGEST_PID:
                 found[pid] = _whole(number(each.get("memory_usage"), "vram_mem"))
         return tuple(GpuProcess(pid, *owner(pid), used) for pid, used in found.items())
+
+
+def _uuid(asic: Mapping[str, Any]) -> str | None:
+    serial = str(asic.get("asic_serial", ""))
+    return f"GPU-{int(serial, 16):016x}" if _SERIAL.fullmatch(serial) and int(serial, 16) else None
 
 
 def _name(asic: Mapping[str, Any] | None) -> str:

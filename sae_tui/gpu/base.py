@@ -19,6 +19,7 @@ from trainer.contract.store.rows import Count, FewAtOnce, Time
 UNSEEN_BYTES = 1 << 30
 # The least that a process holds on a card on which it computes.
 CONTEXT_BYTES = 100 << 20
+LATCHED_PERCENT = 100
 # Percent of utilisation that a desktop causes now and then.
 IDLE_PERCENT = 5
 # Limits of values read from a file that others may have written, so that sums and tables can be made of them.
@@ -73,7 +74,8 @@ class Condition:
 
     `ecc_uncorrected` counts memory errors since the last reset. `rows_pending`: memory rows wait to be replaced.
     `rows_failed`: a row could not be replaced. The GPU slows itself down at `slowdown_c`. `xid` is the last error, or
-    the last fatal one, since the program began to listen. Impossible values become None.
+    the last fatal one, since the program began to listen. `recovery` is what the driver asks for before the GPU is used
+    again, as in `a reset`, also for errors before that; empty if nothing. Impossible values become None.
     """
 
     sm_clock_mhz: int | None = None
@@ -86,6 +88,7 @@ class Condition:
     ecc_uncorrected: int | None = None
     rows_pending: bool | None = None
     rows_failed: bool | None = None
+    recovery: str | None = None
 
     def __post_init__(self) -> None:
         drop_impossible(self)
@@ -101,6 +104,8 @@ class Condition:
         if self.xid and self.xid.is_fatal:
             remedy = "" if "reset" in self.xid.words else "; it needs a reset"
             return f"the GPU is failing, {self.xid.words}{remedy}", f"failing: Xid {self.xid.number}"
+        if self.recovery:
+            return f"the GPU needs {self.recovery}, as its driver says", f"needs {self.recovery}"
         if self.rows_pending:
             return "the GPU needs a reset: rows of its memory wait to be replaced", "needs a reset"
         if n_errors:
@@ -170,6 +175,16 @@ class GpuSample:
     def obstacle(self) -> str:
         """Why no job can run on a GPU that can be read; empty if one can."""
         return self.unusable or (self.condition.trouble[0] if self.condition else "")
+
+    @property
+    def is_latched(self) -> bool:
+        """Whether it reports full use although no process has memory there, as Blackwell after a killed process.
+
+        The reading stays at 100 % until a process creates a CUDA context.
+        """
+        unexplained = self.unexplained_bytes
+        is_free = self.processes == () and unexplained is not None and unexplained <= CONTEXT_BYTES
+        return is_free and (self.utilization or 0) >= LATCHED_PERCENT
 
     @property
     def unexplained_bytes(self) -> int | None:

@@ -54,6 +54,7 @@ class GpuDetails:
     remapped_rows: int | None = None
     remapping_failed: bool | None = None
     remapping_pending: bool | None = None
+    recovery: str | None = None
     encoder_percent: int | None = None
     decoder_percent: int | None = None
     persistence: bool | None = None

@@ -71,6 +71,8 @@ class Recorder:
         # By index and UUID: the position in the ring after the last stored reading.
         self._stored: dict[tuple[int, str], int] = {}
         self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._paused = self._is_at_rest = False
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
 
     @property
@@ -101,18 +103,47 @@ class Recorder:
     def stop(self, timeout: float = 0.5) -> bool:
         """Store the rest and let another process take over; return False if the disk does not answer in time."""
         self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def pause(self, timeout: float) -> bool:
+        """Store the rest and let another process take over until `resume`; return False if that takes too long."""
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._is_at_rest or not self._thread.is_alive(), timeout)
+
+    def resume(self) -> None:
+        """Stand by again, or store if no other process does."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while not self._stop.is_set():
             self._turn()
-            self._stop.wait(self._every_s)
+            with self._changed:
+                self._changed.wait_for(lambda: self._stop.is_set() or self._paused, self._every_s)
+            if self._paused:
+                self._hand_over()
+                self._rest()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         if self.elected:
             self._turn()
         self._file.close()
         self._lock.release()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._is_at_rest = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._stop.is_set() or not self._paused)
+            self._is_at_rest = False
 
     def _turn(self) -> None:
         self._begun = time.monotonic()

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 STORED_BY_S = 6.0
 # A driver without a persistence daemon wakes up every card first, which takes seconds each.
 OPENING_S = 15.0
+# A driver or a disk that hangs must not keep the app from being suspended.
+_PAUSE_LIMIT_S = 3.0
 
 
 class Monitor:
@@ -89,6 +91,17 @@ class Monitor:
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
+
+    def pause(self) -> None:
+        """Store the rest, let another process of this host store, and close the driver; give up after 3 s."""
+        self._recorder.pause(_PAUSE_LIMIT_S / 3)
+        self._sampler.pause(_PAUSE_LIMIT_S * 2 / 3)
+
+    def resume(self) -> None:
+        """Read and store again."""
+        self._started = time.monotonic()
+        self._sampler.resume()
+        self._recorder.resume()
 
     def change(self, interval_s: float, retention: Retention) -> None:
         """Read the cards at another interval, and keep their history for another time."""

@@ -1,9 +1,8 @@
-"""Reads NVIDIA GPUs through NVML: the only file that imports pynvml, and only in `open`, since that takes 70 ms."""
+"""Reads NVIDIA GPUs through NVML. Only `open` loads pynvml, since that takes 70 ms."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import time
 from collections.abc import Mapping, Sequence
 from itertools import combinations
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import Condition, GpuFacts, GpuPair, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_details import NvmlDetails, cuda_version, text
+from sae_tui.gpu.nvml_library import has_renewed, load_pynvml
 from sae_tui.gpu.nvml_memory import MEMORY, SLICE_MEMORY, MemoryKind, sizes
 from sae_tui.gpu.nvml_slices import Place, places_of, slices
 from sae_tui.gpu.owner import owner
@@ -62,11 +62,8 @@ class Nvml:
         self._cards: tuple[_Card, ...] = ()
 
     def open(self) -> int:
-        self._nvml = _import_pynvml()
-        try:
-            self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            raise faults.source(error.value) from None
+        self._nvml = load_pynvml()
+        self._initialise()
         try:
             count = int(self._nvml.nvmlDeviceGetCount())
         except self._nvml.NVMLError as error:
@@ -79,6 +76,14 @@ class Nvml:
         cards = [_Card(self._nvml, index, [part for part in parts if part.card == index]) for index in range(count)]
         self._cards = (*cards, *(_Slice(self._nvml, index, place) for index, place in enumerate(parts, start=count)))
         return len(self._cards)
+
+    def _initialise(self, *, may_renew: bool = True) -> None:
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            if not (may_renew and error.value == faults.MISMATCH and has_renewed(self._nvml)):
+                raise faults.source(error.value) from None
+            self._initialise(may_renew=False)
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(processes=processes)
@@ -391,16 +396,6 @@ def _signed(degrees: int | None) -> int | None:
     """Return the signed temperature: NVML returns values below 0 as huge ones. All bits set is not a temperature."""
     is_negative = degrees is not None and 1 << 31 <= degrees < (1 << 32) - 1
     return degrees - (1 << 32) if degrees is not None and is_negative else degrees
-
-
-def _import_pynvml() -> Any:
-    try:
-        module = importlib.import_module("pynvml")
-    except Exception as error:  # another distribution of that name fails in ways of its own
-        raise faults.broken_pynvml(str(error)) from None
-    if not hasattr(module, "nvmlMemory_v2"):
-        raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
-    return module
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

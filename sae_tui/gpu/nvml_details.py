@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,20 @@ _IDLE = 0x001
 # Memory errors and the compute mode seldom change.
 HEALTH_EVERY_S = 8.0
 COMPUTE_MODES = {0: "shared", 1: ONE_PROCESS, 2: NO_COMPUTING, 3: ONE_PROCESS}
+# The number of the field that holds what the driver asks for after an error, and its values but 0, which is nothing.
+_RECOVERY_FIELD = 230
+RECOVERIES: Mapping[int | None, str] = {
+    0: "",
+    1: "a reset",
+    2: "a reboot of the machine",
+    3: "all programs that use peer-to-peer to end",
+    4: "its programs to end, and a reset",
+    5: "its IMEX domain to be recovered",
+    6: "a reset of its PCIe bus",
+    7: "a reboot of the machine",
+}
+# Where a field has its value, by the type of the value.
+_UNSIGNED = {1: "uiVal", 2: "ulVal", 3: "ullVal"}
 _REMAPPING = "nvmlDeviceGetRemappedRows"
 _RETIRING = "nvmlDeviceGetRetiredPagesPendingStatus"  # what GPUs before Ampere have instead
 
@@ -57,7 +72,7 @@ class NvmlDetails:
         self._missing: set[str] = set()
 
     def condition(self, handle: Any, *, whole: bool = True) -> Condition:
-        """Return whether the GPU may be used and, if `whole`, its clocks, with up to nine calls.
+        """Return whether the GPU may be used and, if `whole`, its clocks, with up to ten calls.
 
         The first whole call also reads the slowdown temperature.
         """
@@ -86,7 +101,21 @@ class NvmlDetails:
             ecc_uncorrected=ecc,
             rows_pending=bool(rows[2]) if rows is not None else None if pages is None else bool(pages),
             rows_failed=None if rows is None else bool(rows[3]),
+            recovery=RECOVERIES.get(self._read_field(handle, _RECOVERY_FIELD)),
         )
+
+    def _read_field(self, handle: Any, field: int) -> int | None:
+        """Return the value of a field by its number; a field that the driver or the GPU lacks is read only once."""
+        name = f"field {field}"
+        if name in self._missing:
+            return None
+        (answer,) = self._ask_if_any("nvmlDeviceGetFieldValues", handle, [field]) or (None,)
+        if answer is None or answer.nvmlReturn:
+            if answer is not None and answer.nvmlReturn in (MISSING | {NOT_SUPPORTED}):
+                self._missing.add(name)
+            return None
+        kind = _UNSIGNED.get(answer.valueType)
+        return None if kind is None else int(getattr(answer.value, kind))
 
     def read(self, handle: Any) -> GpuDetails:
         """Return what the card tells; None for each sensor that does not answer."""
@@ -129,6 +158,7 @@ class NvmlDetails:
             remapped_rows=None if rows is None else rows[0] + rows[1],
             remapping_failed=condition.rows_failed,
             remapping_pending=condition.rows_pending,
+            recovery=condition.recovery or "",
             encoder_percent=None if encoder is None else encoder[0],
             decoder_percent=None if decoder is None else decoder[0],
             persistence=None if persistence is None else bool(persistence),

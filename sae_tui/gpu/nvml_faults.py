@@ -14,13 +14,14 @@ from sae_tui.gpu.faults import LOST
 
 NOT_SUPPORTED = 3
 NO_LIBRARY = 12
+MISMATCH = 18  # of the versions of the library and the driver
 # A function that this driver or this pynvml does not have, or has with another layout of its arguments.
 MISSING = frozenset({13, 25})
 
 SPLIT = "it is split into MIG slices, which are GPUs of their own"
 UNCUT = "MIG is on, but it has no slices; `nvidia-smi mig -cgi` makes some"
 # Codes after which NVML must be reopened: the driver was reloaded, or does not know a handle or an index.
-STALE = frozenset({1, 2, 6, 18, 28})
+STALE = frozenset({1, 2, 6, MISMATCH, 28})
 # Codes for a GPU that only other users may use.
 WITHHELD = frozenset({4, 17})
 # The meaning of a code that the look-up of a card returns, or each of its sensors.
@@ -35,7 +36,7 @@ CARD = {
     15: LOST,
     16: "the GPU needs a reset: nvidia-smi --gpu-reset",
     17: "the operating system blocks this GPU (container or cgroup)",
-    18: "the driver was updated; start sae-tui again if this stays so",
+    MISMATCH: "the driver was updated; start sae-tui again if this stays so",
     28: "the driver no longer knows this GPU",
     999: "the driver reports an unknown error for this GPU",
 }
@@ -58,7 +59,11 @@ SOURCE = {
         "there is no NVIDIA driver library (libnvidia-ml.so.1)",
         "install the NVIDIA driver, or start the container with --gpus all",
     ),
-    18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
+    MISMATCH: (
+        "the NVIDIA driver and its library are of different versions",
+        "reboot to finish the driver update; if `nvidia-smi` works, only a new process loads the new library:"
+        " start sae-tui again",
+    ),
 }
 # GPU makers by their PCI vendor id.
 _NVIDIA = "0x10de"

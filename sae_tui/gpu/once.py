@@ -15,6 +15,7 @@ from sae_tui.gpu.base import CARD_LIMIT_S, OPEN_LIMIT_S, GpuSample, GpuSource
 from sae_tui.gpu.detailed import vendor_of
 
 SLOW_AFTER_S = 2.0
+CLOSE_LIMIT_S = 2.0
 THREAD_NAME = "gpu-once"
 T = TypeVar("T")
 
@@ -44,6 +45,12 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
         return on_thread(source.open).result(limit_s)
     except TimeoutError:
         raise faults.silent(limit_s, vendor_to_name(source.name).tool) from None
+
+
+def close_source(source: GpuSource, limit_s: float = CLOSE_LIMIT_S) -> None:
+    """Close the driver, since a GPU whose driver is open cannot be reset; give up after `limit_s` seconds."""
+    with contextlib.suppress(Exception):
+        on_thread(source.close).result(limit_s)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from sae_tui.gpu import AUTO, faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource, vendor_of
-from sae_tui.gpu.once import on_thread
+from sae_tui.gpu.once import CLOSE_LIMIT_S, close_source
 from sae_tui.gpu.read import Probe
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
 from trainer.contract.planning.gpu_vendors import VENDORS
@@ -26,8 +26,6 @@ PROCESSES_EVERY_S = 3.0
 REOPEN_EVERY_S = 10.0
 # Minimum time between two openings of a driver that opens but does not know its GPUs.
 _REOPEN_AFTER_S = 5.0
-# How long to wait for running reads, and for the driver to close, before reopening it.
-_CLOSE_LIMIT_S = 2.0
 SILENT_AFTER_S = 5.0
 # A card whose reading takes longer is not asked for what its driver remembers, which takes four calls more.
 _QUICK_S = 0.3
@@ -76,7 +74,7 @@ class Sampler:
         self._opened = 0.0  # monotonic time
         self._probe = Probe(source.name)
         self._changed = threading.Condition()
-        self._stopping = False
+        self._stopping = self._paused = self._is_open = False
         self._looked_at: int | None = None
         self._shares_wanted = False
 
@@ -107,6 +105,22 @@ class Sampler:
         self._status = Status.STOPPED
         return ended
 
+    def pause(self, timeout: float) -> bool:
+        """Close the driver until `resume`, since a GPU whose driver is open cannot be reset.
+
+        Return False if it is not closed within `timeout` seconds.
+        """
+        with self._changed:
+            self._paused = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._is_open, timeout)
+
+    def resume(self) -> None:
+        """Open the driver again, in the sampler's own thread."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every card, by index; an unhealthy one if the card has been silent for long."""
         now = time.monotonic()
@@ -128,7 +142,11 @@ class Sampler:
 
     def want_shares(self, wanted: bool) -> None:
         """Read from now on how much of its card each process takes, or no more."""
-        self._shares_wanted = wanted
+        if wanted == self._shares_wanted:
+            return
+        with self._changed:
+            self._shares_wanted = wanted
+            self._changed.notify_all()
 
     def sm_percents(self, index: int) -> Mapping[int, int]:
         """Return the newest shares of a card's multiprocessors by pid; none before the first, or where not wanted."""
@@ -153,7 +171,7 @@ class Sampler:
             self.problem, self._status, self._opened = None, Status.READY, time.monotonic()
             for card in self._cards:
                 self._spawn(self._watch, f"gpu-{card.sample.index}", card)
-            while not (self._stopping or self._must_reopen_safely()):
+            while not (self._stopping or self._paused or self._must_reopen_safely()):
                 self._record_silence()
                 self._wait_until(time.monotonic() + self._interval)
             if self._stopping:
@@ -165,7 +183,7 @@ class Sampler:
 
         Try again every `REOPEN_EVERY_S`, so that a driver that comes back is noticed.
         """
-        while not self._stopping:
+        while self._may_open():
             try:
                 return self.source.open()
             except SourceUnavailable as error:
@@ -173,10 +191,27 @@ class Sampler:
             except Exception as error:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "", is_broken=True)
             self.problem, self._status = problem, Status.UNAVAILABLE
+            self._now_closed()
             # With a broken driver the GPUs still exist, though they cannot be read.
             self._cards = tuple(self._unread(card, problem.reason) for card in self._cards if problem.is_broken)
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
+
+    def _may_open(self) -> bool:
+        """Wait until the sampler is not paused; return False once it stops."""
+        with self._changed:
+            if self._paused:
+                self._status = Status.OPENING
+                # The last readings will be too old after the pause.
+                self._cards = tuple(self._unread(card, faults.NO_ANSWER_YET) for card in self._cards)
+            self._changed.wait_for(lambda: self._stopping or not self._paused)
+            self._is_open = not self._stopping
+            return self._is_open
+
+    def _now_closed(self) -> None:
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
 
     def _must_reopen_safely(self) -> bool:
         with contextlib.suppress(Exception):  # this thread must survive any error of a source
@@ -205,11 +240,11 @@ class Sampler:
         self._cards = tuple(replace(card) for card in self._cards)
         with self._changed:
             self._changed.notify_all()
-        deadline = time.monotonic() + _CLOSE_LIMIT_S
+        deadline = time.monotonic() + CLOSE_LIMIT_S
         watchers, self._threads = self._threads[1:], self._threads[:1]
         self._threads += [thread for thread in watchers if not _join(thread, deadline)]
-        with contextlib.suppress(Exception):  # only the reopening matters
-            on_thread(self.source.close).result(_CLOSE_LIMIT_S)
+        close_source(self.source)
+        self._now_closed()
 
     def _watch(self, card: _Card) -> None:
         """Sample one card once in every interval of the clock, without making up for missed ones."""
@@ -302,6 +337,8 @@ class Sampler:
 
     def _is_silent(self, card: _Card, now: float) -> bool:
         """Return whether the present read of a GPU that answered before takes too long."""
+        if self._status is Status.OPENING:
+            return False
         waiting = card.sample.healthy or card.sample.reason == faults.NO_ANSWER_YET
         return waiting and now - card.answered > max(SILENT_AFTER_S, 3 * self._interval)
 
@@ -327,17 +364,19 @@ class Sampler:
         return _Card(sample, card.ring, time.monotonic())
 
     def _wait_until(self, deadline: float, *, looking: int | None = None, card: _Card | None = None) -> None:
-        """Return at the deadline, or at once when the sampler stops, the interval changes or this GPU needs it.
+        """Return at the deadline, or earlier if the sampler stops or pauses, the interval changes or this GPU needs it.
 
-        A GPU needs it when the user opens its page, or when it is no longer current.
+        A GPU needs it when the user opens its page or the list of processes, or when it is no longer current.
         """
-        interval, was = self._interval, self._looked_at
+        interval, was, shares = self._interval, self._looked_at, self._shares_wanted
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._stopping
                     or self._interval != interval
+                    or (card is None and self._paused)
                     or (looking is not None and was != self._looked_at == looking)
+                    or (card is not None and self._shares_wanted and not shares)
                     or (card is not None and not self._is_current(card))
                 ),
                 timeout=max(0.0, deadline - time.monotonic()),

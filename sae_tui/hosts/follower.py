@@ -87,6 +87,10 @@ class HostFollower:
     def stop(self) -> None:
         """End ssh and the thread; it holds nothing that must be waited for."""
         self._stopped.set()
+        self.cut()
+
+    def cut(self) -> None:
+        """End ssh; the thread starts it again."""
         if link := self._link:
             link.stop()
 

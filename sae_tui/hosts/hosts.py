@@ -42,6 +42,11 @@ class Hosts:
             follower.stop()
         self._errands.end_all()
 
+    def cut(self) -> None:
+        """End the connections, so that the hosts close their GPU drivers; the followers soon connect again."""
+        for follower in self._followers.values():
+            follower.cut()
+
     @property
     def views(self) -> tuple[HostView, ...]:
         """Every host as it is known now, in the order they were named."""

@@ -90,17 +90,22 @@ def _line(total: Total, text: str, width: int) -> Line:
 def plots(totals: Sequence[Total], width: int, height: int) -> list[Line]:
     """Return the quantities as plots of `height` rows, each with a heading, in two columns."""
     left = (width - _GAP) // 2
-    areas = [_area(one, left if place % 2 == 0 else width - _GAP - left, height) for place, one in enumerate(totals)]
+    busy = next((one.history for one in totals if one.label == "Util"), ())
+    areas = [
+        _area(one, left if place % 2 == 0 else width - _GAP - left, height, busy) for place, one in enumerate(totals)
+    ]
     return [line for pair in zip(areas[::2], areas[1::2], strict=True) for line in beside(*pair, _GAP)]
 
 
-def _area(total: Total, width: int, height: int) -> list[Line]:
+def _area(total: Total, width: int, height: int, others: Sequence[float | None]) -> list[Line]:
     text = total.words(short=width < 50)
     heading: Line = (
         (f" {total.title} ", "label"),
         (fit(text, max(0, width - cell_len(total.title) - 2)), "title"),
     )
-    return area(heading, total.history, style=total.style, ceiling=total.ceiling, width=width, height=height)
+    return area(
+        heading, total.history, style=total.style, ceiling=total.ceiling, width=width, height=height, others=others
+    )
 
 
 def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:

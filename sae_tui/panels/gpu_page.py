@@ -59,6 +59,7 @@ class GpuHistory(LineView):
                 width=width,
                 height=rows + (place < spare),
                 cursor=at,
+                others=window.columns["utilization"],
             )
         self.show([*lines, time_axis(words, "now" if window.end >= time.time() else clock_time(window.end), width)])
 
@@ -188,6 +189,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
         ("rows", "" if rows is None else f"{rows} remapped", "warn" if rows else "text"),
         ("", "a row could not be remapped; the GPU is failing" if details.remapping_failed else "", "bad"),
         ("", "rows wait to be remapped; reset the GPU" if details.remapping_pending else "", "bad"),
+        ("needs", details.recovery or "", "bad"),
     ]
 
 

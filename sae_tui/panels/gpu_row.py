@@ -110,9 +110,12 @@ def meter(text: str, text_width: int, share: float | None, width: int, style: st
 
 def history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
     """Return the rows of a history, whose highest block leaves an eighth of a cell free below the row above."""
+    if not width:
+        return [""] * height
     eighths = 8 * height
     above = top and top * eighths / (eighths - 1)
-    return tall_sparkline(row.column(name, width), width, height, above) if width else [""] * height
+    # An NVIDIA driver remembers utilisation and power of the seconds before the app was started, but not the rest.
+    return tall_sparkline(row.column(name, width), width, height, above, row.column("utilization", width))
 
 
 def heat(sample: GpuSample) -> str:

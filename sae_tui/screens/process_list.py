@@ -97,6 +97,7 @@ class ProcessList(Filtered):
         self._one_reading = threading.Lock()
         self._read_at = 0.0
         self._is_due = True
+        self._has_shares = False
         self._cards: list[int] = []
         self._pids: list[int] = []
 
@@ -120,14 +121,15 @@ class ProcessList(Filtered):
             self._processes = None
         # Again, since a list that was left just before ends this when it is gone.
         self.session.monitor.want_shares(True)
-        # A newcomer is read at once.
-        is_new = (cards, pids) != (self._cards, self._pids)
-        self._cards, self._pids = cards, pids
+        shares = {index: self.session.monitor.sm_percents(index) for index in cards}
+        # A newcomer is read at once, and so are the first shares.
+        is_new = (cards, pids) != (self._cards, self._pids) or (any(shares.values()) and not self._has_shares)
+        self._cards, self._pids, self._has_shares = cards, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
         # A hung process can make the read hang too; no second read starts then.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
-            self._read(tuple(samples), {index: self.session.monitor.sm_percents(index) for index in cards})
+            self._read(tuple(samples), shares)
         self._draw()
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)

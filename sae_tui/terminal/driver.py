@@ -202,7 +202,8 @@ class TerminalDriver(LinuxDriver):
         terminal for an app that has ended.
         """
         if self.attrs_before is not None:
-            super()._sigtstp_application(*args)
+            with _at_rest(self._app):
+                super()._sigtstp_application(*args)
             return
         before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -215,6 +216,37 @@ class TerminalDriver(LinuxDriver):
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
+
+
+@contextlib.contextmanager
+def _at_rest(app: App[Any]) -> Iterator[None]:
+    """Close the GPU driver while the app is stopped, so that GPUs can be reset.
+
+    The main thread that sends itself a stop continues only after the stop.
+    """
+    pause, resume = (getattr(app, name, None) for name in ("pause_reading", "resume_reading"))
+    with contextlib.suppress(Exception):  # an error must not prevent the stop
+        if pause:
+            pause()
+    try:
+        yield
+    finally:
+        if resume:
+            resume()
+
+
+def has_shell() -> bool:
+    """Return whether a shell with job control started this process, which can continue it after a stop."""
+    import psutil
+
+    group, session = os.getpgrp(), os.getsid(0)
+    with contextlib.suppress(psutil.Error, OSError):
+        pid = os.getppid()
+        while pid:  # a wrapper such as `uv run` is in the same process group
+            if os.getpgid(pid) != group:
+                return os.getsid(pid) == session
+            pid = psutil.Process(pid).ppid()
+    return False
 
 
 @contextlib.contextmanager

@@ -20,13 +20,14 @@ def area(
     width: int,
     height: int,
     cursor: int | None = None,
+    others: Sequence[float | None] = (),
 ) -> list[Line]:
     """Return the heading and `height` rows below it, of `width` cells each.
 
-    `history` is in shares, 0 to 1, of `ceiling`, with which the axis ends; None leaves a gap. `cursor` is a column of
-    the plot that is marked.
+    `history` is in shares, 0 to 1, of `ceiling`, with which the axis ends; None leaves a gap, marked where another
+    quantity, `others`, has a value. `cursor` is a column of the plot that is marked.
     """
-    rows = tall_sparkline(history, columns_of(width), height, 1.0)
+    rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
         (
             (fit(label, _AXIS, right=True) + ("┤" if label else "│"), "dim"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
-from sae_tui.alerts.hysteresis import CALM_S, GONE, Hysteresis, Rule
+from sae_tui.alerts.hysteresis import GONE, Hysteresis, Rule
 
 RULE = Rule(raise_at=90, clear_at=80, raise_s=10, clear_s=30)
 BAD, BETWEEN, GOOD, UNKNOWN = 95, 85, 70, None
@@ -43,8 +46,8 @@ def test_without_a_time_it_changes_at_once():
     assert [state.changes(value, 0.0) for value in (0, 1, 1, 0)] == [False, True, False, True]
 
 
-@pytest.mark.parametrize("away_s", [31, 300, 1700])
-def test_a_flapping_alert_ends_only_after_an_hour_in_the_good_state(away_s):
+@pytest.mark.parametrize(("away_s", "calm_s"), [(31, 300), (140, 300), (300, 600), (1700, 3400)])
+def test_a_flapping_alert_is_one_alert_and_ends_minutes_after_its_cause(away_s, calm_s):
     state = Hysteresis(RULE)
     values = [(now, BAD if now % (away_s + 20) < 20 else GOOD) for now in range(24 * 3600)]
     changed_at = [now for now, value in values if state.changes(value, now)]
@@ -53,7 +56,18 @@ def test_a_flapping_alert_ends_only_after_an_hour_in_the_good_state(away_s):
     begun = values[-1][0]
     quiet = [now for now in range(begun, begun + 2 * 3600) if state.changes(GOOD, now)]
     assert len(quiet) == 1
-    assert CALM_S - away_s <= quiet[0] - begun <= CALM_S
+    assert calm_s - away_s <= quiet[0] - begun <= calm_s + 2
+
+
+def test_an_alert_that_returns_without_a_rhythm_is_reported_only_a_few_times_an_hour():
+    state, chance, now, changed_at = Hysteresis(RULE), random.Random(7), 0, []
+    while now < 8 * 3600:
+        for value, lasts_s in ((BAD, 20), (GOOD, int(chance.expovariate(1 / 300)))):
+            changed_at += [now + second for second in range(lasts_s) if state.changes(value, now + second)]
+            now += lasts_s
+    hours = Counter(at // 3600 for at in changed_at)
+    assert max(hours.values()) <= 8
+    assert len(changed_at) <= 16
 
 
 def test_an_alert_that_returns_after_more_than_half_an_hour_does_not_flap():

@@ -152,6 +152,14 @@ def test_what_is_no_trouble_or_unknown_is_no_alert(look):
     assert Days().last(3700, look) == []
 
 
+def test_a_gpu_that_its_driver_wants_reset_raises_the_alert_of_fatal_errors_until_it_is_reset():
+    days = Days()
+    wanted = cards(replace(FINE, condition=replace(SOUND, recovery="a reset")))
+    assert days.last(3, wanted) == ["GPU 3 needs a reset, as its driver says"]
+    assert [alert.kind for alert in days.alerts.active] == ["xid"]
+    assert days.last(62, cards(replace(FINE, condition=replace(SOUND, recovery="")))) == ["GPU 3: fatal error no more"]
+
+
 def test_a_value_that_swings_about_the_bound_is_one_alert():
     days = Days()
     hot, warm = cards(replace(FINE, temperature_c=87)), cards(replace(FINE, temperature_c=84))

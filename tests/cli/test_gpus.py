@@ -197,3 +197,10 @@ def test_a_locale_without_a_degree_sign_ends_no_command(shell):
     assert done.stdout.isascii()
     shell.run("doctor", **plain)
     assert shell.run("--help", **plain).stdout.isascii()
+
+
+def test_a_command_that_goes_on_has_closed_the_driver(shell, drivers, tmp_path):
+    """Otherwise GPUs could not be reset as long as `launch --wait` waits."""
+    on_nvml(shell, drivers, "gpus", "--json", GPUS=2, OPEN=tmp_path / "open")
+    (file,) = tmp_path.glob("open.*")
+    assert file.read_text() == "0\n"

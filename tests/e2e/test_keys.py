@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import signal
+import sys
 import termios
 import time
 from contextlib import closing
+from pathlib import Path
 
 import psutil
 import pytest
 from support.box import CTRL_L, ESC, Box, wait_for_store
+from support.driver import environment
 from support.terminal import Terminal
 
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+
+CTRL_Z = "\x1a"
 
 
 @pytest.mark.parametrize("opened", [["n"], ["y"], ["y", ESC, "n"]])
@@ -198,6 +203,37 @@ def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_
 
 def gives_the_terminal_away(terminal: Terminal) -> bool:
     return bool(terminal.mode[3] & termios.ISIG)
+
+
+def times_open(box: Box) -> int:
+    """Return how often the only program on the stand-in library has NVML open."""
+    (file,) = box.folder.glob("open.*")
+    return int(file.read_text() or -1)
+
+
+def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_and_fg_opens_it(box: Box, drivers: Path) -> None:
+    env = environment(drivers, GPUS=2, PIDS="", OPEN=box.folder / "open")
+    shell = Terminal(["bash", "--norc", "-i"], columns=80, rows=24, env=box.env | env, controlling=True)
+    box.terminals.append(shell)
+    shell.send(f"PS1='$ '; {sys.executable} -m sae_tui --gpu-source nvml\n")
+    shell.wait_for("2 GPUs · 0 running", 60)
+    for _ in range(2):
+        shell.wait_for(lambda _: times_open(box) == 1)
+        shell.send(CTRL_Z)
+        (file,) = box.folder.glob("open.*")
+        app = psutil.Process(int(file.suffix[1:]))
+        shell.wait_for(lambda _, app=app: app.status() == psutil.STATUS_STOPPED)
+        assert times_open(box) == 0
+        shell.send("fg\n")
+    shell.wait_for(lambda text: times_open(box) == 1 and "no answer yet" not in text and "2 GPUs · 0 running" in text)
+    shell.send("q")
+    app.wait(20)
+
+
+def test_ctrl_z_is_refused_where_no_shell_could_continue_the_app(box: Box) -> None:
+    terminal = box.app(80, 24, controlling=True)
+    terminal.send(CTRL_Z)
+    terminal.wait_for("no shell could continue")
 
 
 def test_a_stopped_app_gives_the_terminal_back_and_takes_it_again(box: Box) -> None:

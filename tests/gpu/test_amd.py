@@ -74,6 +74,7 @@ def test_a_healthy_card_has_every_field(on_amd: Run) -> None:
         "sm_clock_mhz": 1987, "fan_percent": 40, "slowdown_c": 100, "performance_state": None, "xid": None,
         "slowed_by": ["a limit of power, current or heat is reached"],
         "compute_mode": None, "ecc_uncorrected": 0, "rows_pending": None, "rows_failed": None,
+        "recovery": None,
     }  # fmt: skip
     assert idle["processes"] == idle["condition"]["slowed_by"] == []
 
@@ -269,3 +270,96 @@ def test_a_user_who_may_not_compute_is_told_so_though_cards_can_be_read(
     monkeypatch.setattr(amd, "load_amdsmi", lambda: amd_shapes.module(amdsmi_get_processor_handles=[]))
     with pytest.raises(SourceUnavailable, match="no permission to use the AMD driver"):
         Amd().open()
+
+
+# Follows a sampler through stages: once a condition on its rows and problem holds, variables of the library change.
+FOLLOW = """
+import json, os, time
+from sae_tui.gpu import sampler as module
+from sae_tui.gpu.amd import Amd
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.several import Several
+module.REOPEN_EVERY_S, module._REOPEN_AFTER_S, module.PROCESSES_EVERY_S = 0.3, 0.3, 0.1
+stages = {stages}
+sampler = Sampler({source}, 0.05)
+sampler.start()
+changed, until = [], time.monotonic() + 50
+while time.monotonic() < until and stages:
+    rows = [[one.uuid, one.healthy, one.reason] for one in sampler.latest()]
+    problem = str(sampler.problem or "")
+    are_read = bool(rows) and all(healthy for _, healthy, _ in rows)
+    if eval(stages[0][0]):
+        changed.append(time.time())
+        os.environ.update(stages.pop(0)[1])
+    time.sleep(0.02)
+rings = [[reading.timestamp > changed[1] for reading in sampler.ring(index).since(None, one.uuid)[0]]
+         for index, one in enumerate(sampler.latest())]
+print(json.dumps([rows, problem, len(stages), rings, sampler.stop(2)]))
+"""
+RELOADED = {"FAKE_AMD_SMI_DRIVER": "2"}
+FIRST, SECOND, OTHER = (f"GPU-9f3a5c00d1e2f0{end}" for end in ("a0", "a1", "ff"))
+
+
+@pytest.mark.parametrize("source", ["Amd()", "Several([Amd()])"])
+@pytest.mark.parametrize(
+    ("after", "uuids"),
+    [
+        ({}, [FIRST, SECOND]),
+        ({"FAKE_AMD_SMI_GPUS": "1"}, [FIRST]),
+        ({"FAKE_AMD_SMI_GPUS": "3"}, [FIRST, SECOND, "GPU-9f3a5c00d1e2f0a2"]),
+        ({"FAKE_AMD_SMI_FAULTS": "1:serial=0x9F3A5C00D1E2F0FF"}, [FIRST, OTHER]),
+    ],
+    ids=["the same", "one removed", "one added", "one exchanged"],
+)
+def test_the_sampler_recovers_from_a_reload_of_the_amd_driver(
+    on_amd: Run, source: str, after: dict[str, str], uuids: list[str]
+) -> None:
+    away = "'not loaded' in problem and len(rows) == 2 and all('not loaded' in reason for *_, reason in rows)"
+    stages = [
+        ("are_read and len(sampler.ring(1)) > 5", {"FAKE_AMD_SMI_DRIVER": "0"}),
+        (away, RELOADED | after),
+        (f"are_read and not problem and [uuid for uuid, *_ in rows] == {uuids}", {}),
+    ]
+    script = FOLLOW.replace("{stages}", repr(stages)).replace("{source}", source)
+    *_, n_left, rings, has_ended = on_amd(script, DRIVER=1, GPUS=2, FAULTS="")
+    assert (n_left, has_ended) == (0, True)
+    if OTHER in uuids:
+        assert not all(rings[0])
+        assert rings[1]
+        assert all(rings[1])  # readings of the GPU that was there before are not its own
+
+
+@pytest.mark.parametrize("change", [RELOADED, RELOADED | {"FAKE_AMD_SMI_GPUS": "1"}], ids=["reset", "removed"])
+def test_amd_gpus_whose_driver_was_reloaded_between_two_readings_are_found_again(
+    on_amd: Run, change: dict[str, str]
+) -> None:
+    n_gpus = int(change.get("FAKE_AMD_SMI_GPUS", 2))
+    stages = [("are_read", change), ("not are_read", {}), (f"are_read and len(rows) == {n_gpus}", {})]
+    script = FOLLOW.replace("{stages}", repr(stages)).replace("{source}", "Amd()")
+    rows, problem, n_left, _, _ = on_amd(script, DRIVER=1, GPUS=2, FAULTS="")
+    assert (n_left, problem) == (0, ""), rows
+
+
+def test_another_amd_gpu_at_the_place_of_one_that_failed_has_its_own_uuid(on_amd: Run) -> None:
+    stages = [
+        ("are_read", {"FAKE_AMD_SMI_FAULTS": "1:all=14"}),
+        ("[healthy for _, healthy, _ in rows] == [True, False]", {"FAKE_AMD_SMI_FAULTS": f"1:serial=0x{OTHER[4:]}"}),
+        (f"are_read and rows[1][0] == {OTHER!r}", {}),
+    ]
+    script = FOLLOW.replace("{stages}", repr(stages)).replace("{source}", "Amd()")
+    assert on_amd(script, DRIVER=1, GPUS=2, FAULTS="")[2] == 0
+
+
+def test_closing_one_source_of_amd_gpus_leaves_the_library_open_for_another(on_amd: Run) -> None:
+    script = """
+import json
+from sae_tui.gpu.amd import Amd
+shown, checked = Amd(), Amd()
+shown.open(), checked.open()
+checked.close()
+healthy = [shown.sample(0, processes=True).healthy]
+shown.close()
+healthy.append(shown.sample(0, processes=True).healthy)
+print(json.dumps(healthy))
+"""
+    assert on_amd(script) == [True, False]

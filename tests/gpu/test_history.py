@@ -235,6 +235,25 @@ threading.Event().wait()
 """
 
 
+def test_a_paused_recorder_lets_another_take_over_and_stands_by_afterwards(
+    data_dir: DataDir, sampler: Sampler, record: Callable[..., Recorder], until: Until
+) -> None:
+    first = record(every_s=0.02)
+    until(lambda: first.elected and len(rows(data_dir)) > 4)
+    assert first.pause(10)
+    assert not first.elected
+    other = FileLock(data_dir.locks / f"gpu-sampler-{data_dir.host_word}.lock")
+    assert other.acquire()
+    first.resume()
+    assert first.pause(10)
+    other.release()
+    n_rows = len(rows(data_dir))
+    first.resume()
+    until(lambda: first.elected and len(rows(data_dir)) > n_rows)
+    assert first.stop(10)
+    assert first.pause(10)
+
+
 def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
     data_dir: DataDir, tmp_path: Path, until: Until
 ) -> None:

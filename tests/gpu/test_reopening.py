@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,106 @@ def test_a_reset_gpu_comes_back_although_the_open_driver_reports_it_lost(on_nvml
     _, rings, _ = follow(on_nvml, stages, source, GPUS=2, FAULTS="1:dropped@1-1.5")
     # The other GPU was read all the time.
     assert None not in [utilization for _, utilization in rings[0]]
+
+
+WATCH = """
+import ctypes, json, sys
+from pathlib import Path
+from sae_tui.cli_commands.snapshot import watch
+from sae_tui.gpu.nvml import Nvml
+from sae_tui.jobs.cards.occupancy import Occupancy
+from trainer.contract.paths import DataDir
+fake_time = ctypes.c_double.in_dll(ctypes.CDLL("libnvidia-ml.so.1"), "fake_time")
+fake_time.value = 0.0
+data = DataDir(Path({folder!r}))
+stages = [("healthy", 1.5), ("", 3.0), ("healthy", 9.0)]
+seen = []
+for snapshot in watch(Nvml(), Occupancy(data), data, 0.01):
+    states = {"healthy" if one.healthy else "unread" for one in snapshot.samples}
+    seen.append([*states, snapshot.problem])
+    if states == ({stages[0][0]} - {""}):
+        fake_time.value = stages.pop(0)[1]
+    if not stages or len(seen) > 200:
+        break
+print(json.dumps(seen))
+"""
+
+
+def test_gpus_that_are_watched_are_read_again_after_a_reload_of_the_driver(on_nvml: Run, tmp_path: Path) -> None:
+    script = WATCH.replace("{folder!r}", repr(str(tmp_path)))
+    seen = on_nvml(script, GPUS=2, FAULTS="*:unload@1-2", PIDS="")
+    assert seen[0] == seen[-1] == ["healthy", ""]
+    assert len(seen) < 200
+    assert any("not loaded" in problem for *_, problem in seen)
+
+
+EXPORT = """
+import ctypes, json, time
+from sae_tui.cli_commands import exporting
+from sae_tui.gpu.nvml import Nvml
+from sae_tui.gpu.sampler import Sampler
+times_open = ctypes.CDLL("libnvidia-ml.so.1").fake_times_open
+sampler = Sampler(Nvml(), 0.05)
+gpus = exporting.AskedGpus(sampler, "nvml")
+sampler.start()
+while not all(one.healthy for one in gpus.samples()) or not gpus.samples():
+    time.sleep(0.01)
+gpus.rest()
+counts = [times_open()]
+exporting.REST_AFTER_S = 0.0
+gpus.rest()
+counts.append(times_open())
+began = time.time()
+fresh = [one.healthy and one.timestamp >= began for one in gpus.samples()]
+counts.append(times_open())
+print(json.dumps([counts, fresh, sampler.stop(5), times_open()]))
+"""
+
+
+def test_an_exporter_that_no_client_asks_closes_the_driver_and_the_next_answer_is_new(on_nvml: Run) -> None:
+    assert on_nvml(EXPORT, GPUS=2, PIDS="") == [[1, 0, 1], [True, True], True, 0]
+
+
+UPDATE = """
+import json, os, shutil, time
+from pathlib import Path
+from sae_tui.gpu import sampler as module
+from sae_tui.gpu.nvml import Nvml
+from sae_tui.gpu.sampler import Sampler
+module.REOPEN_EVERY_S, module._REOPEN_AFTER_S, module.PROCESSES_EVERY_S = 0.3, 0.3, 0.1
+drivers, folder = Path({drivers!r}), Path({folder!r})
+def install(name):
+    shutil.copy(drivers / name / "libnvidia-ml.so.1", folder / "other")
+    os.replace(folder / "other", folder / "libnvidia-ml.so.1")
+def load(version):
+    (folder / "version").write_text(version)
+install("old")
+load("450.66")
+sampler = Sampler(Nvml(), 0.05)
+sampler.start()
+stages = [
+    (lambda: are_read, lambda: load("570.172.08")),
+    (lambda: "different versions" in problem, lambda: install("new")),
+    (lambda: are_read and not problem, lambda: None),
+]
+problems, until = [], time.monotonic() + 50
+while stages and time.monotonic() < until:
+    problem = str(sampler.problem or "")
+    problems.append(problem)
+    are_read = bool(sampler.latest()) and all(one.healthy for one in sampler.latest())
+    if stages[0][0]():
+        stages.pop(0)[1]()
+    time.sleep(0.02)
+print(json.dumps([len(stages), sorted(set(problems)), sampler.source.facts().driver, sampler.stop(5)]))
+"""
+
+
+def test_an_update_of_the_driver_is_survived_by_loading_the_new_library(
+    on_nvml: Run, drivers: Path, tmp_path: Path
+) -> None:
+    script = UPDATE.replace("{drivers!r}", repr(str(drivers))).replace("{folder!r}", repr(str(tmp_path)))
+    n_left, problems, driver, has_ended = on_nvml(
+        script, driver=str(tmp_path), GPUS=2, PIDS="", MODULE=tmp_path / "version"
+    )
+    assert (n_left, driver, has_ended) == (0, "570.172.08", True), problems
+    assert any("start sae-tui again" in problem for problem in problems)

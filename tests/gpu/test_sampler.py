@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from sae_tui.gpu import faults
 from sae_tui.gpu import sampler as module
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.sampler import Sampler, Status, interval_of, until_next
@@ -247,6 +248,34 @@ def test_stopping_ends_all_threads_and_closes_the_source(start: Start, until: Un
     assert set(threading.enumerate()) <= before
 
 
+def test_a_paused_sampler_has_closed_the_source_and_shows_nothing_old(start: Start, until: Until) -> None:
+    source = Source()
+    sampler = start(source, 0.02)
+    until(lambda: sampler.count == 2 and all(sample.healthy for sample in sampler.latest()))
+    uuids = [sample.uuid for sample in sampler.latest()]
+    assert sampler.pause(10)
+    assert source.closed
+    n_asked, source.closed = len(source.asked), False
+    assert [sample.reason for sample in sampler.latest()] == [faults.NO_ANSWER_YET] * 2
+    assert [sample.uuid for sample in sampler.latest()] == uuids
+    assert sampler.pause(10)
+    assert len(source.asked) == n_asked
+    sampler.resume()
+    until(lambda: all(sample.healthy for sample in sampler.latest()))
+    assert sampler.stop()
+
+
+def test_a_source_that_hangs_while_it_is_closed_does_not_block_a_pause(start: Start, until: Until) -> None:
+    source, held = Source(), threading.Event()
+    source.close = held.wait  # type: ignore[method-assign]
+    sampler = start(source, 0.02)
+    until(lambda: sampler.count == 2)
+    assert not sampler.pause(0.05)
+    sampler.resume()
+    until(lambda: all(sample.healthy for sample in sampler.latest()))
+    held.set()
+
+
 def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) -> None:
     from sae_tui.gpu.ring import Reading
 
@@ -405,6 +434,14 @@ time.sleep(0.1)
 print(json.dumps([time.time(), [[list(one) for one in sampler.buffered(index)] for index in range(3)]]))
 sampler.stop()
 """
+
+
+def test_shares_are_read_at_once_when_they_are_wanted(start: Start, until: Until) -> None:
+    sampler = start(Simulated(1), 3600.0)
+    until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
+    n_read = len(sampler.ring(0))
+    sampler.want_shares(True)
+    until(lambda: len(sampler.ring(0)) > n_read)
 
 
 def test_what_the_driver_remembers_of_a_card_is_read_with_its_first_sample(on_nvml) -> None:

@@ -15,6 +15,7 @@ from support.driver import environment
 
 from sae_tui.cli_commands.gpus import _show_gpu_table
 from sae_tui.gpu import nvml_memory
+from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import Condition, GpuProcess, GpuSample
 from sae_tui.gpu.nvml_faults import no_library
 from sae_tui.jobs.cards.availability import Holders, choices
@@ -33,6 +34,15 @@ FAULTS = {
     "ecc=7": "7 uncorrected memory errors",
     "xid=79": "Xid 79",
     "xid=95": "Xid 95",
+    "recovery=1": "the GPU needs a reset, as its driver says",
+    "recovery=2": "needs a reboot of the machine",
+    "recovery=4,{index}:recovery_type=3": "needs its programs to end, and a reset",
+    "recovery=7,{index}:idle": "needs a reboot of the machine",
+    "recovery=0": "",
+    "recovery=4294967295": "",
+    "recovery=4294967297,{index}:recovery_type=3": "",
+    "recovery=1,{index}:recovery_type=0": "",
+    "recovery=1,{index}:no_fields": "",
     "xid=31": "",
     "cmode=3": "",
     "idle": "",
@@ -195,3 +205,25 @@ print(json.dumps([nvml.sample(index, processes=True).condition.slowed_by for ind
     assert unknown == ["for an unknown reason (0x400)"]
     assert mixed == ["power limit reached", "for an unknown reason (0x400)"]
     assert idle == []
+
+
+def test_full_use_without_a_process_is_called_a_stale_reading_and_left_out_of_the_mean() -> None:
+    idle = GpuSample(0, "GPU-a", "RTX 5090", 1.0, 100, 10 << 20, 32 * GIB, processes=())
+    busy = replace(idle, utilization=40, processes=(GpuProcess(1 << 21, "mallory", "python", 5 * GIB),))
+    (choice, _) = choices([idle, busy], Holders())
+    assert choice.may_be_offered
+    assert "stale reading until a program uses CUDA" in choice.reason
+    assert aggregate([idle, busy]).average_utilization == 40
+    # It counts where use cannot be ruled out.
+    for one in (
+        replace(idle, processes=None),
+        replace(idle, memory_used_bytes=2 * GIB),
+        replace(idle, memory_used_bytes=None),
+    ):
+        assert aggregate([one, busy]).average_utilization == 70
+
+
+def test_a_stale_reading_of_the_driver_reaches_the_list_of_choices(on_nvml: Callable[..., Any]) -> None:
+    (latched,) = on_nvml(CHOICES, FAULTS="0:latched", GPUS=1, PIDS="")
+    assert latched[:2] == ["available", True]
+    assert "stale reading" in latched[2]

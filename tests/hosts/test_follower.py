@@ -74,6 +74,19 @@ def test_a_line_that_is_cut_is_told_with_its_time_and_made_again(tmp_path: Path)
     assert len(runs_of(tmp_path)) >= 3
 
 
+def test_a_connection_that_is_cut_here_ends_the_process_and_is_made_again(tmp_path: Path) -> None:
+    """So the host closes its GPU driver while the app is stopped."""
+    hosts = Hosts(["far"], far_side(tmp_path, GOOD, GOOD))
+    hosts.start(lambda: None)
+    for n_runs in (1, 2):
+        deadline = time.monotonic() + 30
+        while not (len(runs_of(tmp_path)) == n_runs and hosts.views[0].is_connected and hosts.views[0].cards):
+            assert time.monotonic() < deadline, hosts.views
+            time.sleep(0.01)
+        hosts.cut()
+    hosts.stop()
+
+
 @pytest.mark.parametrize(
     ("program", "sentence"),
     [

@@ -23,6 +23,7 @@ _CONDITION = typed(
         "ecc_uncorrected": f"Uncorrected errors of its memory since its last reset; {_NO_SENSOR}.",
         "rows_pending": f"Whether rows of its memory wait for a reset to be replaced; {_NO_SENSOR}.",
         "rows_failed": f"Whether a row of its memory could not be replaced; {_NO_SENSOR}.",
+        "recovery": f'What its driver asks for before it is used again; "": nothing; {_NO_SENSOR}.',
     },
     {
         "slowed_by": or_null(list_of(str)),

@@ -151,6 +151,9 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         brief = "in use, cannot be seen by whom"
     elif sample.processes is None:
         reason, brief = _unlisted_reason(sample)
+    elif sample.is_latched:
+        reason = f"no process uses it; its {sample.utilization} % is a stale reading until a program uses CUDA there"
+        brief = "idle, stale reading"
     return GpuChoice(
         index=sample.index,
         uuid=sample.uuid,

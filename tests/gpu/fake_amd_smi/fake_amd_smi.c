@@ -4,12 +4,13 @@
  * The environment describes the machine, and is read with every call, so that a test may change it meanwhile:
  *   FAKE_AMD_SMI_GPUS=2          how many cards there are
  *   FAKE_AMD_SMI_INIT=34         what amdsmi_init answers
+ *   FAKE_AMD_SMI_DRIVER=1        how often the driver was loaded; 0 while it is not loaded. A handle is valid for one loading
  *   FAKE_AMD_SMI_NAME=...        the name of the cards
  *   FAKE_AMD_SMI_PIDS=12,34      processes of 60 GiB, the n-th on the n-th card, 0 for none; cards without are idle
  *   FAKE_AMD_SMI_FAULTS=1:power=10,0:temp=na
  *       what a field of a card answers instead: a status, "na" for all bits set, "hang" for never; the field "all" is
  *       each of them. Fields: asic, busy, memory, edge, junction, power, cap, processes, clock, fan, metrics, energy,
- *       partition, pcie, ecc, driver, bdf, violation.
+ *       partition, serial (as text), pcie, ecc, driver, bdf, violation.
  * Functions that are not here are made beside it, by the names that the module asks for; they answer "not supported".
  */
 #include <stdbool.h>
@@ -21,6 +22,9 @@
 
 #define SUCCESS 0
 #define NOT_SUPPORTED 2
+#define NOT_FOUND 31
+#define NOT_INITIALISED 32
+#define DRIVER_NOT_LOADED 34
 #define MOST 16
 #define GIB (1ull << 30)
 
@@ -33,6 +37,10 @@ static int setting(const char *name, int otherwise)
     const char *value = getenv(name);
     return value ? atoi(value) : otherwise;
 }
+
+/* Which loading of the driver the library was initialised with; 0 before amdsmi_init and after amdsmi_shut_down. */
+static int opened;
+static int driver(void) { return setting("FAKE_AMD_SMI_DRIVER", 1); }
 
 static int index_of(handle_t handle) { return (int)((char *)handle - cards); }
 
@@ -69,8 +77,9 @@ static const char *fault(int index, const char *field)
 static bool is_na(handle_t handle, const char *field, int *status)
 {
     const char *word = fault(index_of(handle), field);
-    *status = SUCCESS;
-    if (!word)
+    bool is_gone = opened != driver() || index_of(handle) >= setting("FAKE_AMD_SMI_GPUS", 2);
+    *status = !opened ? NOT_INITIALISED : !driver() ? DRIVER_NOT_LOADED : is_gone ? NOT_FOUND : SUCCESS;
+    if (!word || *status)
         return false;
     if (!strcmp(word, "hang"))
         pause();
@@ -87,9 +96,20 @@ static bool is_na(handle_t handle, const char *field, int *status)
     if (status)                                                                                                        \
         return status;
 
-int amdsmi_init(uint64_t flags) { return setting("FAKE_AMD_SMI_INIT", SUCCESS); }
+/* As in the real library, a second amdsmi_init does nothing, and one amdsmi_shut_down undoes all of them. */
+int amdsmi_init(uint64_t flags)
+{
+    int status = setting("FAKE_AMD_SMI_INIT", driver() ? SUCCESS : DRIVER_NOT_LOADED);
+    if (!opened && !status)
+        opened = driver();
+    return status;
+}
 
-int amdsmi_shut_down(void) { return SUCCESS; }
+int amdsmi_shut_down(void)
+{
+    opened = 0;
+    return SUCCESS;
+}
 
 int amdsmi_get_socket_handles(uint32_t *count, handle_t *sockets)
 {
@@ -131,6 +151,9 @@ int amdsmi_get_gpu_asic_info(handle_t handle, struct asic *info)
     info->device_id = 0x74a1;
     if (!na)
         snprintf(info->asic_serial, sizeof info->asic_serial, "0x9F3A5C00D1E2F0%02X", 0xA0 + index_of(handle));
+    const char *serial = fault(index_of(handle), "serial");
+    if (serial && !strncmp(serial, "0x", 2))
+        snprintf(info->asic_serial, sizeof info->asic_serial, "%s", serial);
     info->compute_units = 304;
     info->graphics_version = 0x942;
     return SUCCESS;

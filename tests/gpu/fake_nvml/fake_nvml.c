@@ -21,12 +21,13 @@
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
- *       idle (nothing in use, utilisation 0)
+ *       idle (nothing in use, utilisation 0)  latched (nothing in use, utilisation 100)
  *       bad_name (name with invalid UTF-8) long_name mig=N (MIG on, N slices of at most 7; without a number 2) util_hi (util 105) power_w=N  throttle_on
  *       u32max (util, temperature, power, its limit and the fan answer all ones) temp_neg (-5 degrees; the unsigned call wraps)
  *       mem_max (used is 2^64-1) used_over (used is twice the total) total_max (total is 2^63) plim0 (a limit of 0 W)
  *       fan_hi (140 %) thr=N (these bits of throttle reasons) cmode=N (compute mode: 2 prohibited, 3 exclusive)
  *       pending (rows wait to be remapped) failed_rows (a row could not be remapped) pages (retired pages are pending)
+ *       recovery=N (the action that the driver asks for; of type T with recovery_type=T; NOT_SUPPORTED without it)
  *       uuid=N (another GPU: N is added to its UUID)
  *       unload (as a driver that is unloaded: everything is UNINITIALIZED and nvmlInit fails; afterwards a GPU answers only
  *       after another nvmlInit, once nvmlShutdown has been called as often as nvmlInit)
@@ -36,10 +37,12 @@
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
  *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as where no card is in persistence mode
+ *   FAKE_NVML_MODULE=FILE        version of the kernel module; unless it is this library's, everything is a MISMATCH
  *   FAKE_NVML_COUNT_ERROR=N      nvmlDeviceGetCount returns N
  *   FAKE_NVML_LATENCY_US=N       every device call takes N us
  *   FAKE_NVML_LATENCY=fn=us,...  per-function latency, e.g. nvmlDeviceGetPcieThroughput=20000
  *   FAKE_NVML_LOG=FILE           on exit append "calls <function> <count> <seconds>" lines to FILE.<pid>
+ *   FAKE_NVML_OPEN=FILE          write how often NVML is open now to FILE.<pid>, whenever that changes
  *   FAKE_NVML_T0=EPOCH           fixed time origin of the waves (for repeatable pictures)
  */
 #define _GNU_SOURCE
@@ -199,7 +202,21 @@ static int of_card(const char *x) {
   for (u32 k = 0; k < sizeof xs / sizeof *xs; k++) if (!strcmp(x, xs[k])) return 1;
   return 0;
 }
-static int bad(D d) { return !init_count ? UNINIT : (!d || d->i < 0 || d->i >= ngpu) ? INVAL : OK; }
+#ifdef OLD_DRIVER
+#define DRV "450.66"
+#else
+#define DRV "570.172.08"
+#endif
+static int mismatch(void) {
+  const char *s = getenv("FAKE_NVML_MODULE");
+  char version[32] = "";
+  FILE *f = s ? fopen(s, "r") : 0;
+  if (!f) return 0;
+  if (!fgets(version, sizeof version, f)) *version = 0;
+  fclose(f);
+  return strcmp(version, DRV) != 0;
+}
+static int bad(D d) { return mismatch() ? MISMATCH : !init_count ? UNINIT : (!d || d->i < 0 || d->i >= ngpu) ? INVAL : OK; }
 static int field(D d, const char *x) {
   static const struct { const char *p; int r; } pre[] = {{"no_", NOTSUP}, {"err_", UNKNOWN}, {"perm_", NOPERM}, {"fnf_", FNF},
                                                        {"nodata_", NODATA}, {"notready_", NOTREADY}, {"lost_", LOST}};
@@ -235,31 +252,45 @@ static void latency(const char *fn) {
 /* smooth time-varying values */
 static double tt(void) { return wall() - t_origin; }
 static double wave(int g, double period, double phase) { return 0.5 + 0.5 * sin(2 * M_PI * tt() / period + g * 0.8 + phase); }
-static u32 util(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
-static double memfrac(int g) { return fault(g, "idle", 0) ? 0 : 0.06 + 0.85 * wave(g, 180, 1.0); }
+static u32 util(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "latched", 0) ? 100 : fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
+static double memfrac(int g) { return fault(g, "idle", 0) || fault(g, "latched", 0) ? 0 : 0.06 + 0.85 * wave(g, 180, 1.0); }
 static u64 tot(D d) { return fault(d->i, "total_max", 0) ? 1ull << 63 : fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? n_slices(d->i) : 1); }
 static u64 reserved(D d) { return d->mig >= 0 ? 0 : 600ull << 20; }
 static u32 power_mw(int g) { double v; if (fault(g, "u32max", 0)) return ~0u; if (fault(g, "power_w", &v)) return (u32)(v * 1000); return 78000 + (u32)(610000 * wave(g, 60, 0.1)); }
 static u32 temp(int g) { return fault(g, "u32max", 0) ? ~0u : fault(g, "temp_neg", 0) ? (u32)-5 : 31 + (u32)(48 * wave(g, 60, -0.5)); }
 
 /* ---- library ---- */
+X int fake_times_open(void) { return init_count; }
+static void tell_open(void) {
+  const char *s = getenv("FAKE_NVML_OPEN");
+  char p[4096], n[16];
+  if (!s) return;
+  snprintf(p, sizeof p, "%s.%d", s, (int)getpid());
+  FILE *f = fopen(p, "w");
+  if (!f) return;
+  snprintf(n, sizeof n, "%d\n", init_count);
+  fputs(n, f);
+  fclose(f);
+}
 static int do_init(void) {
   const char *s = getenv("FAKE_NVML_INIT_ERROR");
   const char *ms = getenv("FAKE_NVML_INIT_MS");
   if (ms && !init_count) usleep(1000u * atoi(ms));
   if (s && atoi(s)) return atoi(s);
+  if (mismatch()) return MISMATCH;
   if (!t_init) t_init = now();
   if (fault(-1, "unload", 0)) return DRIVER_NOT_LOADED;
   if (!init_count++) {
     t_opened = elapsed();
     for (int g = ngpu - 1; g >= 0; g--) if (fault(g, "gone", 0)) ngpu = g;
   }
+  tell_open();
   return OK;
 }
 X int nvmlInit_v2(void) { CNT("nvmlInit_v2"); return do_init(); }
 X int nvmlInit(void) { CNT("nvmlInit"); return do_init(); }
 X int nvmlInitWithFlags(u32 f) { CNT("nvmlInitWithFlags"); (void)f; return do_init(); }
-X int nvmlShutdown(void) { CNT("nvmlShutdown"); if (!init_count) return UNINIT; init_count--; return OK; }
+X int nvmlShutdown(void) { CNT("nvmlShutdown"); if (!init_count) return UNINIT; init_count--; tell_open(); return OK; }
 X const char *nvmlErrorString(int r) {
   switch (r) {
     case 0: return "Success"; case 1: return "Uninitialized"; case 2: return "Invalid Argument"; case 3: return "Not Supported";
@@ -272,11 +303,6 @@ X const char *nvmlErrorString(int r) {
   }
 }
 static int str(char *o, u32 n, const char *s) { if (!o) return INVAL; if (strlen(s) + 1 > n) return INSUFF; strcpy(o, s); return OK; }
-#ifdef OLD_DRIVER
-#define DRV "450.66"
-#else
-#define DRV "570.172.08"
-#endif
 X int nvmlSystemGetDriverVersion(char *o, u32 n) { CNT("nvmlSystemGetDriverVersion"); return init_count ? str(o, n, DRV) : UNINIT; }
 X int nvmlSystemGetNVMLVersion(char *o, u32 n) { return str(o, n, "12." DRV); }
 X int nvmlSystemGetCudaDriverVersion(int *v) { CNT("nvmlSystemGetCudaDriverVersion"); *v = 12080; return OK; }
@@ -504,6 +530,13 @@ X int nvmlDeviceGetFieldValues(D d, int n, FV *f) {
       case 138: case 139: case 140: case 141: f[k].v.l = (u64)(wall() * 1e6 * (f[k].scopeId == ~0u ? 18 : 1)); break; /* NVLINK_THROUGHPUT KiB */
       case 82: f[k].type = 1; f[k].v.u = temp(d->i) + 8; break;                         /* MEMORY_TEMP */
       case 186: case 185: f[k].type = 1; f[k].v.u = power_mw(d->i); break;              /* POWER_INSTANT / AVERAGE */
+      case 230: {                                                                       /* GET_GPU_RECOVERY_ACTION */
+        double action, type = 1;
+        if (!fault(d->i, "recovery", &action)) { f[k].ret = NOTSUP; break; }
+        fault(d->i, "recovery_type", &type);
+        f[k].type = (u32)type; f[k].v.l = (u64)action;
+        break;
+      }
       default: f[k].ret = NOTSUP;
     }
   }

@@ -1,0 +1,53 @@
+"""Loads pynvml, and NVIDIA's library again after an update of the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import os.path
+from collections.abc import Iterator
+from typing import Any
+
+from sae_tui.gpu import nvml_faults as faults
+
+_LIBRARY = "libnvidia-ml.so"
+_SONAME = f"{_LIBRARY}.1"
+_spellings = itertools.count(1)
+
+
+def load_pynvml() -> Any:
+    """Return the module; raise `SourceUnavailable` if it is missing, broken or another one of that name."""
+    try:
+        module = importlib.import_module("pynvml")
+    except Exception as error:  # another distribution of that name fails in ways of its own
+        raise faults.broken_pynvml(str(error)) from None
+    if not hasattr(module, "nvmlMemory_v2"):
+        raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
+    return module
+
+
+def has_renewed(pynvml: Any) -> bool:
+    """Replace the loaded library by the one that is installed now; return False if they are the same.
+
+    An update of the driver replaces the file, and the library in memory does not match the new driver. The new file is
+    loaded as a second library in this process. Call this only while the library is not initialised.
+    """
+    for path in _installed():
+        with contextlib.suppress(OSError, AttributeError):  # AttributeError: another version of pynvml
+            library = ctypes.CDLL(path)
+            if library._handle != pynvml.nvmlLib._handle:
+                pynvml._nvmlGetFunctionPointer_cache.clear()
+                pynvml.nvmlLib = library
+                return True
+    return False
+
+
+def _installed() -> Iterator[str]:
+    """Yield the library's path in each folder where this process found it, even if the file was replaced later."""
+    with open("/proc/self/maps", errors="surrogateescape") as maps:
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in maps if f"/{_LIBRARY}" in line}
+    # The loader returns the library in memory for a path that it has seen before, so write it in a new way.
+    same = "./" * next(_spellings)
+    yield from sorted({os.path.join(os.path.dirname(path), same + _SONAME) for path in mapped})
