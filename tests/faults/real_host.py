@@ -202,9 +202,17 @@ def install(folder: Path) -> None:
 
 
 @functools.cache
+def _libraries() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is removed as this process ends."""
+    return tempfile.TemporaryDirectory(prefix="sae-tui-libraries-")
+
+
+@functools.cache
 def drivers() -> Path:
     """Build the stand-ins for NVIDIA's library once, and one of which the first call never returns: `hangs`."""
-    folder = build_drivers(Path(tempfile.mkdtemp(prefix="sae-tui-drivers-")))
+    folder = Path(_libraries().name) / "drivers"
+    folder.mkdir()
+    build_drivers(folder)
     (folder / "hangs").mkdir()
     source = "#include <unistd.h>\nint nvmlInitWithFlags(unsigned f) { for (;;) pause(); }\n"
     source += "int nvmlInit_v2(void) { for (;;) pause(); }\n"
@@ -217,7 +225,7 @@ def drivers() -> Path:
 @functools.cache
 def preloaded(name: str) -> Path:
     """Build a library for LD_PRELOAD of a source in `support`."""
-    library = drivers() / f"{name}.so"
+    library = Path(_libraries().name) / f"{name}.so"
     source = Path(__file__).parents[1] / "support" / f"{name}.c"
     subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-o", library, source, "-ldl"], check=True)
     return library
