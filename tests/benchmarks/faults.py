@@ -2,9 +2,9 @@
 
     python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
 
-Every trial launches jobs of two CPU ranks as the app does it, in a data folder of its own; a row is printed as each
-fault is through, and below it what did not hold. Times are upper bounds where other work runs beside it. One trial of
-all takes about 5 minutes on two quiet cores.
+Every trial launches jobs of one or two CPU ranks as the app does it, in a data folder of its own; a row is printed as
+each fault is through, and below it what did not hold. Times are upper bounds where other work runs beside it. One trial
+of all takes about 10 minutes on two quiet cores. Faults of hosts need root, for namespaces, and gcc.
 """
 
 from __future__ import annotations
