@@ -120,10 +120,10 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
         job.ended()
         job.require(JobState.FINISHED)
         assert job.row.attempt == 1, "it was started again"
-        job.mend()
         job.require_same(like)
         terminal.wait_for(lambda text: "have not been read for" not in text, 30)
         _leave(terminal)
+        job.mend()
         return taken
 
 
