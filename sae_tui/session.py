@@ -15,7 +15,7 @@ from sae_tui.host import Host
 from sae_tui.job_actions import Front, JobActions
 from sae_tui.jobs.cards import availability
 from sae_tui.jobs.cards.availability import GpuChoice, Holders
-from sae_tui.jobs.cards.locks import lock_folder, lock_problem
+from sae_tui.jobs.cards.locks import HolderReader, lock_folder, lock_problem
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.upkeep.storage import store_warning
 from sae_tui.jobs.view.reader import JobView
@@ -76,7 +76,8 @@ class Session:
         self.actions = JobActions(self, front)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        self._lock_folder = lock_folder(data, monitor.source_name)
+        # The locks may be in the data folder, whose disk may hang while screens are drawn.
+        self._locks = HolderReader(lock_folder(data, monitor.source_name))
 
     @property
     def jobs(self) -> tuple[JobView, ...]:
@@ -119,7 +120,7 @@ class Session:
         return Status(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
 
     def _holders(self, samples: Sequence[GpuSample]) -> Holders:
-        return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
+        return availability.with_strangers(self.watcher.holders, self._locks, samples)
 
 
 class HasSession(Protocol):

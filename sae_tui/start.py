@@ -9,12 +9,13 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sae_tui.app import SaeApp
 from sae_tui.format import BLOCKS
 from sae_tui.gpu.monitor import Monitor
+from sae_tui.gpu.once import on_thread
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
@@ -32,6 +33,9 @@ from trainer.contract.wording import join_words, plural
 
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
+
+# Seconds that an exit waits for the data folder.
+_ANSWER_S = 2.0
 
 
 def run_app(
@@ -93,10 +97,12 @@ def run_app(
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
     app.run()
-    # After the terminal is given back, since deleting many checkpoints takes a while.
-    app.session.actions.empty_trash()
-    if not in_browser:
-        sys.stdout.write(printable_lines(_staying(data, command)))
+    staying = _in_time(functools.partial(_staying, data, command))
+    if staying is not None:
+        # After the terminal is given back, since deleting many checkpoints takes a while.
+        app.session.actions.empty_trash()
+    if staying and not in_browser:
+        sys.stdout.write(printable_lines(staying))
         sys.stdout.flush()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
@@ -143,6 +149,14 @@ def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tupl
             problems.append(Problem("hosts", f"leaves one out: {error}"))
     names += named
     return Hosts(names, settings.ssh_command or ("ssh",), demo=demo) if names else None, problems
+
+
+def _in_time(read: Callable[[], str]) -> str | None:
+    """Return what a read of the data folder returns; None if its disk does not answer, which must not stop an exit."""
+    try:
+        return on_thread(read).result(_ANSWER_S)
+    except TimeoutError:
+        return None
 
 
 def _staying(data: DataDir, command: str) -> str:

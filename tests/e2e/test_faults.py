@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults.hangs import Hangs
 from support.terminal import Terminal
 
 from trainer.contract.exits import Exit
@@ -52,6 +53,19 @@ def test_a_card_that_hangs_stops_neither_the_others_nor_the_keys_nor_leaving(sta
     terminal.send("v")
     terminal.wait_for("GPU 3 RTX 3090")
     assert seconds_to_quit(terminal) < 2  # the promise is 1 s; the machine may be busy
+
+
+def test_a_data_folder_that_hangs_is_reported_and_stops_neither_the_keys_nor_leaving(start, tmp_path) -> None:
+    hangs = Hangs(tmp_path, [tmp_path / "data"])
+    terminal = start("--gpu-source", "simulated", **hangs.variables)
+    terminal.wait_for("mallory", 60)
+    with hangs:
+        terminal.wait_for("has not been stored for", 60)
+        terminal.send("?")
+        terminal.wait_for("GPUs above")
+        terminal.send("\x1b")
+        terminal.wait_for("has not been stored for")
+        seconds_to_quit(terminal)
 
 
 def test_the_app_ends_when_its_terminal_is_gone(start) -> None:

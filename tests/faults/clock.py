@@ -1,9 +1,11 @@
-"""A machine that restarts, pids that were reused, and a clock that is set back: each function does one of them once."""
+"""A machine that restarts, pids that were reused, and a clock that is set: each function does one of them once."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import random
 import signal
 import socket
 import subprocess
@@ -12,8 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from faults.real_host import preloaded
 from faults.real_job import RealJob, Result, boxed
-from jobs.conftest import wait_for
+from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import detach
 from sae_tui.jobs.launch import launching
@@ -25,16 +28,8 @@ from trainer.contract.runs.lock import is_held
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
-HOUR_S = 3600
+HOUR_S, DAY_S = 3600, 86400
 _HELD = {"hold": True}
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
-# The ranks are not to inherit it: under it they take minutes to load.
-SUPERVISOR = """
-import os, sys
-del os.environ["LD_PRELOAD"]
-from sae_tui.jobs.supervisor.supervise import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 def machine_restarted(root: Path, like: Result) -> float:
@@ -115,14 +110,11 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """Set the supervisor's clock back by an hour, then kill a rank: only what is shown may follow the clock."""
-    root.mkdir()
-    offset = root / "offset"
-    offset.write_text("+0")
+    """Set the clock back by an hour, then kill a rank: only what is shown may follow the clock."""
     with boxed(root) as box:
-        # Without cards it never has to wait: sleep() may fail under libfaketime.
-        job = RealJob(box, launch={"max_restarts": 1}, cards=False, start=start_with_clock(offset)).at_step(60)
-        offset.write_text("-1h")
+        clock = Clock(root)
+        job = RealJob(box, launch={"max_restarts": 1}, start=clock.start).at_step(60)
+        clock.set_to(-HOUR_S)
         at = job.step
         job.at_step(at + 20)
         job.kill(1)
@@ -136,6 +128,36 @@ def clock_set_back(root: Path, like: Result) -> float:
         kinds = [event.kind for event in box.control.events(job.id)]
         assert kinds == ["running", "restarting", "running", "finished"], kinds
         _require_ordered(job)
+        job.require_same(like)
+        return taken
+
+
+def clock_steps(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
+    """Set the clock a day ahead or back and then right again, under a job and one that waits for its GPUs.
+
+    No job may end early, be called stalled or lose a step. Return the seconds from the first step to the end of both.
+    """
+    with boxed(root) as box:
+        clock = Clock(root)
+        job = RealJob(box, n_ranks, start=clock.start)
+        waits = RealJob(box, n_ranks, n_steps=60, start=clock.start)
+        clock.say(box)
+        job.at_step(dice.randint(1, 150))
+        began = time.monotonic()
+        for seconds in (dice.choice([-DAY_S, -HOUR_S, HOUR_S, DAY_S, 365 * DAY_S]), 0):
+            clock.set_to(seconds)
+            clock.say(box)
+            at = job.step
+            job.at_step(min(at + dice.randint(10, 100), 390))
+            assert job.row.state == JobState.RUNNING, job.row.state
+        for one in (job, waits):
+            one.ended()
+            one.require(JobState.FINISHED)
+            assert one.row.attempt == 1, "it was started again"
+        taken = time.monotonic() - began
+        waits.mend()
+        kinds = [event.kind for event in box.control.events(job.id)]
+        assert kinds == ["running", "finished"], kinds
         job.require_same(like)
         return taken
 
@@ -171,16 +193,28 @@ def stranger() -> Iterator[ProcessRef]:
             process.kill()
 
 
-def start_with_clock(offset: Path) -> launching.Start:
-    """Return a start of supervisors whose wall clock is offset by what the file says; their other clocks go on."""
-    fake = {
-        "LD_PRELOAD": str(FAKETIME),
-        "FAKETIME_TIMESTAMP_FILE": str(offset),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
-    names = [f"{name}={value}" for name, value in fake.items()]
-    return functools.partial(detach.start, command=["env", *names, sys.executable, "-P", "-c", SUPERVISOR])
+class Clock:
+    """The wall clock of a job's processes, which may be set; clocks that count from the start of the machine go on."""
+
+    def __init__(self, root: Path) -> None:
+        self._file = root / "steps"
+        self._file.write_bytes(bytes(4096))
+        self._variables = {"LD_PRELOAD": str(preloaded("stepped_clock")), "STEPS": str(self._file)}
+        names = [f"{name}={value}" for name, value in self._variables.items()]
+        self.start: launching.Start = functools.partial(detach.start, command=["env", *names, *detach.SUPERVISOR])
+
+    def set_to(self, seconds: int) -> None:
+        """Set the clock this far ahead of the true one."""
+        with self._file.open("r+b") as file:
+            lines = file.read().rstrip(b"\0") + f"{int(time.time())} {seconds}\n".encode()
+            file.seek(0)
+            file.write(lines)
+
+    def say(self, box: Box) -> None:
+        """Run a command under this clock that looks whether a job is lost, as any other command does."""
+        command = [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "jobs"]
+        done = subprocess.run(command, env=os.environ | self._variables, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
 
 
 def _cut_power(job: RealJob) -> RealJob:

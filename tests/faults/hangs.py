@@ -1,15 +1,25 @@
-"""A rank that is halted for good: each function does it once, and raises where a guarantee does not hold."""
+"""A rank that is halted, or files that hang: each function does it once, and raises where a guarantee fails."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from faults.real_host import drivers, preloaded
 from faults.real_job import RealJob, Result, boxed
 from jobs.conftest import wait_for
+from support.driver import environment
+from support.terminal import Terminal
 
+from sae_tui.jobs import detach
 from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
@@ -49,3 +59,104 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
     """Halt a rank where rank 0 has just saved: a save may take long, the step after it may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)
+
+
+def processes_hang(root: Path, dice: random.Random) -> float:
+    """Let reads of /proc hang for a process on the GPUs while the app lists them: its keys act, and it says so.
+
+    Return the seconds from the keys to the end of the job that they stop.
+    """
+    with boxed(root) as box, subprocess.Popen(["sleep", "600"]) as stranger, contextlib.ExitStack() as stack:
+        stack.callback(stranger.kill)
+        job_id = box.launch("steps=100000")
+        box.wait_steps(job_id)
+        # A process that hangs in its memory map blocks reads of its command line; one file alone may block, or all.
+        folder = Path(f"/proc/{stranger.pid}")
+        is_whole = dice.random() < 0.5
+        hangs = Hangs(root, [folder] if is_whole else [folder / "cmdline", folder / "environ"])
+        env = environment(drivers(), GPUS=2, PIDS=stranger.pid) | hangs.variables
+        terminal = stack.enter_context(_app(["--data-dir", str(box.data.root), "--gpu-source", "nvml"], env))
+        terminal.wait_for("steps=100000", 60)
+        time.sleep(dice.uniform(0, 1))
+        with hangs:
+            terminal.send("t")
+            terminal.wait_for("the system does not answer" if is_whole else " sleep", 60)
+            time.sleep(dice.uniform(0, 10))
+            terminal.send("\x1b")
+            terminal.wait_for("steps=100000", 10)
+            began = time.monotonic()
+            terminal.send("s")
+            terminal.wait_for("Stop", 10)
+            terminal.send("y")
+            box.wait(job_id, JobState.STOPPED)
+            taken = time.monotonic() - began
+        terminal.send("t")
+        terminal.wait_for("sleep 600", 30)
+        _leave(terminal)
+        return taken
+
+
+def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
+    """Let the data folder hang for a while under a job and the app: both go on, and the job learns the same.
+
+    Return the seconds until the job makes steps again.
+    """
+    with boxed(root) as box, contextlib.ExitStack() as stack:
+        hangs = Hangs(root, [box.data.root])
+        job = RealJob(box, n_ranks, start=hangs.start)
+        job.at_step(dice.randint(1, 250))
+        flags = ["--data-dir", str(box.data.root), "--gpu-source", "simulated"]
+        terminal = stack.enter_context(_app(flags, os.environ | hangs.variables))
+        terminal.wait_for("job", 60)
+        with hangs:
+            terminal.wait_for("have not been read for", 60)
+            terminal.send("?")
+            terminal.wait_for("GPUs above", 10)
+            terminal.send("\x1b")
+            step = job.step
+        began = time.monotonic()
+        wait_for(lambda: job.step > step or job.row.state.is_final, "the job to go on")
+        taken = time.monotonic() - began
+        job.ended()
+        job.require(JobState.FINISHED)
+        assert job.row.attempt == 1, "it was started again"
+        job.require_same(like)
+        terminal.wait_for(lambda text: "have not been read for" not in text, 30)
+        _leave(terminal)
+        job.mend()
+        return taken
+
+
+class Hangs:
+    """Calls on files below these paths hang in all processes that have its `variables`, while it is entered."""
+
+    def __init__(self, root: Path, paths: list[Path]) -> None:
+        self._flag = root / "hangs"
+        library = preloaded("hung_files")
+        self.variables = {
+            "LD_PRELOAD": str(library), "HUNG": ":".join(map(str, paths)), "HUNG_WHILE": str(self._flag)
+        }  # fmt: skip
+        names = [f"{name}={value}" for name, value in self.variables.items()]
+        self.start = functools.partial(detach.start, command=["env", *names, *detach.SUPERVISOR])
+
+    def __enter__(self) -> None:
+        self._flag.touch()
+
+    def __exit__(self, *_: object) -> None:
+        self._flag.unlink()
+
+
+@contextlib.contextmanager
+def _app(flags: list[str], env: dict[str, str]) -> Iterator[Terminal]:
+    terminal = Terminal([sys.executable, "-m", "sae_tui", *flags], env=env)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def _leave(terminal: Terminal) -> None:
+    for key in ("\x1b", "q"):
+        terminal.send(key)
+        terminal.read(0.5)
+    assert terminal.wait_for_exit(15) == 0, terminal.text

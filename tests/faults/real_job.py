@@ -27,7 +27,7 @@ from trainer.contract.store.states import JobState
 
 # Cards that no process computes on: their leases and locks are real, the ranks are processes on the CPU.
 CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
-START_S = 90.0
+START_S = 240.0
 # What the table of faults promises: nothing of a job lives, and it holds nothing, so long after a kill.
 GONE_AFTER_S = 15.0
 # A row for every step, since one that is stopped in an interval is told of differently, though it learns the same.

@@ -24,7 +24,6 @@ def test_strangers_that_have_the_pids_of_a_job_are_left_alone(tmp_path: Path) ->
     clock.pids_reused(tmp_path / "box")
 
 
-@pytest.mark.skipif(not clock.FAKETIME.exists(), reason="libfaketime is not installed")
 def test_a_clock_set_back_an_hour_changes_neither_restart_nor_order(tmp_path, like) -> None:
     clock.clock_set_back(tmp_path / "box", like)
 

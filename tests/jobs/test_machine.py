@@ -12,6 +12,7 @@ from sae_tui.cli_commands.jobs import _fields
 from sae_tui.hosts.protocol import far_job
 from sae_tui.jobs import edits, machine
 from sae_tui.jobs.reconcile import end_jobs_elsewhere, reconcile
+from sae_tui.jobs.supervisor.sign import Sign
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair
 from sae_tui.jobs.view.find import waits
@@ -152,3 +153,14 @@ def test_a_supervisor_gives_signs_of_life_and_records_a_new_host_name(box):
     assert {box.job(job_id).host, *(lease.host for lease in box.control.leases())} == {"new-name"}
     edits.stop(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED
+
+
+def test_a_new_host_name_is_recorded_at_once_so_that_the_queue_stays_one(box, monkeypatch):
+    job_id = box.record()
+    paths = box.data.run(job_id)
+    paths.create()
+    sign = Sign(box.control, job_id, paths)
+    sign.turn()
+    monkeypatch.setattr(socket, "gethostname", lambda: "new-name")
+    sign.turn()
+    assert box.job(job_id).host == "new-name"

@@ -344,10 +344,10 @@ class Monkey:
         self._wait_until_idle()
 
     def _wait_until_idle(self) -> None:
-        """Wait until all keys have had their effect: until the app takes next to no time of a core any more."""
+        """Wait until all keys have had their effect: until the app neither takes a core any more nor waits for one."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
-            spent, state = cpu_seconds(self.terminal.process.pid)
+            spent, state = busy_seconds(self.terminal.process.pid)
             if state != "R" and spent - before < 0.1 * QUIET_S:
                 return
             self._fail_if(time.monotonic() > deadline, "the app works without end")
@@ -422,7 +422,7 @@ class Monkey:
         stacks = self._folder / "stacks.txt"
         if self.terminal.process.poll() is not None:
             return stacks.read_text() if stacks.exists() else ""
-        state = cpu_seconds(self.terminal.process.pid)[1]
+        state = busy_seconds(self.terminal.process.pid)[1]
         self.terminal.process.send_signal(signal.SIGUSR1)
         self.terminal.read(0.5)
         return f"state {state}\n{stacks.read_text()}"
@@ -434,13 +434,17 @@ class Monkey:
         return "\n".join(screen.display)
 
 
-def cpu_seconds(pid: int) -> tuple[float, str]:
-    """Return the seconds that a process has had of the cores, and its state: R while it runs or waits for one."""
+def busy_seconds(pid: int) -> tuple[float, str]:
+    """Return the seconds that a process has had of the cores, and its state: R while it runs or waits for one.
+
+    The seconds for which its main thread waited for a core count too: on a busy machine it may get next to none.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        waited_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1])
     except OSError:
         return 0.0, "Z"
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0]
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited_ns / 1e9, fields[0]
 
 
 def plain(raw: bytes) -> str:

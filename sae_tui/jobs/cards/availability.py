@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from sae_tui.gpu.base import ONE_PROCESS, GpuProcess, GpuSample
-from sae_tui.jobs.cards.locks import lock_holders, owner
+from sae_tui.jobs.cards.locks import HolderReader, lock_holders, owner
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.wording import gibibytes, join_words
@@ -94,9 +94,10 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
     return Holders(held, pids, mine, frozenset(own), freed=freed, shared=shared)
 
 
-def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
-    """Add the cards whose lock in this folder is held by a job that is not in our store."""
-    pids = lock_holders(folder, [sample.uuid for sample in samples if sample.uuid not in held.jobs])
+def with_strangers(held: Holders, folder: Path | HolderReader, samples: Iterable[GpuSample]) -> Holders:
+    """Add the GPUs whose lock in this folder, or by this reader, is held by a job that is not in our store."""
+    uuids = [sample.uuid for sample in samples if sample.uuid not in held.jobs]
+    pids = folder.read(uuids) if isinstance(folder, HolderReader) else lock_holders(folder, uuids)
     # A job of ours that has the lock and not yet the lease is recognised by its supervisor's pid.
     strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, strangers=strangers) if strangers else held

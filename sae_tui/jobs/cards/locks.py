@@ -12,6 +12,7 @@ import errno
 import os
 import re
 import stat
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -24,6 +25,8 @@ ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # The first is emptied at every start of the machine, and on most machines everybody may write to it. We make no folder
 # of our own in it: the user whose job came first would own it, and could keep others out.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
+# Seconds; a reading takes 0.1 ms unless the disk hangs.
+LIMIT_S = 0.1
 _ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 
 
@@ -126,6 +129,26 @@ def _holders(paths: Mapping[str, Path]) -> dict[str, int]:
                 if pid := pids.get(f"{device}:{path.stat().st_ino}"):
                     held[name] = pid
     return held
+
+
+class HolderReader:
+    """Reads `lock_holders` again and again in a thread, so that a disk that hangs does not block the caller."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._holders: dict[str, int] = {}
+        self._thread = threading.Thread()
+
+    def read(self, uuids: Iterable[str]) -> dict[str, int]:
+        """Return the holders; those of the last reading if this one takes longer than `LIMIT_S`."""
+        if not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
+            self._thread.start()
+            self._thread.join(LIMIT_S)
+        return self._holders
+
+    def _read(self, uuids: Iterable[str]) -> None:
+        self._holders = lock_holders(self._folder, uuids)
 
 
 def pids_by_lock(lines: bytes) -> dict[str, int]:

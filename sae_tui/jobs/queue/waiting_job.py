@@ -17,8 +17,9 @@ from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_car
 from sae_tui.jobs.queue.order import Card, Turn, turns
 from sae_tui.jobs.reconcile import is_supervised, reconcile
 from sae_tui.jobs.states import describe_state
-from sae_tui.jobs.supervisor_log import note
+from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.paths import DataDir
+from trainer.contract.process import state_of
 from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -27,6 +28,8 @@ from trainer.contract.store.states import JobState
 JUST_NOW_S = 1.0
 # A supervisor checks its turn at least every 10 s.
 SILENT_AFTER_S = 30.0
+# States of a process that is halted by a signal or a debugger, or waits for a disk.
+_HALTED = ("T", "t", "D")
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 # Seconds for which the same reason to wait is not recorded as an event again.
@@ -68,6 +71,8 @@ class Line:
             self._control.update(self.job.id, waits_for=reason)
             if self._is_news(_kind(reason), _kind(self.job.waits_for or "")):
                 self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
+        if not reason:
+            self._report_halted()
         return not reason
 
     def _is_news(self, kind: str, before: str) -> bool:
@@ -144,12 +149,27 @@ class Line:
 
     def _report_silent(self, job: Job) -> None:
         """Record that a supervisor does not answer, unless it gave a sign of life: then it records its own reason."""
+        if not self._gave_sign(job):
+            self._tell_silent(job)
+
+    def _tell_silent(self, job: Job) -> None:
         words = f"its supervisor (pid {job.supervisor_pid}) does not answer; others go first"
-        if job.waits_for == words or self._gave_sign(job):
+        if job.waits_for == words:
             return
         self._control.update(job.id, waits_for=words)
         self._control.add_event(job.id, "silent", f"loses its turn: {words}", "warning")
         self._silent[job.id] = self._control.job(job.id)
+
+    def _report_halted(self) -> None:
+        """Record which supervisors are halted or hang, as this job starts before theirs.
+
+        Their last sign of life may be from just before, and no other job may be in line to report them later.
+        """
+        with tolerate("reporting supervisors that do not answer"):
+            for job in tuple(self._silent.values()):
+                supervisor = job.supervisor
+                if supervisor and supervisor.is_alive() and state_of(supervisor.pid) in _HALTED:
+                    self._tell_silent(job)
 
     def _gave_sign(self, job: Job) -> bool:
         with contextlib.suppress(OSError):

@@ -22,13 +22,12 @@ class Sign:
         self._due = 0.0
 
     def turn(self) -> None:
-        """Give a sign of life every 30 s, and record a new host name, since leases are found by it."""
-        if time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + SIGN_EVERY_S
-        with contextlib.suppress(OSError):
-            os.utime(self._file)
+        """Give a sign of life every 30 s, and record a new host name at once, since line and leases are found by it."""
         host = socket.gethostname()
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + SIGN_EVERY_S
+            with contextlib.suppress(OSError):
+                os.utime(self._file)
         if self._host != host:
             with tolerate("recording the name of this host"):
                 if self._host:

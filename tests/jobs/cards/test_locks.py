@@ -5,12 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
 from sae_tui.jobs.cards import locks as subject
-from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, HolderReader, lock_folder, lock_holders, lock_problem
 from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 
@@ -144,3 +145,24 @@ def test_a_lock_file_that_is_replaced_while_it_is_opened_has_only_one_holder(tmp
     assert second.refused == "GPU-0"
     first.release()
     assert second.take()
+
+
+def test_a_lock_folder_that_hangs_does_not_block_a_reader_of_its_holders(tmp_path: Path, monkeypatch) -> None:
+    card, reader = GpuLocks(tmp_path, ["GPU-0"]), HolderReader(tmp_path)
+    assert card.take()
+    assert reader.read(["GPU-0"]) == {"GPU-0": os.getpid()}
+    answers, calls = threading.Event(), []
+
+    def hang(*arguments: object) -> dict[str, int]:
+        calls.append(arguments)
+        answers.wait(60)
+        return {}
+
+    monkeypatch.setattr(subject, "lock_holders", hang)
+    for _ in range(3):
+        assert reader.read(["GPU-0"]) == {"GPU-0": os.getpid()}
+    assert len(calls) == 1
+    answers.set()
+    reader._thread.join()
+    assert reader.read(["GPU-0"]) == {}
+    card.release()

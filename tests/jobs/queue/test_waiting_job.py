@@ -120,6 +120,18 @@ def test_a_job_that_cannot_reserve_its_gpu_is_passed_over_but_not_called_silent(
     assert [event.kind for event in box.control.events(first)] == ["silent"]
 
 
+def test_a_job_that_starts_before_a_halted_one_reports_it_though_it_gave_a_sign_just_before(box, halted):
+    first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks, waits_for="its own reason")
+    sign = box.data.run(first).lock_file
+    sign.parent.mkdir(parents=True)
+    sign.touch()
+    second = line(box, queued(box))
+    assert [second.try_start(), second.try_start()] == [False, True]
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert [event.kind for event in box.control.events(first)] == ["silent"]
+    second.locks.release()
+
+
 def test_a_reason_to_wait_is_told_once(box):
     first, second = queued(box), queued(box)
     entry = line(box, second)

@@ -1,0 +1,162 @@
+"""Hosts that restart, get another name, or share a data folder: each function does one of them once, by commands."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from pathlib import Path
+
+from faults.real_host import RealHost, require_nothing_left, require_order
+from faults.real_job import boxed
+from jobs.conftest import Box, wait_for
+
+from trainer.contract.store.states import JobState
+
+ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
+
+
+def power_cut(root: Path, dice: random.Random) -> float:
+    """Cut the power at any time under a line for one GPU; the first command after the restart has to start it again.
+
+    Return the seconds from that command to the first start.
+    """
+    with boxed(root) as box, RealHost(box, "gpu1") as host:
+        (first,) = host.launch(ENDLESS)
+        host.trains(first)
+        plain, after = *host.launch(QUICK), *host.launch(QUICK, after=first)
+        (held,), (urgent,) = host.launch(QUICK, hold=True), host.launch(QUICK, priority=5)
+        places = {job_id: _place(box, job_id) for job_id in (plain, after, held, urgent)}
+        time.sleep(dice.uniform(0, 1.5))
+        host.power_off()
+        step = box.job(first).step or 0
+        host.boot("gpu1")
+        began = time.monotonic()
+        host.run("jobs")
+        wait_for(lambda: box.job(urgent).started, "the line to start again", 60)
+        taken = time.monotonic() - began
+        host.require(JobState.LOST, first, error="the machine was restarted")
+        require_order(*host.ended(urgent, plain))
+        host.require(JobState.QUEUED, after, held)
+        assert f"comes after job {first}, which was lost; resume job {first}" in (box.job(after).waits_for or "")
+        assert {job_id: _place(box, job_id) for job_id in places} == places, "a job has another place in line"
+        _go_on(host, first, step)
+        require_order(*host.ended(first, after))
+        host.require(JobState.QUEUED, held)
+        host.run("release", held)
+        host.ended(held)
+        require_nothing_left(box)
+        return taken
+
+
+def renamed_running(root: Path, dice: random.Random) -> float:
+    """Rename a host while jobs run and wait: commands act at once, and the line for its GPU stays one line.
+
+    Return the seconds until the rows have the new name.
+    """
+    with boxed(root) as box, RealHost(box, "before") as host:
+        (runs,) = host.launch(ENDLESS)
+        (waits,) = host.launch(QUICK)
+        host.trains(runs)
+        time.sleep(dice.uniform(0, 1))
+        host.rename("after")
+        began = time.monotonic()
+        newer = host.launch(QUICK) if dice.random() < 0.5 else []
+        wait_for(lambda: box.job(runs).host == box.job(waits).host == "after", "the new name", 15)
+        taken = time.monotonic() - began
+        assert {lease.host for lease in box.control.leases()} == {"after"}
+        newer = newer or host.launch(QUICK)
+        assert box.job(runs).state == JobState.RUNNING
+        host.run("stop", runs)
+        host.require(JobState.STOPPED, box.wait_ended(runs).id)
+        require_order(*host.ended(waits, *newer))
+        require_nothing_left(box)
+        return taken
+
+
+def made_again(root: Path, dice: random.Random) -> float:
+    """Make a container again on the same volume, so that its name and boot differ and all its processes are gone.
+
+    No command may claim what it cannot do; `repair` ends its jobs, which go on here. Return the seconds of `repair`.
+    """
+    with boxed(root) as box, RealHost(box, "container1") as host:
+        (runs,) = host.launch(ENDLESS)
+        host.trains(runs)
+        (waits,) = host.launch(QUICK, after=runs)
+        time.sleep(dice.uniform(0, 1))
+        host.power_off()
+        step = box.job(runs).step or 0
+        host.boot("container2")
+        acts = [("stop", runs), ("stop", runs, "--kill"), ("stop", waits), ("resume", runs), ("rm", runs, "-y")]
+        for words in dice.sample(acts, 3):
+            said = host.run(*words, ok=False)
+            assert "`sae-tui repair --host container1`" in said, said
+        host.require(JobState.QUEUED, waits)
+        began = time.monotonic()
+        assert f"job {runs} was lost" in host.run("repair")
+        taken = time.monotonic() - began
+        host.require(JobState.LOST, runs, waits, error="its host container1 has not been heard of")
+        host.run("resume", waits)
+        assert box.job(waits).after == (runs,), "it has forgotten what it comes after"
+        _go_on(host, runs, step)
+        require_order(*host.ended(runs, waits))
+        assert box.job(runs).host == "container2"
+        host.run("rm", runs, "-y")
+        require_nothing_left(box)
+        return taken
+
+
+def two_on_one_folder(root: Path, dice: random.Random) -> float:
+    """Let two hosts share a data folder: each uses its own GPU only, and neither ends the jobs of the other.
+
+    Return the seconds that all jobs take.
+    """
+    with boxed(root) as box, RealHost(box, "gpu1", 1) as one, RealHost(box, "gpu2", 2) as two:
+        began = time.monotonic()
+        launched: dict[str, list[int]] = {"gpu1": [], "gpu2": []}
+        for host in dice.sample([one, two, one, two], 4):
+            launched[host.name] += host.launch(QUICK, QUICK)
+        for host in (one, two):
+            rows = host.ended(*launched[host.name], timeout_s=90)
+            require_order(*rows)
+            assert {row.host for row in rows} == {host.name}
+        taken = time.monotonic() - began
+        used = [{uuid for job_id in ids for uuid in box.job(job_id).gpu_uuids} for ids in launched.values()]
+        assert [len(uuids) for uuids in used] == [1, 1], f"a job was given a GPU of the other host: {used}"
+        assert used[0] != used[1]
+        _require_own_end(box, one, two)
+        require_nothing_left(box)
+        return taken
+
+
+def _require_own_end(box: Box, one: RealHost, two: RealHost) -> None:
+    """Require that a host leaves a job of the other alone, alive or dead, and can stop it while it is alive."""
+    (theirs,) = two.launch(ENDLESS)
+    two.trains(theirs)
+    assert "gpu2" in one.run("stop", theirs)
+    assert box.wait_ended(theirs).state == JobState.STOPPED
+    two.run("resume", theirs)
+    wait_for(lambda: box.job(theirs).state == JobState.RUNNING, "training again", 60)
+    two.power_off()
+    one.run("jobs")
+    assert box.job(theirs).state == JobState.RUNNING, f"the other host made it {box.job(theirs).state}"
+    step = box.job(theirs).step or 0
+    two.boot("gpu2")
+    two.run("jobs")
+    two.require(JobState.LOST, theirs, error="the machine was restarted")
+    _go_on(two, theirs, step)
+    two.ended(theirs)
+
+
+def _place(box: Box, job_id: int) -> tuple[object, ...]:
+    job = box.job(job_id)
+    return job.queued, job.priority, job.after, job.held
+
+
+def _go_on(host: RealHost, job_id: int, step: int) -> None:
+    """Resume a job that had got to a step at least; require that it goes on from its last checkpoint."""
+    host.run("resume", job_id, "--set", f"train.n_steps={step + 50}")
+    host.box.wait_ended(job_id)
+    first, last = map(int, re.findall(r"made the steps (\d+) to (\d+)", host.log(job_id))[-1])
+    assert first > step - 5, f"it was at step {step} and went on at {first}"
+    assert last == step + 50

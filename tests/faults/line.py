@@ -1,0 +1,131 @@
+"""Jobs in line for a GPU under an upgrade, a halted supervisor and a driver that hangs: each function does one once."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+from faults.real_host import RealHost, drivers, require_nothing_left, require_order
+from faults.real_job import boxed
+from jobs.conftest import wait_for
+
+from trainer.contract.store.states import JobState
+
+ENDLESS, SHORT, QUICK = "steps=100000", "steps=100", "steps=20"
+# Functions that a supervisor uses when its job starts or ends.
+RENAMED = ("is_gone", "run_hook", "write_ending", "write_record", "describe_state", "with_strangers", "end_descendants")
+
+
+def upgraded(root: Path, dice: random.Random) -> float:
+    """Replace the package at any time under a line, file by file, by a version in which functions have other names.
+
+    Return the seconds from the upgrade to the end of the line.
+    """
+    with boxed(root) as box, RealHost(box, "gpu1") as host:
+        runs, waits, last = host.launch(SHORT, QUICK, QUICK)
+        (held,), (after,) = host.launch(QUICK, hold=True), host.launch(QUICK, after=runs, gpus="cpu")
+        host.trains(runs)
+        time.sleep(dice.uniform(0, 2))
+        began = time.monotonic()
+        for name in dice.sample(RENAMED, 3):
+            _rename(host.package / "sae_tui", name, dice)
+        host.run("release", held)
+        require_order(*host.ended(runs, waits, last))
+        host.ended(held, after)
+        taken = time.monotonic() - began
+        require_nothing_left(box)
+        return taken
+
+
+def _rename(package: Path, name: str, dice: random.Random) -> None:
+    files = [file for file in package.rglob("*.py") if re.search(rf"\b{name}\b", file.read_text())]
+    dice.shuffle(files)
+    for file in files:
+        file.write_text(re.sub(rf"\b{name}\b", f"new_{name}", file.read_text()))
+        time.sleep(dice.uniform(0, 0.2))
+
+
+def head_halted(root: Path, dice: random.Random) -> float:
+    """Halt the supervisor at the head of a line: the next goes first, and the halted one again once it goes on.
+
+    Return the seconds for which the GPU was free.
+    """
+    with boxed(root) as box, RealHost(box, "gpu1") as host:
+        (runs,) = host.launch(ENDLESS)
+        host.trains(runs)
+        head, second, third = host.launch(QUICK, ENDLESS, QUICK)
+        time.sleep(dice.uniform(0, 2))
+        halted = box.job(head).supervisor
+        assert halted
+        host.signal(halted, signal.SIGSTOP)
+        host.run("stop", runs)
+        began = time.monotonic()
+        box.wait_ended(runs)
+        wait_for(lambda: box.job(second).started, "the second to start", 90)
+        taken = time.monotonic() - began
+        words = f"its supervisor (pid {halted.pid}) does not answer; others go first"
+        wait_for(lambda: box.job(head).waits_for == words, "the halted one to be named", 90)
+        assert "does not answer" in host.run("job", head)
+        host.signal(halted, signal.SIGCONT)
+        wait_for(lambda: box.job(head).waits_for != words, "the halted one to go on", 30)
+        host.run("stop", second)
+        require_order(box.wait_ended(second), *host.ended(head, third))
+        assert [event.kind for event in box.control.events(head)].count("silent") == 1
+        require_nothing_left(box)
+        return taken
+
+
+def gpu_hangs(root: Path, dice: random.Random) -> float:
+    """Let every call on one of two GPUs hang: it is named within seconds, and the line goes on with the other.
+
+    Return the seconds that `gpus` takes.
+    """
+    hung = dice.randrange(2)
+    with boxed(root) as box, RealHost(box, "gpu1", faults=f"{hung}:hang", gpus=2) as host:
+        began = time.monotonic()
+        said = host.run("gpus")
+        taken = time.monotonic() - began
+        assert f"  {hung}  GPU {hung} " in said, said
+        assert "did not answer within 5 s" in said, said
+        assert taken < 20, f"gpus took {taken:.0f} s"
+        jobs = host.launch(QUICK, QUICK, QUICK)
+        rows = host.ended(*jobs, timeout_s=120)
+        require_order(*rows)
+        assert {row.gpu_ids for row in rows} == {(1 - hung,)}
+        require_nothing_left(box)
+        return taken
+
+
+def driver_hangs(root: Path, dice: random.Random) -> float:
+    """Let the driver hang under a line and answer again later: jobs say why they wait, and start by themselves.
+
+    Return the seconds to the start after it answers again.
+    """
+    with boxed(root) as box, RealHost(box, "gpu1") as host:
+        (runs,) = host.launch(ENDLESS)
+        host.trains(runs)
+        first, second = host.launch(QUICK, QUICK)
+        time.sleep(dice.uniform(0, 2))
+        _put_driver(host, "hangs")
+        host.run("stop", runs)
+        box.wait_ended(runs)
+        why = "the GPUs cannot be read: "
+        wait_for(lambda: (box.job(first).waits_for or "").startswith(why), "the reason to wait", 90)
+        host.require(JobState.QUEUED, first, second)
+        _put_driver(host, "new")
+        began = time.monotonic()
+        wait_for(lambda: box.job(first).started, "the first to start", 90)
+        taken = time.monotonic() - began
+        require_order(*host.ended(first, second))
+        require_nothing_left(box)
+        return taken
+
+
+def _put_driver(host: RealHost, name: str) -> None:
+    """Replace the library, as for all processes that load it from now on."""
+    other = host.driver.with_name("other")
+    other.symlink_to(drivers() / name)
+    other.replace(host.driver)
