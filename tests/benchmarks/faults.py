@@ -78,7 +78,7 @@ FAULTS = {
     "driver": Fault("the driver hangs under a line; said, starts after it", "to a start", line.driver_hangs),
     "proc": Fault("reads of /proc hang in the app; said, its keys act", "to the stop", hangs.processes_hang),
     "disk": Fault("the data folder hangs under job and app; same bits", "to a step", hangs.disk_hangs, ALONE),
-    "clock-steps": Fault("the clock is set by a day, and right again; same bits", "to both ends", clock.clock_steps, ALONE),
+    "clock-steps": Fault("the clock is set a day ahead and back; same bits", "to both ends", clock.clock_steps, ALONE),
     "clock": Fault("the clock goes back an hour; crash restarts, order kept", "to restart", clock.clock_set_back),
     "clock-orphans": Fault(
         "the same while ranks are orphans; ended all the same", "until gone", clock.orphans_while_clock_is_set_back

@@ -140,7 +140,8 @@ class StoredProgress(Progress):
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
         self._written: Heartbeat | None = None
-        self._sign, self._signed = sign, self._written
+        self._sign = sign
+        self._signed: Heartbeat | None = None
         self._store: Store = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
         self._dropped_told = 0

@@ -17,6 +17,18 @@ def test_auto_is_the_optimizers_own_rate_and_twice_that_where_encoders_follow(ma
     assert full_rate(Layout(job, 1), 3072, is_transcoder=True) == pytest.approx(6e-3)
 
 
+def test_auto_is_lower_in_long_runs_where_encoders_follow(make_job: MakeJob) -> None:
+    def rate(n_steps: int, *, is_transcoder: bool = False) -> float:
+        layout = Layout(make_job(train={"n_steps": n_steps}), 1)
+        return full_rate(layout, 3072, is_transcoder=is_transcoder)
+
+    assert rate(1) == rate(1000) == pytest.approx(12e-3)
+    assert rate(32_000) == pytest.approx(6e-3)
+    rates = [rate(n_steps) for n_steps in range(1000, 100_000, 500)]
+    assert rates == sorted(rates, reverse=True)
+    assert rate(32_000, is_transcoder=True) == rate(100, is_transcoder=True)
+
+
 @pytest.mark.parametrize(("lr", "warned"), [(0.3, False), (0.5, True), (200_000.0, True)])
 def test_a_rate_far_above_what_auto_stands_for_is_warned_of(make_job: MakeJob, lr: float, warned: bool) -> None:
     layout = Layout(make_job(sae={"d_sae": 3072}, train={"lr": lr}), 1)
