@@ -76,8 +76,9 @@ class Session:
         self.actions = JobActions(self, front)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        # The locks may be in the data folder, whose disk may hang while screens are drawn.
-        self._locks = HolderReader(lock_folder(data, monitor.source_name))
+        # The disk of the data folder may hang while screens are drawn; the machine's folder of locks is in memory.
+        locks = lock_folder(data, monitor.source_name)
+        self._locks = HolderReader(locks) if locks.is_relative_to(data.root) else locks
 
     @property
     def jobs(self) -> tuple[JobView, ...]:
