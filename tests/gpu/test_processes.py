@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from sae_tui.gpu import owner as owner_module
 from sae_tui.gpu import proc_files, processes
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.gpu.owner import owner
@@ -242,9 +244,24 @@ def test_a_process_with_an_unreadable_command_line_is_shown_by_its_program_name(
         raise TimeoutError
 
     monkeypatch.setattr(proc_files, "read_file", hangs)
+    monkeypatch.setattr(owner_module, "_known", {})
     comm = Path("/proc/self/comm").read_text().strip()
     assert owner(os.getpid()) == (processes._process(os.getpid()).username(), comm)
     assert read(GpuProcess(os.getpid(), None, None, GIB)).command == comm
+
+
+def test_the_owner_of_a_process_is_read_again_after_ten_seconds_and_for_another_process(monkeypatch) -> None:
+    now, reads = 0.0, []
+    monkeypatch.setattr(owner_module, "_known", {})
+    monkeypatch.setattr(owner_module, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(owner_module, "arguments_of", lambda pid: reads.append(pid) or ["python", str(len(reads))])
+    here, parent = os.getpid(), os.getppid()
+    assert [owner(here)[1], owner(parent)[1], owner(here)[1]] == ["python 1", "python 2", "python 1"]
+    now = 10.0
+    assert owner(here)[1] == "python 3"
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert owner(ended.pid) == (None, None)
 
 
 def test_command_lines_equal_those_of_psutil() -> None:
