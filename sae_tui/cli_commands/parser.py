@@ -286,7 +286,7 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--self-test", action="store_true", help=trained)
     service = "only install a user service that restarts the queue after a restart of this machine"
     look.add_argument("--install-service", action="store_true", help=service)
-    look.set_defaults(folder_limit_s=10.0)  # it goes on without a data folder that does not answer
+    look.set_defaults(folder_limit_s=10.0)  # doctor continues without a data folder that does not answer
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
         nargs = "?" if command is look else None

@@ -23,7 +23,7 @@ import msgspec
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from faults import clock, hangs, hosts, kills, line, stops
+from faults import clock, hangs, hosts, kills, queues, stops
 from faults.real_job import Result, undisturbed
 
 
@@ -38,8 +38,8 @@ class Fault(msgspec.Struct, frozen=True):
 
 ALONE = {"n_ranks": 1}
 FAULTS = {
-    "launcher": Fault("sae-tui launch: kill -9 during and after; the job goes on", "to its end", kills.launcher_killed),
-    "terminal": Fault("its terminal is closed (SIGHUP); the job goes on", "to its end", kills.terminal_closed),
+    "launcher": Fault("sae-tui launch: kill -9 during and after; job continues", "to its end", kills.launcher_killed),
+    "terminal": Fault("its terminal is closed (SIGHUP); the job continues", "to its end", kills.terminal_closed),
     "supervisor": Fault(
         "supervisor: kill -9; saved, lost, nothing held, resumed alike", "until gone", kills.supervisor_killed
     ),
@@ -65,17 +65,17 @@ FAULTS = {
     "stop-reading": Fault("stop between all of these", "to its end", stops.stop_while_reading),
     "two": Fault("two jobs in one second; both train", "to their end", kills.two_at_once),
     "restarted": Fault("the machine restarts; lost, no stranger signalled", "to mend", clock.machine_restarted),
-    "queue": Fault("the same under a line of jobs; places kept, goes on", "to the line", clock.queue_restarted),
+    "queue": Fault("the same with queued jobs; places kept, continues", "to the queue", clock.queue_restarted),
     "renamed": Fault("killed, and the machine has another name; lost, resumed", "until gone", clock.renamed),
     "pids": Fault("pids are a stranger's; lost, not signalled", "to mend", clock.pids_reused),
-    "power": Fault("the power is cut under a line; the next command goes on", "to the line", hosts.power_cut),
-    "name": Fault("a running host gets another name; one line, stoppable", "to new name", hosts.renamed_running),
+    "power": Fault("the power is cut with queued jobs; the next command continues", "to the queue", hosts.power_cut),
+    "name": Fault("a running host gets another name; one queue, stoppable", "to new name", hosts.renamed_running),
     "container": Fault("a container is made again; repaired, resumed here", "of repair", hosts.made_again),
     "hosts": Fault("two hosts on one folder; own GPUs, own jobs", "to all ends", hosts.two_on_one_folder),
-    "upgrade": Fault("the package is replaced under a line; all finish", "to all ends", line.upgraded),
-    "head": Fault("SIGSTOP at the head of a line; passed over, then first", "GPU is free", line.head_halted),
-    "gpu": Fault("one of two GPUs hangs; named, the other is used", "of `gpus`", line.gpu_hangs),
-    "driver": Fault("the driver hangs under a line; said, starts after it", "to a start", line.driver_hangs),
+    "upgrade": Fault("the package is replaced while jobs wait; all finish", "to all ends", queues.upgraded),
+    "head": Fault("SIGSTOP at the head of the queue; passed over, then first", "GPU is free", queues.head_halted),
+    "gpu": Fault("one of two GPUs hangs; named, the other is used", "of `gpus`", queues.gpu_hangs),
+    "driver": Fault("the driver hangs while jobs wait; said, starts after it", "to a start", queues.driver_hangs),
     "proc": Fault("reads of /proc hang in the app; said, its keys act", "to the stop", hangs.processes_hang),
     "disk": Fault("the data folder hangs under job and app; same bits", "to a step", hangs.disk_hangs, ALONE),
     "clock-steps": Fault("the clock is set a day ahead and back; same bits", "to both ends", clock.clock_steps, ALONE),

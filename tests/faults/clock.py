@@ -194,7 +194,7 @@ def stranger() -> Iterator[ProcessRef]:
 
 
 class Clock:
-    """The wall clock of a job's processes, which may be set; clocks that count from the start of the machine go on."""
+    """The wall clock of the processes of a job, which may be set. Clocks that count from boot continue."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / "steps"

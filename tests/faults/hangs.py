@@ -97,7 +97,7 @@ def processes_hang(root: Path, dice: random.Random) -> float:
 
 
 def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) -> float:
-    """Let the data folder hang for a while under a job and the app: both go on, and the job learns the same.
+    """Let the data folder hang for a while under a job and the app: both continue, and the job learns the same.
 
     Return the seconds until the job makes steps again.
     """
@@ -115,7 +115,7 @@ def disk_hangs(root: Path, dice: random.Random, like: Result, n_ranks: int = 1) 
             terminal.send("\x1b")
             step = job.step
         began = time.monotonic()
-        wait_for(lambda: job.step > step or job.row.state.is_final, "the job to go on")
+        wait_for(lambda: job.step > step or job.row.state.is_final, "the job to continue")
         taken = time.monotonic() - began
         job.ended()
         job.require(JobState.FINISHED)

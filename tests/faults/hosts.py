@@ -17,7 +17,7 @@ ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
 
 
 def power_cut(root: Path, dice: random.Random) -> float:
-    """Cut the power at any time under a line for one GPU; the first command after the restart has to start it again.
+    """Cut the power at any time while jobs wait for one GPU; the first command after the restart has to start it again.
 
     Return the seconds from that command to the first start.
     """
@@ -77,7 +77,7 @@ def renamed_running(root: Path, dice: random.Random) -> float:
 def made_again(root: Path, dice: random.Random) -> float:
     """Make a container again on the same volume, so that its name and boot differ and all its processes are gone.
 
-    No command may claim what it cannot do; `repair` ends its jobs, which go on here. Return the seconds of `repair`.
+    No command may claim what it cannot do; `repair` ends its jobs, which continue here. Return the seconds of `repair`.
     """
     with boxed(root) as box, RealHost(box, "container1") as host:
         (runs,) = host.launch(ENDLESS)
@@ -154,7 +154,7 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 
 
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
-    """Resume a job that had got to a step at least; require that it goes on from its last checkpoint."""
+    """Resume a job that had got to a step at least; require that it continues from its last checkpoint."""
     host.run("resume", job_id, "--set", f"train.n_steps={step + 50}")
     host.box.wait_ended(job_id)
     first, last = map(int, re.findall(r"made the steps (\d+) to (\d+)", host.log(job_id))[-1])

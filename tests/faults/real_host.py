@@ -209,7 +209,7 @@ def _libraries() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def drivers() -> Path:
-    """Build the stand-ins for NVIDIA's library once, and one of which the first call never returns: `hangs`."""
+    """Build the stand-ins for NVIDIA's library once, and one whose first call never returns: `hangs`."""
     folder = Path(_libraries().name) / "drivers"
     folder.mkdir()
     build_drivers(folder)

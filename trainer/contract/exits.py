@@ -24,10 +24,10 @@ class Exit(IntEnum):
     JOB_FAILED = 4, "job failed", "The job that was waited for has failed; `sae-tui job ID` says why."
     JOB_LOST = 5, "job lost", "Of the job that was waited for nothing is left: its machine or all its processes went."
     UNTOLD = 6, "done, output lost", "What was asked for is done, such as a launch, but the output cannot be written."
-    HUNG_UP = 129, "terminal gone", "The app's terminal is gone, or it was sent SIGHUP (128 + SIGHUP); jobs go on."
-    INTERRUPTED = 130, "interrupted", "Ended by Ctrl-C (128 + SIGINT); jobs go on."
+    HUNG_UP = 129, "terminal gone", "The app's terminal is gone, or it was sent SIGHUP (128 + SIGHUP); jobs continue."
+    INTERRUPTED = 130, "interrupted", "Ended by Ctrl-C (128 + SIGINT); jobs continue."
     UNREAD = 141, "nobody reads", "Whoever read the output has closed it (128 + SIGPIPE), as `head` does."
-    TERMINATED = 143, "terminated", "Ended by SIGTERM (128 + SIGTERM); jobs go on."
+    TERMINATED = 143, "terminated", "Ended by SIGTERM (128 + SIGTERM); jobs continue."
 
 
 def in_short(*exits: Exit) -> str:

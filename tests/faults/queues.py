@@ -1,4 +1,4 @@
-"""Jobs in line for a GPU under an upgrade, a halted supervisor and a driver that hangs: each function does one once."""
+"""Queued jobs under an upgrade, a halted supervisor and a driver that hangs: each function does one once."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RENAMED = ("is_gone", "run_hook", "write_ending", "write_record", "describe_stat
 
 
 def upgraded(root: Path, dice: random.Random) -> float:
-    """Replace the package at any time under a line, file by file, by a version in which functions have other names.
+    """Replace the package at any time while jobs wait, file by file, by a version in which functions have other names.
 
-    Return the seconds from the upgrade to the end of the line.
+    Return the seconds from the upgrade to the end of the queue.
     """
     with boxed(root) as box, RealHost(box, "gpu1") as host:
         runs, waits, last = host.launch(SHORT, QUICK, QUICK)
@@ -49,7 +49,7 @@ def _rename(package: Path, name: str, dice: random.Random) -> None:
 
 
 def head_halted(root: Path, dice: random.Random) -> float:
-    """Halt the supervisor at the head of a line: the next goes first, and the halted one again once it goes on.
+    """Halt the supervisor at the head of the queue: the next job starts first, the halted one once it continues.
 
     Return the seconds for which the GPU was free.
     """
@@ -70,7 +70,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
         wait_for(lambda: box.job(head).waits_for == words, "the halted one to be named", 90)
         assert "does not answer" in host.run("job", head)
         host.signal(halted, signal.SIGCONT)
-        wait_for(lambda: box.job(head).waits_for != words, "the halted one to go on", 30)
+        wait_for(lambda: box.job(head).waits_for != words, "the halted one to continue", 30)
         host.run("stop", second)
         require_order(box.wait_ended(second), *host.ended(head, third))
         assert [event.kind for event in box.control.events(head)].count("silent") == 1
@@ -79,7 +79,7 @@ def head_halted(root: Path, dice: random.Random) -> float:
 
 
 def gpu_hangs(root: Path, dice: random.Random) -> float:
-    """Let every call on one of two GPUs hang: it is named within seconds, and the line goes on with the other.
+    """Let every call on one of two GPUs hang: it is named within seconds, and the queue continues with the other.
 
     Return the seconds that `gpus` takes.
     """
@@ -100,7 +100,7 @@ def gpu_hangs(root: Path, dice: random.Random) -> float:
 
 
 def driver_hangs(root: Path, dice: random.Random) -> float:
-    """Let the driver hang under a line and answer again later: jobs say why they wait, and start by themselves.
+    """Let the driver hang while jobs wait, and answer again later: jobs say why they wait, and start automatically.
 
     Return the seconds to the start after it answers again.
     """
