@@ -54,6 +54,15 @@ class RememberingSource(Protocol):
 
 
 @runtime_checkable
+class HurriedSource(Protocol):
+    """A source that can shorten the reads that are under way, because it will be closed."""
+
+    def hurry(self) -> None:
+        """Let reads return without processes and condition; called from another thread than theirs."""
+        ...
+
+
+@runtime_checkable
 class ReopeningSource(Protocol):
     """A source that notices when its driver must be reopened to see the present GPUs."""
 

@@ -133,6 +133,10 @@ class Nvml:
             return getattr(self._nvml, function)(*arguments)
         return None
 
+    def hurry(self) -> None:
+        for card in self._cards:
+            card.is_hurried = True
+
     @property
     def must_reopen(self) -> bool:
         """Whether the driver was reloaded, or has other GPUs or slices than when it was opened."""
@@ -163,6 +167,8 @@ class _Card:
     def __init__(self, nvml: ModuleType, index: int, slices: Sequence[Place] = ()) -> None:
         # Its number here, and that of the card that it is or is a slice of.
         self.index = self.card = index
+        # Whether reads leave out all that can be left out, because the driver will be closed.
+        self.is_hurried = False
         self.is_stale = False
         self.slices = list(slices)
         self._nvml, self._has_slices = nvml, bool(slices)
@@ -229,9 +235,12 @@ class _Card:
         if self._fault is not None and not self._answered:
             raise _CardFault(self._fault)
         is_quick = time.monotonic() - began < SLOW_S
+        processes = processes and not self.is_hurried
         energy = self._energy() if processes and is_quick else None
         if processes:
             self._look_for_slices(is_split)
+        found = None if not processes else () if is_split and self._has_slices else self._processes()
+        processes = processes and not self.is_hurried
         return {
             "utilization": None if utilization is None else utilization.gpu,
             # Memory and processes, which the driver also lists of the card, count once, for its slices.
@@ -240,7 +249,7 @@ class _Card:
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "energy_j": None if energy is None else energy / 1000,
-            "processes": (() if is_split and self._has_slices else self._processes()) if processes else None,
+            "processes": found,
             "condition": self._read_condition(self._handle, whole=is_quick) if processes else None,
             "unusable": "" if not is_split else faults.SPLIT if self._has_slices else faults.UNCUT,
         }

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource, vendor_of
+from sae_tui.gpu.detailed import (
+    DetailedSource,
+    HurriedSource,
+    RememberingSource,
+    ReopeningSource,
+    SharesSource,
+    vendor_of,
+)
 from sae_tui.gpu.once import CLOSE_LIMIT_S, close_source
 from sae_tui.gpu.read import Probe
 from sae_tui.gpu.ring import CAPACITY, Reading, Ring
@@ -97,6 +104,7 @@ class Sampler:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+        self._hurry()
         deadline = time.monotonic() + timeout
         # The source's thread is the first: once it has ended, no further one is added.
         ended = all(_join(thread, deadline) for thread in self._threads)
@@ -113,7 +121,12 @@ class Sampler:
         with self._changed:
             self._paused = True
             self._changed.notify_all()
+            self._hurry()
             return self._changed.wait_for(lambda: not self._is_open, timeout)
+
+    def _hurry(self) -> None:
+        if isinstance(self.source, HurriedSource):
+            self.source.hurry()
 
     def resume(self) -> None:
         """Open the driver again, in the sampler's own thread."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sae_tui.gpu import AUTO, faults, vendor_to_name
 from sae_tui.gpu.base import OPEN_LIMIT_S, DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.detailed import DetailedSource, RememberingSource, ReopeningSource, SharesSource
+from sae_tui.gpu.detailed import DetailedSource, HurriedSource, RememberingSource, ReopeningSource, SharesSource
 from sae_tui.gpu.once import on_thread
 from trainer.contract.planning.gpu_vendors import VENDORS
 
@@ -54,6 +54,11 @@ class Several:
             raise self._faults[0]
         self._cards = cards
         return len(cards)
+
+    def hurry(self) -> None:
+        for source in self._sources:
+            if isinstance(source, HurriedSource):
+                source.hurry()
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         source, number = self._cards[index]

@@ -56,7 +56,7 @@ OWN_WORDS = {
     "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
 }  # fmt: skip
 # Of these the usual job has any; an odd one has anything.
-FREE = {"name", "user", "note", "error", "waits_for", "output_path"}
+FREE = {"name", "user", "note", "error", "waits_for", "output_path", "overfitting"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
 USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 

@@ -319,18 +319,29 @@ import os, signal, sys
 from pathlib import Path
 from jobs.conftest import Box
 from sae_tui.jobs.launch import launching
-launching.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+setattr(launching, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 Box(Path(sys.argv[1])).launch("steps=3")
 """
 
 
-def test_a_job_whose_launch_was_cut_off_before_its_files_were_written_goes_on_and_can_be_cloned(box):
+def cut_off(box, function: str) -> None:
+    """Launch a job in a process that is killed at a function."""
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-c", CUT_OFF, box.data.root.parent]
+    command = [sys.executable, "-c", CUT_OFF, box.data.root.parent, function]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
     assert done.returncode == -signal.SIGKILL
+
+
+def test_a_launch_that_is_killed_before_its_files_are_written_leaves_no_job(box):
+    cut_off(box, "_write_files")
+    assert box.control.jobs() == []
+    assert box.wait_ended(box.launch("steps=3")).state == JobState.FINISHED
+
+
+def test_a_job_without_files_whose_supervisor_never_started_can_be_cloned_and_resumed(box):
+    cut_off(box, "_start")
     (job,) = box.control.jobs()
-    assert not box.data.run(job.id).root.exists()
+    shutil.rmtree(box.data.run(job.id).root)  # as earlier versions could leave it
     box.control.update(job.id, queued=time.time() - 3600)
     reconcile(box.data)
     assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")

@@ -180,6 +180,7 @@ def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_
     log.touch()
     package = tmp_path / "trainer"
     package.mkdir()
+    (package / "__init__.py").touch()  # or else the package of this project is run
     (package / "__main__.py").write_text("import time; time.sleep(600)")
     command = rank_command(paths.rank_spec(1))
     with (

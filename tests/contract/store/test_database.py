@@ -296,8 +296,8 @@ def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
         holder = child(HOLDS_THE_LOCK, made)
         assert holder.hear() == "locked"
         text = message(lambda: control.request(1, "stop"))
-        pid, told = holder.process.pid, f"the store {made} is locked for more than 0.2 s by "
-        assert re.match(rf"{re.escape(told)}\S+'s process {pid} \(python\S* -c ", text)
+        pid, begins = holder.process.pid, f"the store {made} is locked by another process for more than 0.2 s: "
+        assert re.match(rf"{re.escape(begins)}\S+'s process {pid} \(python\S* -c ", text)
         assert text.endswith(f"end it with `kill {pid}` if it hangs, which undoes only its unfinished change")
         holder.process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)

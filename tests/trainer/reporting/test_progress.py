@@ -97,7 +97,7 @@ def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
         assert [event.kind for event in reader.events()] == ["checkpoint", "store"]
         assert reader.heartbeat().dropped == 0
     (text,) = events(path)
-    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked for more than", text)
+    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", text)
 
 
 def test_while_rows_cannot_be_stored_steps_are_shown_by_a_file_that_is_touched(

@@ -197,8 +197,8 @@ def _explain(path: Path, text: str, code: int = 0) -> str:
         from trainer.contract.store.holder import describe_holder, holder_of
 
         pid = holder_of(path)
-        holder = describe_holder(pid) if pid else "another process; try again"
-        return f"the store {path} is locked for more than {BUSY_TIMEOUT_S:g} s by {holder}"
+        what = f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s"
+        return f"{what}: {describe_holder(pid)}" if pid else f"{what}; try again"
     if "readonly" in text:
         return (
             f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"
