@@ -7,7 +7,7 @@ from textual.widgets import Checkbox
 
 
 class Tick(Checkbox):
-    """A checkbox that is empty where it is not ticked, and has no frame; the one of Textual only dims its cross."""
+    """A checkbox without a frame, empty if not ticked. Textual only dims the cross of its own."""
 
     DEFAULT_CSS = """
     Tick, Tick:focus { width: 1fr; height: auto; border: none; padding: 0; background: $surface; }

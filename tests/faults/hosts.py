@@ -39,7 +39,7 @@ def power_cut(root: Path, dice: random.Random) -> float:
         require_order(*host.ended(urgent, plain))
         host.require(JobState.QUEUED, after, held)
         assert f"comes after job {first}, which was lost; resume job {first}" in (box.job(after).waits_for or "")
-        assert {job_id: _place(box, job_id) for job_id in places} == places, "a job has another place in line"
+        assert {job_id: _place(box, job_id) for job_id in places} == places, "a job has another place in the queue"
         _go_on(host, first, step)
         require_order(*host.ended(first, after))
         host.require(JobState.QUEUED, held)

@@ -1,6 +1,6 @@
 /* For LD_PRELOAD: the wall clock of a process is set by the file $STEPS, which has a line `AT SECONDS` for each step:
  * from the true time AT on the clock is so many seconds ahead. So are the times of files that were changed since, as
- * where the whole machine's clock was set. Clocks that count from the start of the machine go on. */
+ * where the whole machine's clock was set. Clocks that count from boot continue. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -140,7 +140,7 @@ class HolderReader:
         self._thread = threading.Thread()
 
     def read(self, uuids: Iterable[str]) -> dict[str, int]:
-        """Return the holders; those of the last reading if this one takes longer than `LIMIT_S`."""
+        """Return the holders, or the last known ones if reading takes longer than `LIMIT_S`."""
         if not self._thread.is_alive():
             self._thread = threading.Thread(target=self._read, args=(tuple(uuids),), name="locks", daemon=True)
             self._thread.start()

@@ -163,7 +163,7 @@ class Line:
     def _report_halted(self) -> None:
         """Record which supervisors are halted or hang, as this job starts before theirs.
 
-        Their last sign of life may be from just before, and no other job may be in line to report them later.
+        Their last sign of life may be from just before, and no other queued job may report them later.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
