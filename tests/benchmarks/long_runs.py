@@ -44,8 +44,9 @@ def settings_of(recipe: str, d_sae: int, batch: int) -> dict[str, Any]:
     if recipe == "plain":
         adam = {"encoder_follows": "off", "decay_fraction": 0.2, "beta1": 0.9, "beta2": 0.999}
         return {"lr": 2e-4 * math.sqrt(2**14 / d_sae), **adam, **WARM_UP}
-    rate = short_rate(d_sae, batch)
-    return {"lr": rate} if recipe == "short" else {"lr": rate / int(recipe.removeprefix("/")), **WARM_UP}
+    if recipe == "short":
+        return {"lr_length": "off"}
+    return {"lr": short_rate(d_sae, batch) / int(recipe.removeprefix("/")), **WARM_UP}
 
 
 RECIPES = ("default", "short", "/3", "/10", "plain")

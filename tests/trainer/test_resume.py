@@ -94,6 +94,13 @@ def test_a_run_from_before_small_steps_had_lower_rates_goes_on_as_it_began(run_d
     assert stored_job(run_dir, []).train.lr_scaling == "off"
 
 
+def test_a_run_from_before_rates_fell_with_the_length_keeps_its_rate(run_dir: Path) -> None:
+    file = run_dir / "job.toml"
+    assert stored_job(run_dir, []).train.lr_length == "auto"
+    file.write_text(file.read_text().replace('lr_length = "auto"\n', ""))
+    assert stored_job(run_dir, ["train.n_steps=50000"]).train.lr_length == "off"
+
+
 @pytest.mark.parametrize(("seed", "first"), [("3", 3), ("[5, 6]", 5)])
 def test_a_run_of_an_earlier_version_keeps_its_held_out_rows(seed: str, first: int, run_dir: Path) -> None:
     file = run_dir / "job.toml"

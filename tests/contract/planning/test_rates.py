@@ -18,14 +18,15 @@ def test_auto_is_the_optimizers_own_rate_and_twice_that_where_encoders_follow(ma
 
 
 def test_auto_is_lower_in_long_runs_where_encoders_follow(make_job: MakeJob) -> None:
-    def rate(n_steps: int, *, is_transcoder: bool = False) -> float:
-        layout = Layout(make_job(train={"n_steps": n_steps}), 1)
+    def rate(n_steps: int, *, is_transcoder: bool = False, lr_length: str = "auto") -> float:
+        layout = Layout(make_job(train={"n_steps": n_steps, "lr_length": lr_length}), 1)
         return full_rate(layout, 3072, is_transcoder=is_transcoder)
 
     assert rate(1) == rate(1000) == pytest.approx(12e-3)
     assert rate(32_000) == pytest.approx(6e-3)
     rates = [rate(n_steps) for n_steps in range(1000, 100_000, 500)]
     assert rates == sorted(rates, reverse=True)
+    assert rate(32_000, lr_length="off") == rate(1000)
     assert rate(32_000, is_transcoder=True) == rate(100, is_transcoder=True)
 
 

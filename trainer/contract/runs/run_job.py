@@ -32,6 +32,7 @@ def settings_since(job_file: Path, read: Read = read_plain_text) -> list[str]:
     before = {
         "sae.encoder_follows": "off",
         "train.lr_scaling": "off",
+        "train.lr_length": "off",
         "data.hold_out": "rows",
         "data.split_seed": _first_seed(raw),
     }

@@ -186,6 +186,10 @@ class Train(msgspec.Struct, frozen=True):
         Literal["auto", "off", "sqrt", "linear"],
         about("Whether lr follows the tokens per step; auto: by root below 1,024, where lr is auto.", advanced=True),
     ] = "auto"
+    lr_length: Annotated[
+        Literal["auto", "off"],
+        about("Whether lr is lower in long runs; auto: above 1,000 steps, where lr is auto.", advanced=True),
+    ] = "auto"
     lr_tokens: Annotated[
         int, about("Tokens per step that lr is meant for, if by root or linear.", unit="tokens", advanced=True, ge=1)
     ] = USUAL_BATCH
