@@ -152,7 +152,7 @@ class Monkey:
             self._fill()
             self._start()
             while self.result.keys < self._n_keys and not self.result.faults:
-                for _ in range(100):
+                for _ in range(min(100, self._n_keys // 3)):
                     self._press_some()
                 self._look()
             self._leave()
