@@ -20,7 +20,7 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from support.box import ROOT
-from support.real_model import D_MODEL, FILE, needs_model, write_text
+from support.real_model import D_MODEL, needs_model, write_folder, write_text
 from torch import Tensor
 
 N_ROWS, CONTEXT, D_SAE, K = 2560, 128, 768, 32
@@ -51,6 +51,7 @@ class Chain:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.model = str(write_folder(folder / "SmolLM2"))
         self._env = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "SAE_TUI_DATA_DIR": str(folder)}
 
     def trainer(self, *arguments: object) -> Any:
@@ -98,7 +99,7 @@ def extract(chain: Chain) -> None:
     n_documents = write_text(chain.folder / "text.jsonl")
     job = chain.write(
         "extract.toml",
-        model={"path": str(FILE), "hooks": HOOKS},
+        model={"path": chain.model, "hooks": HOOKS},
         text={"path": "text.jsonl", "context": CONTEXT},
         extract={"n_tokens": N_ROWS, "batch_tokens": 1024, "shard_rows": 1024, "output": "rows"},
     )
@@ -194,15 +195,15 @@ def judge_as_saelens(chain: Chain) -> None:
     from sae_lens.training.activation_scaler import ActivationScaler
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
-    model = AutoModelForCausalLM.from_pretrained(FILE.parent, gguf_file=FILE.name, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(chain.model)
+    model = AutoModelForCausalLM.from_pretrained(chain.model, dtype=torch.float32)
     text = "".join(json.loads(line)["text"] for line in (chain.folder / "text.jsonl").open())
     ids = torch.tensor(tokenizer(text[: 10 * N_JUDGED * SHORT])["input_ids"][: N_JUDGED * SHORT]).view(-1, SHORT)
     # Each context is a document of its own.
     (chain.folder / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids.tolist()))
     job = chain.write(
         "judge.toml",
-        model={"path": str(FILE), "hooks": [STREAM]},
+        model={"path": chain.model, "hooks": [STREAM]},
         text={"path": "ids.jsonl", "context": SHORT},
         extract={"n_tokens": ids.numel()},
     )
