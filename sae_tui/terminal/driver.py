@@ -205,9 +205,7 @@ class TerminalDriver(LinuxDriver):
             with _at_rest(self._app):
                 super()._sigtstp_application(*args)
             return
-        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, before)
+        _stop()
 
     def _sigcont_application(self, *args: Any) -> None:
         """Take the terminal back if it was given up: Textual would read it twice after any other stop.
@@ -216,6 +214,13 @@ class TerminalDriver(LinuxDriver):
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
+
+
+def _stop() -> None:
+    """Stop this process as the kernel does; return when it is continued, or at once if no shell could do that."""
+    before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, before)
 
 
 @contextlib.contextmanager
@@ -256,8 +261,13 @@ def give_away(app: App[None]) -> Iterator[None]:
     Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no
     shell is there to go on with it. Textual takes the terminal back only where nothing is raised.
     """
+
+    def stop(*_: object) -> None:
+        with _at_rest(app):
+            _stop()
+
     raised: BaseException | None = None
-    with _leave_signals(), app.suspend():
+    with _leave_signals(stop), app.suspend():
         try:
             yield
         except BaseException as error:
@@ -267,18 +277,22 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _leave_signals() -> Iterator[None]:
+def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
     # The other program does not inherit a handler, but would inherit that a signal is ignored.
     # While the app waits for the other program, it cannot quit.
-    acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGTSTP, signal.SIGCONT), signal.SIG_DFL)
+    acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
+    acts[signal.SIGTSTP] = stop
     before = {
         number: signal.signal(number, act)
         for number, act in acts.items()
         if signal.getsignal(number) is not signal.SIG_IGN
     }
+    # The event loop would handle the same signals again afterwards.
+    loop = signal.set_wakeup_fd(-1)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(loop)
         for number, act in before.items():
             signal.signal(number, act)

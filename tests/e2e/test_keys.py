@@ -211,8 +211,11 @@ def times_open(box: Box) -> int:
     return int(file.read_text() or -1)
 
 
-def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_and_fg_opens_it(box: Box, drivers: Path) -> None:
+def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_also_in_an_editor_and_fg_opens_it(
+    box: Box, drivers: Path
+) -> None:
     env = environment(drivers, GPUS=2, PIDS="", OPEN=box.folder / "open")
+    env |= {"EDITOR": editor(box, "echo an editor", "read line"), "VISUAL": ""}
     shell = Terminal(["bash", "--norc", "-i"], columns=80, rows=24, env=box.env | env, controlling=True)
     box.terminals.append(shell)
     shell.send(f"PS1='$ '; {sys.executable} -m sae_tui --gpu-source nvml\n")
@@ -226,6 +229,20 @@ def test_ctrl_z_closes_the_driver_so_that_gpus_can_be_reset_and_fg_opens_it(box:
         assert times_open(box) == 0
         shell.send("fg\n")
     shell.wait_for(lambda text: times_open(box) == 1 and "no answer yet" not in text and "2 GPUs · 0 running" in text)
+    shell.press("n")
+    shell.wait_for("✗ GPUs: choose")
+    shell.send(CTRL_E)
+    shell.wait_for("an editor")
+    for _ in range(2):
+        shell.wait_for(lambda _: times_open(box) == 1)
+        shell.send(CTRL_Z)
+        shell.wait_for(lambda _: app.status() == psutil.STATUS_STOPPED)
+        assert times_open(box) == 0
+        shell.send("fg\n")
+    shell.wait_for(lambda _: times_open(box) == 1)
+    shell.send("\n")
+    shell.wait_for("Launch")
+    shell.press(ESC, gap_s=0.5)
     shell.send("q")
     app.wait(20)
 

@@ -159,7 +159,7 @@ def test_a_new_host_name_is_recorded_at_once_so_that_the_queue_stays_one(box, mo
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()
-    sign = Sign(box.control, job_id, paths)
+    sign = Sign(box.control, job_id, paths, lambda: None)
     sign.turn()
     monkeypatch.setattr(socket, "gethostname", lambda: "new-name")
     sign.turn()

@@ -49,8 +49,9 @@ def sentence(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or its class where it says nothing."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """Return the first line of an error of a library, with the next one after a colon, or its class without text."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = " ".join(map(str.strip, lines[: 1 + lines[0].rstrip().endswith(":")]))[:200]
     # torch recommends weights_only=False for such a file, which would run the code in it.
     return "it holds a pickle of more than tensors, which could run code" if "weights_only" in line else line
 

@@ -357,6 +357,11 @@ def _reason(settings: Model, error: Exception) -> str:
         return f"{shown} is a GGUF file, which needs `pip install gguf`"
     if not Path(settings.path).exists() and isinstance(error, OSError):
         return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
+    if "ignore_mismatched_sizes" in text:
+        return f"{shown} cannot be loaded: its weights have other shapes than its config.json says; download it again"
+    if isinstance(error, LookupError | TypeError | AttributeError):
+        wrong = f"{type(error).__name__}: {first_line(error)}"
+        return f"{shown} cannot be loaded: one of its files is damaged ({wrong}); download it again"
     return f"{shown} cannot be loaded: {first_line(error)}"
 
 

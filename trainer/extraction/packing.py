@@ -9,18 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.contract.errors import UserError, first_line
+from trainer.contract.errors import UserError
+from trainer.extraction.chat_template import chat_ids
 from trainer.extraction.text import Document, mended
 from trainer.extraction.token_bytes import token_bytes
-from trainer.runtime.time_limit import TookTooLong, ended_after
 
 Ids = NDArray[np.int64]
 # Of a place that holds no token.
 PADDING = -1
 # Documents that a tokenizer gets at once, which it shares over the cores.
 _AT_ONCE = 64
-# Seconds. A template takes milliseconds, but it is a program from the model's author and may never end.
-_TEMPLATE_S = 3.0
 
 
 class Tokens(NamedTuple):
@@ -73,8 +71,10 @@ class Tokenizer:
             for one in some:
                 if isinstance(one, str):
                     yield Tokens(next(texts), self.before, self.after)
+                elif one and isinstance(one[0], dict):
+                    yield Tokens(chat_ids(self._tokenizer, one), [], [])
                 else:
-                    yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
+                    yield Tokens(list(one), [], [])  # type: ignore[arg-type]
 
     def _whole(self, document: Document) -> Document:
         """Return a document that a tokenizer takes; count it if it differs from the original."""
@@ -100,20 +100,6 @@ class Tokenizer:
             return []
         encoded = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
         return list(encoded["input_ids"])
-
-    def _of_chat(self, messages: Any) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
-        try:
-            with ended_after(_TEMPLATE_S):
-                return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-        except TookTooLong:
-            message = f"the model's chat template takes more than {_TEMPLATE_S:g} s for a chat; take another template"
-            raise UserError(f"text.column: {message}") from None
-        except Exception as error:
-            # A template is a program that comes with the model, and may raise anything.
-            message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
-            raise UserError(f"text.column: {message}") from None
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:

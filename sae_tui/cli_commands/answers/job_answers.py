@@ -44,7 +44,8 @@ _JOB: dict[str, tuple[object, str]] = {
     **metrics(),
     "overfitting": (
         str | None,
-        "How much better it fits its training rows than others, and when it was best; null: it does not overfit.",
+        "How much better it fits its training rows than others, and when it was best; null: it does not overfit, or"
+        " an older version trained it: then only `job` knows.",
     ),
     "tokens_per_s": (float | None, "Tokens per second; null: not known yet."),
     "device": (word("cuda", "cpu"), "What it runs on."),

@@ -163,13 +163,23 @@ class Line:
     def _report_halted(self) -> None:
         """Record which supervisors are halted or hang, as this job starts before theirs.
 
-        Their last sign of life may be from just before, and no other queued job may report them later.
+        Their last sign of life may be from just before; `report_silent` reports others without a sign later.
         """
         with tolerate("reporting supervisors that do not answer"):
             for job in tuple(self._silent.values()):
                 supervisor = job.supervisor
                 if supervisor and supervisor.is_alive() and state_of(supervisor.pid) in _HALTED:
                     self._tell_silent(job)
+
+    def report_silent(self) -> None:
+        """Record which supervisors that lost their turn give no sign of life, also once this job has started."""
+        if not self._silent:
+            return
+        with tolerate("reporting supervisors that do not answer"):
+            now = {job.id: job for job in self._control.active_jobs()}
+            self._silent = {job.id: job for job in self._silent.values() if now.get(job.id) == job}
+            for job in tuple(self._silent.values()):
+                self._report_silent(job)
 
     def _gave_sign(self, job: Job) -> bool:
         with contextlib.suppress(OSError):

@@ -6,20 +6,25 @@ import contextlib
 import os
 import socket
 import time
+from collections.abc import Callable
 
 from sae_tui.jobs.machine import SIGN_EVERY_S
 from sae_tui.jobs.supervisor_log import tolerate
 from trainer.contract.paths import RunPaths
 from trainer.contract.store.job_store import Control
 
+_CHECK_EVERY_S = 5.0
+
 
 class Sign:
     """Touches the lock file of a run, and keeps the host's name in the job's row and leases up to date."""
 
-    def __init__(self, control: Control, job_id: int, paths: RunPaths) -> None:
+    def __init__(self, control: Control, job_id: int, paths: RunPaths, check_others: Callable[[], object]) -> None:
+        """Prepare the signs; `check_others` is called every 5 s to check those of other supervisors."""
         self._control, self._job_id, self._file = control, job_id, paths.lock_file
+        self._check_others = check_others
         self._host = ""
-        self._due = 0.0
+        self._due = self._check_due = 0.0
 
     def turn(self) -> None:
         """Give a sign of life every 30 s, and record a new host name at once, since line and leases are found by it."""
@@ -28,6 +33,9 @@ class Sign:
             self._due = time.monotonic() + SIGN_EVERY_S
             with contextlib.suppress(OSError):
                 os.utime(self._file)
+        if time.monotonic() >= self._check_due:
+            self._check_due = time.monotonic() + _CHECK_EVERY_S
+            self._check_others()
         if self._host != host:
             with tolerate("recording the name of this host"):
                 if self._host:

@@ -64,7 +64,7 @@ class Supervisor:
         self._line = Line(data, self._control, self._job, self._installed.restart_if_replaced)
         self._is_waiting, self._has_ended = True, False
         self._orders = Orders()
-        self._sign = Sign(self._control, job_id, self._paths)
+        self._sign = Sign(self._control, job_id, self._paths, lambda: self._line.report_silent())
         self._lock: RunLock | None = None
 
     def register(self) -> None:

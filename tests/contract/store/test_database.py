@@ -497,3 +497,26 @@ def test_an_older_store_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytes
     migrate(path, "gpu")
     with contextlib.closing(open_writer(path, "gpu")) as connection:
         assert tables(connection) == TABLES["gpu"] | {"more"}
+
+
+def test_a_new_store_on_a_full_disk_is_whole_or_not_there(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    store, filler, page = disk / "control.db", disk / "filler", os.sysconf("SC_PAGE_SIZE")
+    ends = set()
+    try:
+        for n_pages in range(8, 64, 2):
+            filler.write_bytes(bytes(os.statvfs(disk).f_bavail * page - n_pages * page))
+            with contextlib.suppress(StoreError):
+                open_writer(store, "control").close()
+            ends.add(tuple(sorted(file.name for file in disk.iterdir())))
+            if store.exists():
+                check_whole(store, "control")
+                store.unlink()
+            filler.unlink()
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert ends == {("filler",), ("control.db", "filler")}

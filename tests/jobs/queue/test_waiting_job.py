@@ -12,7 +12,7 @@ import pytest
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.queue import waiting_job
 from sae_tui.jobs.queue.waiting_job import Line
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, state_of
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -127,6 +127,25 @@ def test_a_job_that_starts_before_a_halted_one_reports_it_though_it_gave_a_sign_
     sign.touch()
     second = line(box, queued(box))
     assert [second.try_start(), second.try_start()] == [False, True]
+    assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
+    assert [event.kind for event in box.control.events(first)] == ["silent"]
+    second.locks.release()
+
+
+def test_a_job_that_has_started_reports_one_that_hangs_in_a_wait_once_its_sign_is_old(box, halted):
+    first = queued(box, supervisor_pid=halted.pid, supervisor_start=halted.start_ticks)
+    sign = box.data.run(first).lock_file
+    sign.parent.mkdir(parents=True)
+    sign.touch()
+    assert halted.send(signal.SIGCONT)
+    box.wait_for(lambda: state_of(halted.pid) == "S", "the wait")
+    second = line(box, queued(box))
+    assert [second.try_start(), second.try_start()] == [False, True]
+    second.report_silent()
+    assert box.control.events(first) == []
+    os.utime(sign, (1, 1))
+    for _ in range(2):
+        second.report_silent()
     assert box.job(first).waits_for == f"its supervisor (pid {halted.pid}) does not answer; others go first"
     assert [event.kind for event in box.control.events(first)] == ["silent"]
     second.locks.release()

@@ -173,6 +173,21 @@ def test_a_configuration_that_asks_for_too_much_is_refused_before_anything_is_bu
 
 
 @pytest.mark.parametrize(
+    ("file", "settings", "sentence"),
+    [
+        ("config.json", {"n_positions": 8}, "its weights have other shapes than its config.json says; download it"),
+        ("config.json", {"n_layer": "2"}, "Validation error for field 'n_layer': .*expected int, got str"),
+        ("tokenizer.json", {"added_tokens": None}, r"one of its files is damaged \(TypeError: .*\); download it again"),
+    ],
+)
+def test_a_damaged_model_is_described_in_one_sentence(copy, file, settings, sentence) -> None:
+    folder = copy("gpt2")
+    edit(folder / file, **settings)
+    with pytest.raises(UserError, match=f" cannot be loaded: {sentence}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         {"num_hidden_layers": 126, "hidden_size": 16384},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.contract.errors import UserError
-from trainer.extraction import packing
 from trainer.extraction.packing import PADDING, Batch, Tokenizer, Tokens, batches, pack, separate
 
 # What the tokenizer puts around a text; no other token is one of these.
@@ -145,43 +143,6 @@ def test_unpaired_surrogates_are_replaced_and_their_texts_are_counted(load) -> N
     expected = tokenizer.tokens(["the \ufffd cat", [{"role": "user", "content": "a \ufffd cat"}], "a \U0001f600 cat"])
     assert [mended, of_chat, whole] == list(expected)
     assert tokenizer.n_mended == 2
-
-
-def test_chats_are_refused_where_the_tokenizer_has_no_template(load) -> None:
-    with pytest.raises(
-        UserError, match=r"^text.column: holds chats, but the model's tokenizer has no template for them$"
-    ):
-        list(load("gpt2").tokens([[{"role": "user", "content": "cat"}]]))
-
-
-def test_a_chat_that_the_template_refuses_is_one_sentence(tiny) -> None:
-    loaded = transformers.AutoTokenizer.from_pretrained(tiny("qwen3"))
-    loaded.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(
-        UserError, match=r"^text.column: the model's chat template refuses a chat: roles must alternate"
-    ):
-        list(Tokenizer(loaded).tokens([[{"role": "user", "content": "cat"}]]))
-
-
-def test_a_template_that_never_ends_is_a_one_sentence_error_in_any_thread(tiny, monkeypatch) -> None:
-    monkeypatch.setattr(packing, "_TEMPLATE_S", 0.2)
-    loaded = transformers.AutoTokenizer.from_pretrained(tiny("qwen3"))
-    loops = "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}"
-    loaded.chat_template = loops
-    errors: list[str] = []
-
-    def read() -> None:
-        try:
-            list(Tokenizer(loaded).tokens([[{"role": "user", "content": "cat"}]]))
-        except UserError as error:
-            errors.append(str(error))
-
-    read()
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    sentence = "text.column: the model's chat template takes more than 0.2 s for a chat; take another template"
-    assert errors == [sentence, sentence]
 
 
 def test_a_context_without_room_for_text_is_refused(load) -> None:

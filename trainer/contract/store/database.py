@@ -62,7 +62,9 @@ def _make(path: Path, schema: Schema) -> None:
     part = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
     try:
         _make_file(part, path.parent)
-        _open_for_writing(part, schema).close()
+        with contextlib.closing(_open_for_writing(part, schema)) as connection:
+            # Closing does this too, but ignores a full disk. The WAL is not renamed.
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if not rename_if_new(part, path):
             # The file system cannot: make an empty file, and its tables later.
             with contextlib.suppress(FileExistsError):

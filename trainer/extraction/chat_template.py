@@ -1,0 +1,98 @@
+"""The chat template of a model: a program from the model's author, bounded in time and in the size of its values."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from trainer.contract.errors import UserError, first_line
+from trainer.runtime.time_limit import TookTooLong, ended_after
+
+# Seconds. A template takes milliseconds, but may never end.
+_LIMIT_S = 3.0
+# What an operator may make: bits of a number, characters of a text or entries of a list; and how large a number may be
+# that is passed to a filter or to a method of a text or number, such as a width.
+_MOST_BITS, _MOST_ENTRIES, _LARGEST_ARGUMENT = 1 << 16, 1 << 24, 10**6
+_HUGE = "it makes a huge number or text"
+
+
+def chat_ids(tokenizer: Any, messages: Any) -> list[int]:
+    """Return the ids of a chat; raise `UserError` if the tokenizer has no template, or one that fails or takes long."""
+    if tokenizer.chat_template is None:
+        raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
+    _bound_templates()
+    try:
+        with ended_after(_LIMIT_S):
+            return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+    except TookTooLong:
+        message = f"the model's chat template takes more than {_LIMIT_S:g} s for a chat; take another template"
+        raise UserError(f"text.column: {message}") from None
+    except Exception as error:
+        # A template may raise anything.
+        message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
+        raise UserError(f"text.column: {message}") from None
+
+
+@functools.cache
+def _bound_templates() -> None:
+    """Have transformers run templates in a sandbox that refuses huge values.
+
+    Making one, such as 9**9**9, is a single call of C, which no limit of time can end.
+    """
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from transformers.utils import chat_template_utils
+
+    class Bounded(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset(("+", "*", "**", "%", "//"))
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.filters = {name: self._bounded(one) for name, one in self.filters.items()}
+
+        @staticmethod
+        def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+            n_before = 1 + hasattr(function, "jinja_pass_arg")  # the filtered value, and what Jinja puts before it
+
+            @functools.wraps(function)
+            def bounded(*arguments: Any, **named: Any) -> Any:
+                if _are_huge((*arguments[n_before:], *named.values())):
+                    raise SecurityError(_HUGE)
+                return function(*arguments, **named)
+
+            return bounded
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _makes_huge(operator, left, right):
+                raise SecurityError(_HUGE)
+            return super().call_binop(context, operator, left, right)
+
+        def call(__self, __context: Any, __function: Any, *arguments: Any, **named: Any) -> Any:
+            is_method = isinstance(getattr(__function, "__self__", None), str | bytes | int)
+            if is_method and _are_huge((*arguments, *named.values())):
+                raise SecurityError(_HUGE)
+            return super().call(__context, __function, *arguments, **named)
+
+    vars(chat_template_utils)["ImmutableSandboxedEnvironment"] = Bounded
+
+
+def _are_huge(arguments: Iterable[Any]) -> bool:
+    return any(isinstance(one, int) and abs(one) > _LARGEST_ARGUMENT for one in arguments)
+
+
+def _makes_huge(operator: str, left: Any, right: Any) -> bool:
+    """Return whether the result of an operator is huge, or takes long since an operand is."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length(), right.bit_length()
+        return (bits[0] * max(right, 0) if operator == "**" else sum(bits)) > _MOST_BITS
+    if operator == "*" and isinstance(left, int):
+        left, right = right, left
+    if not isinstance(left, str | bytes | list | tuple):
+        return False
+    if operator == "%":  # a format with a width
+        return isinstance(left, str) and bool(re.search(r"%[^%a-zA-Z]*(\*|\d{7})", left))
+    if isinstance(right, int):
+        return len(left) * right > _MOST_ENTRIES
+    return isinstance(right, str | bytes | list | tuple) and len(left) + len(right) > _MOST_ENTRIES
