@@ -20,6 +20,10 @@ from triton.runtime import interpreter
 
 Program = tuple[int, ...]
 
+if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):
+    # The interpreter of Triton 3.2 lacks the type of booleans.
+    interpreter.InterpreterBuilder.get_int1_ty = lambda _: language.int1
+
 
 class Programs:
     """All programs of each launch in a random order, or, with `only_last`, those that are last on its first axis.
@@ -77,7 +81,10 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
             if known in self.prepared:
                 return None
             self.prepared.add(known)
-            return prepare(function)
+            scope = prepare(function)
+            # Triton 3.2 calls `int` with an array of one element, which NumPy 2.4 refuses.
+            language.tensor.__index__ = lambda tensor: int(tensor.handle.data.item())
+            return scope
 
     with mock.patch.object(interpreter, "GridExecutor", Launch):
         yield chosen

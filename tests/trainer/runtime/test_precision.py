@@ -163,15 +163,19 @@ set_deterministic(True)
 import sys
 print("torch._inductor" in sys.modules)
 from torch._inductor import config
-asked = [config.deterministic]
+asked = [getattr(config, "deterministic", None)]
 set_deterministic(False)
-print([*asked, config.deterministic])
+print([*asked, getattr(config, "deterministic", None)])
 """
 
 
 def test_a_compiler_that_is_loaded_later_is_deterministic_too_and_none_is_loaded_for_it() -> None:
     done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["False", "[True, False]"]
+    is_loaded, options = done.stdout.splitlines()
+    assert is_loaded == "False"
+    if options == "[None, None]":
+        pytest.skip(f"the compiler of torch {torch.__version__} has no option `deterministic`")
+    assert options == "[True, False]"
 
 
 class Older:
