@@ -20,10 +20,6 @@ from triton.runtime import interpreter
 
 Program = tuple[int, ...]
 
-if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):
-    # The interpreter of Triton 3.2 lacks the type of booleans.
-    interpreter.InterpreterBuilder.get_int1_ty = lambda _: language.int1
-
 
 class Programs:
     """All programs of each launch in a random order, or, with `only_last`, those that are last on its first axis.
@@ -94,3 +90,35 @@ def programs(request: pytest.FixtureRequest) -> Iterator[Programs]:
 def _known_of_language(function: Any) -> frozenset[str]:
     modules = (language, language.core)
     return frozenset(one.__name__ for one in modules if any(one is value for value in function.__globals__.values()))
+
+
+class _Mask(language.tensor):  # type: ignore[misc]
+    """A mask that counts as given even if its only element is false."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _mend_triton_3_2() -> None:
+    """Correct three faults of the interpreter.
+
+    It has no type of booleans, ignores a mask whose only element is false, and stores sums, which NumPy computes in
+    int64, in the memory of int32.
+    """
+    builder, store = interpreter.InterpreterBuilder, language.semantic._store_legacy
+    store_numbers = builder.create_masked_store
+
+    def masked_store(pointer: Any, value: Any, mask: Any, *others: Any) -> Any:
+        return store(pointer, value, mask if mask is None else _Mask(mask.handle, mask.type), *others)
+
+    def typed_store(self: Any, places: Any, value: Any, *others: Any) -> Any:
+        dtype = places.get_element_ty()
+        numbers = value.data.astype(interpreter._get_np_dtype(dtype))
+        return store_numbers(self, places, interpreter.TensorHandle(numbers, dtype), *others)
+
+    builder.get_int1_ty, builder.create_masked_store = lambda _: language.int1, typed_store
+    language.semantic._store_legacy = masked_store
+
+
+if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):
+    _mend_triton_3_2()

@@ -104,6 +104,4 @@ def _take_variance(inout_variance, sums, LEAST: tl.constexpr):
     n_tokens = tl.load(sums)
     # Rounded as torch's, and a NaN stays one.
     mean = tl.div_rn(tl.load(sums + 1), n_tokens)
-    # No mask: with a scalar one, Triton 3.2's interpreter stores even if it is false.
-    kept = tl.load(inout_variance)
-    tl.store(inout_variance, tl.where(n_tokens > 0, tl.where(mean < LEAST, LEAST, mean), kept))
+    tl.store(inout_variance, tl.where(mean < LEAST, LEAST, mean), mask=n_tokens > 0)
