@@ -155,11 +155,12 @@ def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
     assert not Path(f"/proc/{rank}").exists()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_of_ranks_of_which_one_is_killed_that_one_is_told_and_not_the_lost_connection_to_it(
-    killed: int, job_file: Path, tmp_path: Path, eventually: Callable
+@pytest.mark.parametrize(("killed", "fix"), [(0, ""), (1, "resume it: python -m trainer resume {}/out; ")])
+def test_a_killed_rank_is_named_with_its_last_log_line_and_a_run_with_a_checkpoint_says_how_to_resume(
+    killed: int, fix: str, job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
-    process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path)
+    every = ["--set", f"train.checkpoint_every={3 if fix else 0}"]
+    process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, *every, cwd=tmp_path)
     log = tmp_path / "out" / "logs" / f"rank{killed}.log"
     eventually(lambda: process.poll() is not None or (log.exists() and "step 5/" in log.read_text()), timeout_s=120)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -168,7 +169,8 @@ def test_of_ranks_of_which_one_is_killed_that_one_is_told_and_not_the_lost_conne
     output, errors = process.communicate(timeout=60)
     assert (process.returncode, output) == (EXIT_FAILED, "")
     last = errors.splitlines()[-1]
-    assert re.match(rf"rank {killed} was killed \(SIGKILL\); its last log line: [\d:]{{8}}  .+", last), errors
+    fix = re.escape(fix.format(tmp_path))
+    assert re.match(rf"rank {killed} was killed \(SIGKILL\); {fix}its last log line: [\d:]{{8}}  .+", last), errors
     assert "connection" not in last
     assert "Traceback" not in errors
 

@@ -243,7 +243,13 @@ class Foreground:
         first = first_failed(self._ranks)
         if self._is_stopping and not (first and (first.word or first.was_killed)):
             return "interrupted before a checkpoint was saved"
-        return first.error(len(self._ranks)) if first else f"training failed; the logs are in {self._paths.logs}"
+        if not first:
+            return f"training failed; the logs are in {self._paths.logs}"
+        error = first.error(len(self._ranks))
+        if not (first.was_killed and newest_first(self._paths.checkpoints)):
+            return error
+        what, *log_line = error.split("; ", 1)
+        return "; ".join([what, f"resume it: python -m trainer resume {self._spec.run_dir}", *log_line])
 
 
 def refuse_uninstalled() -> None:
