@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from triton.runtime.jit import KernelInterface
+from triton.runtime.interpreter import InterpretedFunction
 
 # What only makes memory.
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -25,7 +25,7 @@ class TapeOnCpu(TorchDispatchMode):
         self._is_done = False
 
     def record(self, work: Callable[[], None]) -> None:
-        with self, mock.patch.object(KernelInterface, "__getitem__", lambda *where: self._launcher(*where)):
+        with self, mock.patch.object(InterpretedFunction, "__getitem__", lambda *where: self._launcher(*where)):
             work()
         self._is_done = True
 
