@@ -7,7 +7,10 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["gpu-memory", "host-memory", "disk", "time-out", "port", "version", "not-finite", "killed"]
+Kind = Literal[
+    "gpu-memory", "host-memory", "disk", "time-out", "port", "version", "not-finite", "killed",
+    "gpu-fault", "gpu-taken", "gpu-link", "shared-memory", "network", "lost-rank", "driver", "compiler", "limits",
+]  # fmt: skip
 
 
 class Remedy(msgspec.Struct, frozen=True):
@@ -21,12 +24,29 @@ class Remedy(msgspec.Struct, frozen=True):
 # What to look for, the first that matches; texts of PyTorch, NCCL, the kernel and our own sentences.
 _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
-        r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|Cuda failure (2 )?'out of memory'",
         Remedy("gpu-memory", "clone it with half the train.batch_size, or choose GPUs with more free memory", False),
+    ),
+    (
+        r"/dev/shm|shared memory segment|ncclShm|posix_fallocate|was killed \(SIGBUS\)",
+        Remedy(
+            "shared-memory",
+            "/dev/shm has too little room: in a container give it some with --shm-size=1g, else remove old files there",
+            False,
+        ),
     ),
     (
         r"machine ran out of memory|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc",
         Remedy("host-memory", "lower train.batch_size, run fewer jobs at once, or free memory of this machine", False),
+    ),
+    (
+        r"triton.*(Stale file handle|Device or resource busy|No such file)|(Stale file handle|resource busy).*triton",
+        Remedy("compiler", "several processes wrote one cache of kernels; set TRITON_CACHE_DIR to a local folder"),
+    ),
+    (
+        r"Failed to find C compiler|ptxas|(gcc|cuda_utils).*returned non-zero exit status|Python\.h: No such file",
+        Remedy("compiler", "Triton cannot compile here: it needs gcc and Python's headers (python3-dev)", False),
     ),
     (
         r"No space left|disk .*is full|Disk quota exceeded|free some space|Read-only file system",
@@ -37,6 +57,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("port", "another process has the port; resume it, which takes a new one"),
     ),
     (
+        r"Too many open files",
+        Remedy("limits", "raise the limit of open files (`ulimit -n 65536`) where the app is started", False),
+    ),
+    (
         r"No module named '(torch|numpy|safetensors)",
         Remedy("version", "it was installed when the job was launched; `sae-tui doctor` says how to install it again"),
     ),
@@ -45,13 +69,82 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("version", "start it with PYTORCH_ALLOC_CONF=expandable_segments:False, as virtual GPUs need it", False),
     ),
     (
-        r"driver version is insufficient|no kernel image|sees \d+ GPUs, so rank|forward compatibility|CUDA driver",
+        r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
+        Remedy("gpu-fault", "the GPU's memory fails: reset it (`nvidia-smi --gpu-reset`), or resume it on other GPUs"),
+    ),
+    (
+        r"illegal memory access|illegal instruction|unspecified launch failure|misaligned address|hardware stack error"
+        r"|device-side assert|launch timed out|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|fallen off the bus"
+        r"|GPU is lost|\bXid \d|(CUDA error: |Cuda failure (999 )?')unknown error|reset required",
+        Remedy(
+            "gpu-fault", "the GPU or its driver failed; its page shows the driver's last error; resume it elsewhere"
+        ),
+    ),
+    (
+        r"NVLS|Multicast memory|failure 401|performed in the present state",
+        Remedy(
+            "gpu-link", "NVSwitch's multicast fails: start it with NCCL_NVLS_ENABLE=0, or restart fabricmanager", False
+        ),
+    ),
+    (
+        r"cuMem|shareable handle|failure 217|peer access is not supported|HOST_NUMA",
+        Remedy(
+            "gpu-link",
+            "GPUs cannot share memory in this way here: start it with NCCL_CUMEM_HOST_ENABLE=0, or NCCL_P2P_DISABLE=1",
+            False,
+        ),
+    ),
+    (
+        r"system not yet initialized|SystemNotReady|error 802|failure 802|fabric ?manager",
+        Remedy("driver", "start nvidia-fabricmanager, in the version of the driver, and resume it", False),
+    ),
+    (
+        r"driver/library version mismatch|error 803|unsupported display driver",
+        Remedy("driver", "the driver was replaced while it was loaded: restart the machine", False),
+    ),
+    (
+        r"CUDA unknown error|CUDA (driver )?initialization (failed|error)|CUDA error: initialization error",
+        Remedy("driver", "the driver is not ready: see `nvidia-smi`; reload nvidia_uvm, or restart the machine", False),
+    ),
+    (
+        r"busy or unavailable",
+        Remedy("gpu-taken", "another process has the GPU to itself; choose other GPUs, or wait for its end"),
+    ),
+    (
+        r"Duplicate GPU detected|invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
+        Remedy("gpu-taken", "the ranks do not see a GPU each: look at CUDA_VISIBLE_DEVICES, and `sae-tui gpus`", False),
+    ),
+    (
+        r"driver version is insufficient|no kernel image|sees \d+ GPUs, so rank|forward compatibility"
+        r"|unsupported toolchain|CUDA driver is too old",
         Remedy("version", "the PyTorch build does not suit this driver; see `sae-tui doctor`", False),
     ),
     (
-        r"Watchdog caught collective operation timeout|NCCL.*time-?d? ?out|DistBackendError|made no step for"
-        r"|Timed out waiting|Connection closed by peer",
+        r"no socket interface|NCCL_SOCKET_IFNAME|neither AF_INET|ibv_|NET/(IB|OFI|Socket)|Call to (connect|bind)"
+        r"|socketStartConnect|Connect to .* failed",
+        Remedy(
+            "network", "ranks do not reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume it"
+        ),
+    ),
+    (
+        r"Watchdog caught collective operation timeout|watchdog got stuck|Heartbeat monitor timed out"
+        r"|NCCL.*time-?d? ?out|made no step for|Timed out waiting",
         Remedy("time-out", "a rank or the link between GPUs hung; stacks.txt of the attempt says where; resume it"),
+    ),
+    (
+        r"ncclRemoteError|remote process (exited|has terminated)|Connection (closed|reset) by (remote )?peer"
+        r"|Call to (recv|send)|Socket recv failed",
+        Remedy("lost-rank", "another rank ended first: its log says why; resume it"),
+    ),
+    (
+        r"ncclSystemError|System call \(",
+        Remedy("network", "NCCL needs a network or /dev/shm that it cannot use; NCCL_DEBUG=WARN names it in the log"),
+    ),
+    (
+        r"DistBackendError|NCCL error|nccl[A-Z]\w+Error|ncclInvalid",
+        Remedy(
+            "gpu-link", "NCCL failed; start it with NCCL_DEBUG=WARN, which names the cause in the log, and resume it"
+        ),
     ),
     (
         r"not finite|holds (a )?NaN|every SAE .* given up",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,11 @@ _coalescing: Any = dist.distributed_c10d._coalescing_manager
 # By the names of torch 2.13, or else by the older ones.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+LOST, FAILED = "the connection to another rank was lost", "an exchange with other ranks failed"
+# Of NCCL's errors those that another rank or the network has caused.
+_OF_PEERS = r"remote process|system error"
 
 
 class PeerLost(UserError):
@@ -266,21 +272,32 @@ def dense(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
     """Count the time inside as waiting, and raise `PeerLost` where an exchange fails."""
-    with peers_expected("the connection to another rank was lost"), waiting.measure():
+    with peers_expected(LOST), waiting.measure():
         yield
 
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Raise a failed exchange as `PeerLost` with `otherwise` and PyTorch's reason; let out-of-memory errors pass."""
+    """Raise a failed exchange as `PeerLost` with `otherwise` and PyTorch's reason; let out-of-memory errors pass.
+
+    Where NCCL itself fails on this rank, no connection was lost, and the sentence says so.
+    """
     try:
         yield
     except RuntimeError as error:  # dist.DistError among them
         # Out of memory: NCCL, which allocates memory of its own, has no error type for it.
         if is_shortage(error):
             raise
-        reason = str(error).strip().splitlines()[0]
-        raise PeerLost(f"{otherwise} ({reason})") from error
+        reason = _reason(str(error))
+        fails_here = otherwise == LOST and "NCCL error" in reason and not re.search(_OF_PEERS, reason)
+        raise PeerLost(f"{FAILED if fails_here else otherwise} ({reason})") from error
+
+
+def _reason(words: str) -> str:
+    """Return the first line of an error, and the cause that NCCL adds after `Last error:`."""
+    first, _, rest = words.strip().partition("\n")
+    cause = rest.partition("Last error:")[2].strip().partition("\n")[0]
+    return f"{first}: {cause}" if cause else first
 
 
 def wide(tensor: Tensor, *, copy: bool = False) -> Tensor:

@@ -59,6 +59,40 @@ def test_a_killed_rank_is_the_first_although_its_peer_left_its_word_before_anybo
     assert first.error(2) == "rank 1 was killed (SIGKILL); its last log line: step 5"
 
 
+FRAMES = "".join(
+    f"frame #{i}: c10::Error::Error(c10::SourceLocation) + 0x{i}b6 (0x7f in libc10.so)\n" for i in range(25)
+)
+WATCHDOG = "[PG 1 Rank 7] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=199, Timeout(ms)=600000)"
+ABORTS = [
+    (
+        f"step 5\nterminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}\n"
+        f"Exception raised from checkTimeout at x.cpp:567 (most recent call first):\n{FRAMES}"
+        f"Exception raised from ncclCommWatchdog at x.cpp:1901:\n{FRAMES}frame #26: clone + 0x43 (libc.so.6)\n\n",
+        f"what():  {WATCHDOG}",
+    ),
+    (
+        "terminate called after throwing an instance of 'c10::Error'\n  what():  NCCL error: unhandled cuda error\n"
+        f"ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 700 'illegal'\n{FRAMES}",
+        "what():  NCCL error: unhandled cuda error: Cuda failure 700 'illegal'",
+    ),
+    (
+        "step 5\nfree(): invalid pointer\nFatal Python error: Aborted\n\nThread 0x00007f (most recent call first):\n"
+        '  File "/lib/python3.11/threading.py", line 331 in wait\nExtension modules: numpy.core (total: 1)\n',
+        "free(): invalid pointer",
+    ),
+    (FRAMES, FRAMES.splitlines()[-1]),
+    ("step 4\nstep 5\n", "step 5"),
+]
+
+
+@pytest.mark.parametrize(("log", "said"), ABORTS)
+def test_a_rank_that_aborts_is_described_by_the_reason_and_not_by_a_frame_of_its_stack(start, tmp_path, log, said):
+    rank = start("import os; os.abort()")
+    (tmp_path / "rank0.log").write_text(log)
+    ended(rank)
+    assert rank.error(8) == f"rank 0 was killed (SIGABRT); its last log line: {said}"
+
+
 def test_whom_we_have_killed_ourselves_is_not_to_blame(start, tmp_path):
     ranks = [start("raise SystemExit(1)"), start(SLEEPS)]
     leave_word(tmp_path, 0, "the loss is not finite")

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import PeerLost, gather_rows, peers_expected
+from trainer.parallel.group import FAILED, LOST, PeerLost, exchanging, gather_rows, peers_expected
 from trainer.parallel.threads import Threads, on_all
+from trainer.parallel.waiting import waiting
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,37 @@ def test_any_other_failure_is_told_by_what_was_tried() -> None:
     sentence = "the ranks could not find each other"
     with pytest.raises(PeerLost, match=rf"^{sentence} \(timed out\)$"), peers_expected(sentence):
         raise RuntimeError("timed out\nat somewhere.cpp:12")
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 401 'in this state'\n"
+            "Exception raised from create at x.cpp:9",
+            rf"^{FAILED} \(NCCL error in: .*NCCL version 2.27.5: Cuda failure 401 'in this state'\)$",
+        ),
+        (
+            f"{NCCL}invalid usage\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 10",
+            rf"^{FAILED} \(.*invalid usage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10\)$",
+        ),
+        (
+            f"{NCCL}remote process exited or there was a network error\nLast error:\nCall to recv failed",
+            rf"^{LOST} \(.*network error: Call to recv failed\)$",
+        ),
+        (f"{NCCL}unhandled system error\nLast error:\nno /dev/shm\n", rf"^{LOST} \(.*system error: no /dev/shm\)$"),
+        ("[gloo/pair.cc:534] Connection closed by peer [::1]:4", rf"^{LOST} \(.*Connection closed by peer .*\)$"),
+    ],
+)
+def test_a_failed_exchange_names_the_cause_and_blames_another_rank_only_where_one_was_lost(
+    error: str, said: str
+) -> None:
+    with pytest.raises(PeerLost, match=said), exchanging(waiting(torch.device("cpu"))):
+        raise dist.DistBackendError(error)
 
 
 def test_rows_are_gathered_however_many_each_rank_has_and_from_those_that_have_some_to_give() -> None:

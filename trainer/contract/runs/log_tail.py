@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from trainer.contract.files import open_plain
 
 _BLOCK = 64 * 1024
+# PyTorch prints two stacks of about 30 frames; each line of theirs begins in one of these ways.
+_STACK_LINES = 200
+_FRAME = re.compile(
+    r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error|Extension modules:|Current thread|Thread 0x|File \")"
+)
+_REASON = re.compile(r"\bwhat\(\): |Watchdog caught|watchdog got stuck|Heartbeat monitor timed out")
 LONGEST = 4 * 2**20
 
 
@@ -28,8 +35,19 @@ def tail(path: Path, n_lines: int) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """Return the last line of a log that is not blank; "" without one."""
-    return next((line for line in reversed(tail(path, 20)) if line.strip()), "")
+    """Return the last line of a log that is not blank; "" without one.
+
+    An abort of C++ ends a log with its stack; then it is the line that states the reason.
+    """
+    lines = [line for line in tail(path, _STACK_LINES) if line.strip()]
+    if not lines or not _FRAME.match(lines[-1]):
+        return lines[-1] if lines else ""
+    spoken = [line for line in lines if not _FRAME.match(line)]
+    at = next((at for at in reversed(range(len(spoken))) if _REASON.search(spoken[at])), len(spoken) - 1)
+    reason, after = spoken[at] if spoken else lines[-1], spoken[at + 1 :]
+    # NCCL states the cause on a line of its own.
+    cause = next((after[i + 1] for i, line in enumerate(after[:-1]) if line.strip() == "Last error:"), "")
+    return f"{reason.strip()}: {cause.strip()}" if cause else reason.strip()
 
 
 def readable(line: bytes) -> str:
