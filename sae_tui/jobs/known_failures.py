@@ -69,6 +69,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("version", "start it with PYTORCH_ALLOC_CONF=expandable_segments:False, as virtual GPUs need it", False),
     ),
     (
+        r"its GPU or a disk hangs",
+        Remedy("gpu-fault", "reset the GPU (`nvidia-smi --gpu-reset`), or resume it on other GPUs", False),
+    ),
+    (
         r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
         Remedy("gpu-fault", "the GPU's memory fails: reset it (`nvidia-smi --gpu-reset`), or resume it on other GPUs"),
     ),

@@ -198,7 +198,8 @@ class Foreground:
             wait_for_ends(self._ranks, POLL_S)
             if failed_since is None and any(rank.failed for rank in self._ranks):
                 failed_since = time.monotonic()
-            if failed_since is not None and time.monotonic() - failed_since > END_AFTER_FAILURE_S:
+            has_failed = failed_since is not None and time.monotonic() - failed_since > END_AFTER_FAILURE_S
+            if self._is_killing or has_failed:
                 self._kill()
         self._show(bar)
 
@@ -233,14 +234,14 @@ class Foreground:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            rank.ended_by_us |= rank.ended is None
-            rank.process.kill()
+            if rank.ended is None:
+                rank.kill()
 
     def _cause(self) -> str:
         """Return the error of the rank that failed first, since the others only lost their connection to it."""
-        if self._is_killing:
-            return "ended at once, without a checkpoint of its last steps"
         first = first_failed(self._ranks)
+        if self._is_killing and not (first and first.hangs):
+            return "ended at once, without a checkpoint of its last steps"
         if self._is_stopping and not (first and (first.word or first.was_killed)):
             return "interrupted before a checkpoint was saved"
         if not first:

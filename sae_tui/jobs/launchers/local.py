@@ -86,7 +86,8 @@ class RankGroup(Ranks[RankProcess]):
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)
         elif time.monotonic() - self._ending_since > KILL_AFTER_S:
-            self._send(signal.SIGKILL)
+            for rank in self.living:
+                rank.kill()
 
     def _send(self, number: signal.Signals) -> None:
         for rank in self.living:

@@ -13,7 +13,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from support.hung_mount import hung_mount
 
+from trainer.contract.process import state_of
+from trainer.contract.runs import rank_exit
 from trainer.contract.runs.data_record import record_of
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, signal_name, wait_for_ends
 from trainer.contract.settings.sources import ShardKnobs
@@ -91,6 +94,23 @@ def test_a_rank_that_aborts_is_described_by_the_reason_and_not_by_a_frame_of_its
     (tmp_path / "rank0.log").write_text(log)
     ended(rank)
     assert rank.error(8) == f"rank 0 was killed (SIGABRT); its last log line: {said}"
+
+
+def test_a_rank_that_outlives_its_sigkill_is_given_up_named_and_blamed(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_exit, "GIVEN_UP_AFTER_S", 1.0)
+    with hung_mount(tmp_path / "gpu") as asked:
+        ranks = [start("raise SystemExit(1)"), start("import os; os.stat('gpu/x')")]
+        leave_word(tmp_path, 0, "Watchdog caught collective operation timeout")
+        ended(ranks[0])
+        assert asked.wait(10)
+        while ranks[1].ended is None:
+            wait_for_ends(ranks, timeout_s=0.1)
+            ranks[1].kill()
+        assert state_of(ranks[1].process.pid) == "D"
+        first = first_failed(ranks)
+        assert first is ranks[1]
+        assert first.error(2) == "rank 1 did not end in 1 s after it was killed, so its GPU or a disk hangs"
+    assert ranks[1].process.wait(10) == -signal.SIGKILL
 
 
 def test_whom_we_have_killed_ourselves_is_not_to_blame(start, tmp_path):

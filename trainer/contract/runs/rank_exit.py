@@ -20,6 +20,8 @@ from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
 # Seconds. Peers fail within milliseconds of a killed rank, and may be seen to end before it.
 NOTICED_WITHIN_S = 2.0
+# Seconds after SIGKILL. The kernel needs some to free hundreds of GB; a process of a hung GPU never ends.
+GIVEN_UP_AFTER_S = 60.0
 
 
 class RankEnd:
@@ -44,6 +46,8 @@ class RankEnd:
     def last_line(self) -> str:
         """Return the last line that it has printed."""
 
+    hangs = False
+
     @property
     def failed(self) -> bool:
         return self.code not in (None, EXIT_FINISHED, EXIT_STOPPED)
@@ -59,7 +63,7 @@ class RankEnd:
 
     def error(self, n_ranks: int) -> str:
         """Describe its failure: the error it recorded itself, else how it ended and its last line of output."""
-        if word := self.word or self._cut_shard():
+        if not self.hangs and (word := self.word or self._cut_shard()):
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
         return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
@@ -82,12 +86,25 @@ class ChildRank(RankEnd):
         super().__init__(rank, exit_file)
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
+        self.killed_at: float | None = None  # monotonic time
+        self.hangs = False
         self._log = log
         self._oom_kills = host_oom_kills()
 
     @property
     def code(self) -> int | None:
-        return self.process.returncode
+        return -signal.SIGKILL if self.hangs else self.process.returncode
+
+    def kill(self) -> None:
+        """Send SIGKILL. A rank that is still there after `GIVEN_UP_AFTER_S` counts as ended, and as the cause."""
+        if self.killed_at is None:
+            self.killed_at = time.monotonic()
+        elif self.ended is None and time.monotonic() - self.killed_at > GIVEN_UP_AFTER_S:
+            self.hangs, self.ended, self.ended_by_us = True, time.time(), False
+            os.close(self.pidfd)
+            return
+        self.ended_by_us |= self.ended is None
+        self.process.kill()
 
     @property
     def was_killed(self) -> bool:
@@ -100,6 +117,8 @@ class ChildRank(RankEnd):
         A rank that raises may still be closing down when its peers, cut off by it, are already gone.
         """
         ended = self.ended or time.time()
+        if self.hangs:
+            return 0.0  # the others waited for it
         if self.was_killed:
             return ended - NOTICED_WITHIN_S
         try:
@@ -111,6 +130,8 @@ class ChildRank(RankEnd):
         return last_line(self._log)
 
     def how(self) -> str:
+        if self.hangs:
+            return f"did not end in {GIVEN_UP_AFTER_S:.0f} s after it was killed, so its GPU or a disk hangs"
         if self.was_killed and host_oom_kills() > self._oom_kills:
             return "was killed by the kernel because the machine ran out of memory"
         return super().how()

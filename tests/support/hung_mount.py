@@ -1,0 +1,57 @@
+"""A file system that answers nothing, so that a process that reads there cannot be killed: as with a hung GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+_INIT, _LAZILY = 26, 2
+_REQUEST, _REPLY, _INITIALISED = "<IIQQIII", "<IiQ", "<IIIIHHII36x"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@contextmanager
+def hung_mount(folder: Path) -> Iterator[threading.Event]:
+    """Mount it at a new folder; yield what is set once a process waits for an answer. Processes end when it is left.
+
+    The kernel interrupts no request that has been read, whatever signal comes: state D. The test is skipped where
+    nothing may be mounted.
+    """
+    folder.mkdir()
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"/dev/fuse: {error}")
+    options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+    if _LIBC.mount(b"hung", os.fsencode(folder), b"fuse", 0, options):
+        os.close(device)
+        pytest.skip(f"no file system may be mounted here: {os.strerror(ctypes.get_errno())}")
+    asked = threading.Event()
+    threading.Thread(target=_read_requests, args=(device, asked), daemon=True).start()
+    try:
+        yield asked
+    finally:
+        _LIBC.umount2(os.fsencode(folder), 1 | _LAZILY)
+
+
+def _read_requests(device: int, asked: threading.Event) -> None:
+    """Answer the kernel's greeting and nothing else, until the file system is unmounted."""
+    while True:
+        try:
+            request = os.read(device, 1 << 17)
+        except OSError:
+            break
+        _, kind, unique, *_ = struct.unpack_from(_REQUEST, request)
+        if kind == _INIT:
+            answer = struct.pack(_INITIALISED, 7, 31, 0, 0, 0, 0, 1 << 16, 0)
+            os.write(device, struct.pack(_REPLY, 16 + len(answer), 0, unique) + answer)
+        else:
+            asked.set()
+    os.close(device)
