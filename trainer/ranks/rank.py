@@ -187,6 +187,7 @@ def _run(
         if meeting_place:
             refuse_link(meeting_place)
         patience = timedelta(seconds=patience_s)
+        set_order_of_sums(job.train.deterministic)
         world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop, finish, model_devices(spec, _local_rank()))
@@ -278,6 +279,12 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def set_order_of_sums(deterministic: bool) -> None:
+    """Let NCCL add in one order, before it is loaded: rings, trees and switches, chosen by size, round differently."""
+    if deterministic:
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
 def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
     """Return the device of this rank, and make it the current one of this thread.
 
@@ -287,9 +294,11 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    _require_gpu(local_rank, f"rank {local_rank} has none")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    # srun and wrappers of torchrun may show each rank its own GPU alone; NCCL refuses ranks that share one.
+    index = 0 if not spec.gpu_uuids and not spec.as_one_process and torch.cuda.device_count() == 1 else local_rank
+    _require_gpu(index, f"rank {local_rank} has none")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def refuse_slice(spec: RankSpec, local_rank: int) -> None:

@@ -43,8 +43,13 @@ def autocast(precision: str, device: torch.device) -> contextlib.AbstractContext
 
 
 def set_matmul_precision(precision: str) -> None:
-    """Allow TF32 for "tf32" and for what narrow products leave in fp32; demand exact products for "fp32"."""
+    """Allow TF32 for "tf32" and for what narrow products leave in fp32; demand exact products for "fp32".
+
+    Products of 16 bits add their parts in fp32: sums over many tokens would lose digits, or overflow fp16.
+    """
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def set_deterministic(deterministic: bool) -> None:

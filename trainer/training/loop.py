@@ -135,7 +135,10 @@ class Trainer:
         if tries_batch:
             self._cut_until_it_fits()
         for learner in self.learners.values():
-            learner.whole_steps = recorded(learner, self._job, parallel, self.outliers[learner.hook])
+            learner.whole_steps = recorded(
+                learner, self._job, parallel, self.outliers[learner.hook],
+                lambda words: progress.event("plain-steps", words, "warning"),
+            )  # fmt: skip
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.outliers import Outliers
+from trainer.contract.errors import first_line
 from trainer.contract.planning import recorded_steps
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
@@ -28,6 +29,9 @@ from trainer.training.learner import Learner
 # Plain steps in a row with the same decisions of the host before one is recorded: by then the optimizer has its state,
 # libraries have their workspaces, and k is not annealed.
 PLAIN_STEPS = 3
+# A recording may fail for a passing reason, as where another process had the memory for a second: a plain step may take
+# four times as long, and a failed attempt takes as long as a few steps.
+RETRY_STEPS, MOST_FAILURES = 500, 3
 
 
 class Tape(Protocol):
@@ -65,9 +69,12 @@ def _end_allocations(device_index: int, pool: tuple[int, int]) -> None:
 
     Else torch would take all memory that is freed later for the recording's, and batches would fill the GPU.
     """
+    # Its name before PyTorch 2.8 was the second one.
+    names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+    end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
     # Where the recording was ended before, torch raises.
     with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(device_index, pool)
+        end(device_index, pool)
         torch._C._cuda_releasePool(device_index, pool)
 
 
@@ -101,12 +108,18 @@ class RecordedSteps:
     Of its raw data `outliers` are replaced in the same step.
     """
 
-    def __init__(self, learner: Learner, tape: Callable[[], Tape], outliers: Outliers | None = None) -> None:
-        self._learner, self._new_tape, self._outliers = learner, tape, outliers
+    def __init__(
+        self,
+        learner: Learner,
+        tape: Callable[[], Tape],
+        outliers: Outliers | None = None,
+        tell: Callable[[str], None] = warnings.warn,
+    ) -> None:
+        self._learner, self._new_tape, self._outliers, self._tell = learner, tape, outliers, tell
         self._decided: _Decided | None = None
         self._n_alike = self._n_recorded = 0
         self._recording: _Recording | None = None
-        self._has_failed = False
+        self._n_failed = 0
         # Steps that were replayed.
         self.n_replayed = 0
 
@@ -129,8 +142,8 @@ class RecordedSteps:
             # A checkpoint was loaded.
             self._recording, self._n_alike = None, 1
         # Each time what the host decides has changed, it is likelier to change again.
-        waits = PLAIN_STEPS * 2 ** min(self._n_recorded, 8)
-        may = decided.of_pass is not None and not self._has_failed
+        waits = PLAIN_STEPS * 2 ** min(self._n_recorded, 8) + RETRY_STEPS * self._n_failed
+        may = decided.of_pass is not None and self._n_failed < MOST_FAILURES
         return may and self._recording is None and self._n_alike > waits
 
     def _record(self, x: Tensor, y: Tensor, of_all: int) -> None:
@@ -141,9 +154,10 @@ class RecordedSteps:
         try:
             tape.record(lambda: self._take_plainly(own_x, own_y, of_all, counts=False))
         except Exception as error:
-            self._has_failed = True
+            self._n_failed += 1
             self._learner.drop_gradients()
-            warnings.warn(f"steps are not recorded on this GPU, and take longer: {error}", stacklevel=2)
+            again = f"another attempt follows in {RETRY_STEPS} steps" if self._n_failed < MOST_FAILURES else "no more"
+            self._tell(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
             return
         self._n_recorded += 1
         self._recording = _Recording(tape, own_x, own_y, self._lasting())
@@ -173,13 +187,20 @@ class RecordedSteps:
 
 
 def recorded(
-    learner: Learner, job: JobConfig, parallel: Parallel, outliers: Outliers | None = None
+    learner: Learner,
+    job: JobConfig,
+    parallel: Parallel,
+    outliers: Outliers | None = None,
+    tell: Callable[[str], None] = warnings.warn,
 ) -> RecordedSteps | None:
-    """Return what records a learner's steps, and replaces outliers, where that is possible and faster; else None."""
+    """Return what records a learner's steps, and replaces outliers, where that is possible and faster; else None.
+
+    `tell` gets a sentence when a recording fails.
+    """
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows
     pays = may and recorded_steps.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
-    return RecordedSteps(learner, CudaTape, outliers) if pays else None
+    return RecordedSteps(learner, CudaTape, outliers, tell) if pays else None
 
 
 def _shapes(x: Tensor, y: Tensor) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import WAITING, SeriesReader
 from trainer.contract.store.rows import Job
 from trainer.ranks.loading import load_trainer
-from trainer.ranks.rank import _report, _run, model_devices, wait_until_stuck
+from trainer.ranks.rank import _report, _run, model_devices, rank_device, set_order_of_sums, wait_until_stuck
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
@@ -332,3 +333,42 @@ def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_
     spec = RankSpec(tmp_path, tmp_path, attempt=1, world_size=n_ranks, device="cuda", on_one_host=False)
     with pytest.raises(UserError, match=refusal):
         _run(spec, rank, make_job(), RunPaths(tmp_path), Progress(), threading.Event(), threading.Event(), begin, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("n_visible", "rank", "spec", "index"),
+    [
+        (8, 3, {}, 3),
+        # srun --gpus-per-task=1 shows each rank one GPU, whatever number SLURM_LOCALID is.
+        (1, 3, {"by_files": True}, 0),
+        (1, 3, {"on_one_host": False}, 0),
+        (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),
+        (1, 1, {"gpu_uuids": ("GPU-1", "GPU-2")}, None),
+        (1, 1, {"as_one_process": True}, None),
+        (0, 0, {}, None),
+        (2, 3, {}, None),
+    ],
+)
+def test_a_rank_takes_its_gpu_also_where_a_launcher_shows_it_no_other(
+    n_visible: int, rank: int, spec: dict[str, Any], index: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    of_rank = RankSpec(run_dir=tmp_path, output_dir=tmp_path, attempt=1, world_size=8, device="cuda", **spec)
+    if index is None:
+        with pytest.raises(UserError, match=rf"sees {n_visible} GPUs, so rank {rank} has none"):
+            rank_device(of_rank, rank)
+    else:
+        assert rank_device(of_rank, rank) == torch.device("cuda", index)
+
+
+def test_deterministic_ranks_add_in_rings_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_ALGO", raising=False)
+    set_order_of_sums(False)
+    assert "NCCL_ALGO" not in os.environ
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    set_order_of_sums(True)
+    assert os.environ["NCCL_ALGO"] == "Tree"
+    monkeypatch.delenv("NCCL_ALGO")
+    set_order_of_sums(True)
+    assert os.environ.pop("NCCL_ALGO") == "Ring"

@@ -112,6 +112,10 @@ def test_products_have_the_chosen_type_and_nothing_else_has(chosen: str, expecte
 @pytest.mark.parametrize(("chosen", "expected"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "high")])
 def test_tf32_is_used_where_fp32_is_not_asked_for(chosen: str, expected: str) -> None:
     set_matmul_precision(chosen)
+    products = torch.backends.cuda.matmul
+    # A pair in newer versions, for which True is (True, True).
+    for allowed in (products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction):
+        assert allowed in (False, (False, False))
     assert torch.get_float32_matmul_precision() == expected
 
 

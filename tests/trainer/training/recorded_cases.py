@@ -235,18 +235,28 @@ def test_while_k_is_annealed_nothing_is_recorded() -> None:
     run.assert_alike()
 
 
-def test_what_cannot_be_recorded_is_told_once_and_taken_plainly() -> None:
+@pytest.mark.parametrize("n_failures", [1, 2, 3])
+def test_a_failed_recording_is_reported_and_tried_again_later_three_times_in_all(
+    n_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorded_step, "RETRY_STEPS", 2)
+    reported: list[str] = []
+
     class Broken(TapeOnCpu):
         def record(self, work: Any) -> None:
-            raise RuntimeError("no graph here")
+            if len(reported) < n_failures:
+                raise RuntimeError("no graph here\nat x.cpp:9")
+            super().record(work)
 
     run = Run({}, {})
-    steps = RecordedSteps(run.recorded, Broken)
+    steps = RecordedSteps(run.recorded, Broken, tell=reported.append)
     run.recorded.whole_steps = steps
-    with pytest.warns(UserWarning, match="steps are not recorded on this GPU.*no graph here") as told:
-        run.take(3)
-    assert len(told) == 1
-    assert not steps.n_replayed
+    run.take(7)
+    assert len(reported) == n_failures
+    assert all(words.endswith(": no graph here") for words in reported)
+    assert ["no more" in words for words in reported] == [False, False, True][:n_failures]
+    # Plain steps are 1 and those up to the attempt that succeeds, two later after each failure.
+    assert steps.n_replayed == {1: 4, 2: 2, 3: 0}[n_failures]
     run.assert_alike()
 
 
