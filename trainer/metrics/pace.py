@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 # Long against one step, short against the time in which a user expects to see that a run has become slower.
 WINDOW_S = 5.0
+# Shares of the time in which all ranks wait for data, and for how many seconds before that is reported: 8 GPUs that
+# share latents need 9 ms of the host's memory for a step of 6 ms.
+MUCH_WAIT, LITTLE_WAIT, LASTING_S = 0.1, 0.05, 10.0
 
 
 class Rate:
@@ -105,6 +108,31 @@ class Pace:
             "data_wait": min(1.0, waited_s / max(seconds, 1e-9)),
             "memory_bytes": float(totals["rank_memory_bytes"].max()),
         }
+
+
+STORED_REMEDY = "copy the rows of data.path to a local disk, or store them in 16 bits (extract.dtype)"
+STREAM_REMEDY = (
+    "give the language model more GPUs (data.model_gpus), or store its activations first (`python -m trainer extract`)"
+)
+
+
+class DataWait:
+    """Finds a run whose ranks all wait for data; a rank that waits more than the others is a straggler."""
+
+    def __init__(self) -> None:
+        self._lasts_s = 0.0
+        self._is_reported = False
+
+    def look(self, share: float, seconds: float) -> bool | None:
+        """Judge a log interval by the share of time waited; return True or False once a long wait begins or is over."""
+        self._lasts_s = self._lasts_s + seconds if share > MUCH_WAIT else 0.0
+        if not self._is_reported and self._lasts_s >= LASTING_S:
+            self._is_reported = True
+            return True
+        if self._is_reported and share < LITTLE_WAIT:
+            self._is_reported = False
+            return False
+        return None
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -40,7 +40,7 @@ from trainer.contract.settings.series import CRITERION, held_out
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.metrics_store import COOLING, TRAINING
 from trainer.contract.wording import join_words, plural
-from trainer.metrics.pace import Pace, Span
+from trainer.metrics.pace import STORED_REMEDY, STREAM_REMEDY, DataWait, Pace, Span
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
 from trainer.parallel.group import Group
@@ -139,7 +139,7 @@ class Trainer:
                 learner, self._job, parallel, self.outliers[learner.hook],
                 lambda words: progress.event("plain-steps", words, "warning"),
             )  # fmt: skip
-        self._pace = Pace(parallel)
+        self._pace, self._data_wait = Pace(parallel), DataWait()
         # Alone with its SAEs a rank has nothing to give away.
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
@@ -497,8 +497,18 @@ class Trainer:
         # In the first interval things are still warming up.
         if ended.since.step > self._first_step:
             self.report.compare(ended.at.step, float(paces["step_ms"].mean()))
+            self._report_data_wait(paces)
         if ended.shares == self._parallel.shares:
             self._balance(paces)
+
+    def _report_data_wait(self, paces: dict[str, Tensor]) -> None:
+        """Report, with a remedy, that all ranks wait for data, or that they no longer do."""
+        _, seconds, waited_s, ranks = paces["pace"].tolist()
+        waits = self._data_wait.look(waited_s / max(seconds, 1e-9), seconds / ranks)
+        if waits is not None:
+            remedy = STREAM_REMEDY if isinstance(self._source, StreamSource) else STORED_REMEDY
+            share = f"training waits for data {waited_s / seconds:.0%} of the time"
+            self.report.warn("data_wait", f"{share}: {remedy}") if waits else self.report.log("data_wait", share)
 
     def _report_left_out(self, step: int, left_out: Mapping[str, LeftOut]) -> None:
         """Report the shares of rows that were left out at each hook."""

@@ -12,7 +12,7 @@ from trainer.contract.settings.catalog import MetricEntry, Series
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.dead import DeadFraction
 from trainer.metrics.interval import Interval
-from trainer.metrics.pace import LEAST_BUSY, Pace, Rate
+from trainer.metrics.pace import LEAST_BUSY, DataWait, Pace, Rate
 from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
 from trainer.parallel.base import Parallel
@@ -324,3 +324,11 @@ def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> N
     for _ in range(4):
         last = rate.add(1000 * 10, 10)
     assert last == pytest.approx(1000, rel=0.05)
+
+
+def test_a_lasting_wait_for_data_is_found_once_and_its_end_too() -> None:
+    wait = DataWait()
+    # Shares of the time in intervals of 4 s; 10 s of more than 10 % count as lasting, and less than 5 % as its end.
+    shares = [0.5, 0.3, 0.02, 0.5, 0.5, 0.5, 0.5, 0.08, 0.5, 0.04, 0.04, 0.11, 0.11, 0.11]
+    found = [wait.look(share, 4.0) for share in shares]
+    assert {i: one for i, one in enumerate(found) if one is not None} == {5: True, 9: False, 13: True}

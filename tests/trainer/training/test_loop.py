@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.steps import skips, take_alone
 
 from trainer.activations.outliers import LeftOut
+from trainer.activations.training_data import IndexedData
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
 from trainer.contract.planning import latent_room
@@ -19,6 +22,7 @@ from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.metrics_store import Row
+from trainer.metrics import pace
 from trainer.parallel import totals
 from trainer.parallel.base import Parallel
 from trainer.parallel.threads import Threads, on_all
@@ -563,6 +567,23 @@ def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trai
         median = sorted(rates)[len(rates) // 2]
         assert len(rates) == 5
         assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
+
+
+def test_a_run_that_waits_for_its_data_says_so_once_with_a_remedy(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "LASTING_S", 0.1)
+    read = IndexedData.read
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.05)
+        return read(*arguments)
+
+    monkeypatch.setattr(IndexedData, "read", slowly)
+    make_trainer(make_job(train={"n_steps": 20, "log_every": 4}), kept).run()
+    ((_, level, message),) = [event for event in kept.events if event[0] == "data_wait"]
+    assert level == "warning"
+    assert re.search(r"^training waits for data \d+% of the time: copy the rows of data.path to a local disk", message)
 
 
 def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
