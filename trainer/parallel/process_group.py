@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from trainer.contract.errors import UserError
 from trainer.parallel.group import Group, Ranks, peers_expected
+from trainer.parallel.opening import open_connections
 from trainer.parallel.shared_memory import SharedRanks, among_neighbours
 from trainer.parallel.waiting import HostWaiting, Waiting, waiting
 
@@ -122,11 +123,14 @@ def join(
     *,
     on_one_host: bool = True,
     patience: timedelta = TIMEOUT,
+    on_hang: Callable[[], object] = lambda: None,
+    attempt: str = "",
 ) -> World:
     """Connect this rank to the others and return the world of all of them.
 
     Ranks meet through the file `rendezvous`, which all of them see; without one by torchrun's environment variables, on
-    any host. An exchange fails where a rank lets the others wait for longer than `patience`.
+    any host. An exchange fails where a rank lets the others wait for longer than `patience`. On GPUs `on_hang` is
+    called where the first exchanges hang; ranks that start again then meet under another name, `attempt`.
     """
     if world_size == 1:
         return World(device)
@@ -135,6 +139,8 @@ def join(
     time = waiting(device)
     with peers_expected(UNMET):
         store = _store(rank, world_size, rendezvous)
+        if attempt:
+            store = dist.PrefixStore(attempt, store)
         if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time, patience):
             return Neighbours(device, store, group, time, patience)
         if rendezvous and on_one_host:
@@ -151,7 +157,10 @@ def join(
             timeout=patience,
             device_id=device if on_gpu else None,
         )
-    return Joined(device, store, Ranks(None, time), time, patience)
+        group = Ranks(None, time)
+        if on_gpu:
+            open_connections(group, dist.PrefixStore("open", store), device, on_hang, patience)
+    return Joined(device, store, group, time, patience)
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:

@@ -36,6 +36,7 @@ from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.metrics_store import WAITING, Heartbeat, SeriesWriter
+from trainer.ranks import staging
 from trainer.ranks.environment import write_environment
 from trainer.ranks.loading import load_trainer
 from trainer.ranks.patience import patience_s
@@ -188,8 +189,20 @@ def _run(
             refuse_link(meeting_place)
         patience = timedelta(seconds=patience_s)
         set_order_of_sums(job.train.deterministic)
-        world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience)
+
+        def give_up(reason: str) -> None:
+            _report(paths.rank_exit(spec.attempt, rank), UserError(reason))
+            os._exit(EXIT_FAILED)
+
+        world = join(
+            device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience,
+            on_hang=lambda: staging.restart(give_up), attempt="staged" if staging.is_staged() else "",
+        )  # fmt: skip
         on_met()
+        if staging.is_staged():
+            progress.event("staged", staging.SENTENCE, "warning")
+            if _local_rank() == 0:
+                staging.remember(spec.box_file)
         return _train_with(world, spec, job, paths, progress, stop, finish, model_devices(spec, _local_rank()))
 
     def of_thread(group: Threads) -> bool:

@@ -1,0 +1,69 @@
+"""One rank whose direct transfers hang or bring wrong values, as between GPUs whose transfers are lost on the way.
+
+    RANK=0 python -m support.staged_rank FOLDER N_RANKS FAULT
+
+FAULT: "none", "hangs" or "wrong" until transfers go through the host's memory, or "always" also then; rank 1 has it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.parallel import opening
+from trainer.parallel.group import Ranks
+from trainer.parallel.waiting import waiting
+from trainer.ranks import staging
+
+CPU = torch.device("cpu")
+
+
+class Lossy(Ranks):
+    """A group whose all-gather has the fault."""
+
+    fault = "none"
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        gathered = super().gather(tensor)
+        if self.fault == "wrong":
+            return gathered + 1
+        if self.fault != "none":
+            threading.Event().wait()
+        return gathered
+
+
+def main(folder: Path, n_ranks: int, fault: str) -> None:
+    """Open the connections and write what became of it: pid, whether staged, and the environment."""
+    rank, opening.LIMIT_S = int(os.environ["RANK"]), 3.0
+
+    def tell(**told: object) -> None:
+        (folder / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), **told}))
+
+    def give_up(reason: str) -> None:
+        tell(error=reason)
+        os._exit(1)
+
+    store: dist.Store = dist.FileStore(str(folder / "rendezvous"), n_ranks)
+    if staging.is_staged():
+        store = dist.PrefixStore("staged", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n_ranks, timeout=timedelta(minutes=2))
+    group = Lossy(None, waiting(CPU))
+    if rank == 1 and (fault == "always" or not staging.is_staged()):
+        group.fault = fault
+    opening.open_connections(
+        group, dist.PrefixStore("open", store), CPU, lambda: staging.restart(give_up), timedelta(minutes=2)
+    )
+    if staging.is_staged() and rank == 0:
+        staging.remember(folder / "box.json")
+    tell(staged=staging.is_staged(), variable=os.environ.get("NCCL_P2P_DISABLE"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

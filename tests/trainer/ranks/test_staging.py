@@ -1,0 +1,77 @@
+"""Ranks whose direct transfers fail start again through the host's memory: real processes, over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.contract.planning.hardware import Box, read_box, write_box
+from trainer.parallel.opening import open_connections
+from trainer.parallel.threads import Threads, on_all
+from trainer.ranks.staging import HOPELESS
+
+N_RANKS = 2
+
+
+def ranks_of(folder: Path, fault: str, **variables: str) -> tuple[list[int], list[dict[str, Any]]]:
+    """Run the ranks to their ends; return their pids and what each reported."""
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_P2P_DISABLE"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} | variables
+    command = [sys.executable, "-m", "support.staged_rank", str(folder), str(N_RANKS), fault]
+    processes = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, cwd=Path(__file__).parents[2])
+        for rank in range(N_RANKS)
+    ]
+    for process in processes:
+        process.wait(90)
+    return [one.pid for one in processes], [
+        json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(N_RANKS)
+    ]
+
+
+def test_ranks_whose_transfers_hang_start_again_as_the_same_processes_by_the_hosts_memory(tmp_path: Path) -> None:
+    write_box(tmp_path / "box.json", Box())
+    pids, reported = ranks_of(tmp_path, "hangs")
+    assert reported == [{"pid": pid, "staged": True, "variable": "1"} for pid in pids]
+    assert read_box(tmp_path / "box.json").peers_fail
+
+
+def test_ranks_that_hang_through_the_hosts_memory_too_end_with_a_sentence(tmp_path: Path) -> None:
+    _, reported = ranks_of(tmp_path, "always", NCCL_P2P_DISABLE="1")
+    assert {one["error"] for one in reported} == {HOPELESS}
+    assert not read_box(tmp_path / "box.json").peers_fail
+
+
+class Lying(Threads):
+    """A group one of whose exchanges brings wrong values on one rank."""
+
+    lies = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        exchange = super().__getattribute__(name)
+        if name != super().__getattribute__("lies") or super().__getattribute__("index") != 1:
+            return exchange
+        return lambda *arguments: exchange(*arguments) + 1
+
+
+@pytest.mark.parametrize("lies", ["", "gather", "to_owners", "from_owners", "part_of_sum"])
+def test_every_exchange_is_tried_and_its_values_are_checked(lies: str) -> None:
+    store, found = dist.HashStore(), []
+
+    def open_on(group: Threads) -> None:
+        if lies:
+            group.__class__ = type("Lying", (Lying,), {"lies": lies})
+        minute = timedelta(minutes=1)
+        open_connections(group, store, torch.device("cpu"), lambda: found.append(group.index), minute)
+
+    on_all(3, open_on, timeout_s=60)
+    assert (1 in found) == bool(lies)
