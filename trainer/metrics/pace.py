@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
 from trainer.runtime.device_queue import Stopwatch, stopwatch
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ class Pace:
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
         self._all, self._own = Rate(), Rate()
+        # What is not the allocator's after the first interval is NCCL's, the kernels' and the context's.
+        self._foreign_at_first: int | None = None
         self.begin(0.0)
 
     def begin(self, waited_for_data_s: float) -> None:
@@ -96,8 +97,14 @@ class Pace:
             "data_ms": slot(1000 * data_s / n_steps),
             "rank_memory_bytes": slot(memory_bytes(device)),
             "core_share": slot(min(1.0, span.on_core_s / busy_s) if device.type != "cuda" else 0.0),
-            "foreign_bytes": slot(foreign_bytes(device)),
+            "foreign_bytes": slot(self._more_foreign(device)),
         }
+
+    def _more_foreign(self, device: torch.device) -> int:
+        """Return by how many bytes the memory outside this process's allocator has grown since the first interval."""
+        now = foreign_bytes(device)
+        self._foreign_at_first = now if self._foreign_at_first is None else self._foreign_at_first
+        return max(0, now - self._foreign_at_first)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Return all ranks' tokens per second, the share of time spent waiting for data, the fullest rank's bytes."""
@@ -143,11 +150,11 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def foreign_bytes(device: torch.device) -> int:
-    """Return the bytes that other processes hold of a GPU's memory; 0 on a CPU."""
+    """Return the bytes of a GPU's memory that this process's allocator has not reserved; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, total - free - int(_reserved(device)["current"]) - CUDA_CONTEXT_BYTES)
+    return max(0, total - free - int(_reserved(device)["current"]))
 
 
 def _reserved(device: torch.device) -> dict[str, int]:

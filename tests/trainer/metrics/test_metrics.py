@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import trainer.metrics.pace
 from trainer.contract.settings import catalog
 from trainer.contract.settings.catalog import MetricEntry, Series
 from trainer.metrics.base import Metric, Observation
@@ -315,6 +316,14 @@ def test_a_rank_that_seems_only_to_have_waited_has_worked_a_little_all_the_same(
     clock[0] += 2.0
     parallel.waited = 99.0
     assert pace.sums(pace.end(4000, 4, 0.0))["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
+
+
+def test_what_nccl_and_kernels_hold_from_the_start_is_no_other_process(parallel, clock, monkeypatch) -> None:
+    gb, pace = 10**9, Pace(parallel)
+    held = iter([4 * gb, 4 * gb, 7 * gb, 3 * gb])
+    monkeypatch.setattr(trainer.metrics.pace, "foreign_bytes", lambda device: next(held))
+    found = [after(pace, clock, 1.0)["foreign_bytes"].item() for _ in range(4)]
+    assert found == [0, 0, 3 * gb, 0]
 
 
 def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> None:
