@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import time
 import warnings
 from types import ModuleType
 
 import torch
 
 from trainer.runtime.out_of_memory import is_shortage
+
+RETRY_S = 2.0
 
 
 @functools.cache
@@ -21,7 +24,7 @@ def working_kernels(name: str, purpose: str, device: torch.device, *dtypes: torc
     """
     try:
         module = importlib.import_module(name)
-        module.try_out(device, *dtypes)
+        _try_out(module, device, *dtypes)
     except Exception as error:
         if is_shortage(error):
             # It says nothing of Triton, and is over once a batch is cut.
@@ -30,3 +33,12 @@ def working_kernels(name: str, purpose: str, device: torch.device, *dtypes: torc
         warnings.warn(f"{purpose}{of_dtypes} on {device} go without Triton, slower: {error}", stacklevel=2)
         return None
     return module
+
+
+def _try_out(module: ModuleType, device: torch.device, *dtypes: torch.dtype) -> None:
+    """Try the kernels, twice if need be: another process that compiles them may just have replaced a file."""
+    try:
+        module.try_out(device, *dtypes)
+    except OSError:
+        time.sleep(RETRY_S)
+        module.try_out(device, *dtypes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from pathlib import Path
 
@@ -148,3 +149,24 @@ def test_a_process_gets_what_its_environment_leaves_open(monkeypatch: pytest.Mon
     cuda_variables.set_here()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_compiled_kernels_are_kept_on_a_local_disk_in_a_folder_that_only_the_user_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_variables, "_LOCAL", tmp_path)
+    folder = tmp_path / f"sae-tui-{os.getuid()}"
+
+    def chosen(**base: str) -> str | None:
+        return (cuda_variables.presets(base) | base).get("TRITON_CACHE_DIR")
+
+    assert [chosen(), chosen()] == [str(folder / "triton")] * 2
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert chosen(TRITON_CACHE_DIR="/mine") == "/mine"
+    folder.chmod(0o770)
+    assert chosen() is None
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert chosen() is None
+    monkeypatch.setattr(cuda_variables, "_LOCAL", tmp_path / "missing")
+    assert chosen() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 from trainer.metrics import interval
 from trainer.optimizers import row_adam
+from trainer.runtime import triton_kernels
 from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes import losses
 from trainer.saes.kernels import dead_latents, encode, silence, sparse, top_k
@@ -56,6 +58,25 @@ def test_a_trial_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.Monke
     with pytest.raises(torch.OutOfMemoryError):
         working_kernels("some_kernels", "some steps", torch.device("cpu"))
     assert working_kernels("some_kernels", "some steps", torch.device("cpu")) is module
+
+
+@pytest.mark.parametrize(("n_failures", "works"), [(1, True), (2, False)])
+def test_a_cache_that_another_process_changes_is_tried_once_more(
+    n_failures: int, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(16, "Device or resource busy"), FileNotFoundError(2, "gone")][:n_failures]
+
+    def try_out(device: torch.device) -> None:
+        if failures:
+            raise failures.pop()
+
+    module = ModuleType(f"kernels_of_{n_failures}")
+    module.try_out = try_out  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(triton_kernels, "RETRY_S", 0.0)
+    with contextlib.nullcontext() if works else pytest.warns(UserWarning, match="go without Triton"):
+        found = working_kernels(module.__name__, "some steps", torch.device("cpu"))
+    assert found is (module if works else None)
 
 
 def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:
