@@ -157,10 +157,10 @@ def join(
             timeout=patience,
             device_id=device if on_gpu else None,
         )
-        group = Ranks(None, time)
+        ranks = Ranks(None, time)
         if on_gpu:
-            open_connections(group, dist.PrefixStore("open", store), device, on_hang, patience)
-    return Joined(device, store, group, time, patience)
+            open_connections(ranks, dist.PrefixStore("open", store), device, on_hang, patience)
+    return Joined(device, store, ranks, time, patience)
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
