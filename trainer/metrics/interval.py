@@ -85,4 +85,4 @@ def add_if_finite(total: Tensor, numbers: Tensor) -> None:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.metrics.triton_interval", "sums of metrics", device)
+    return working_kernels("trainer.metrics.triton_interval", device)

@@ -171,4 +171,4 @@ def kernels_for(weights: Tensor) -> ModuleType | None:
 
 
 def _working_kernels(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.optimizers.triton_update", "the optimizer's steps", device)
+    return working_kernels("trainer.optimizers.triton_update", device)

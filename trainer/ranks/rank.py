@@ -35,7 +35,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
-from trainer.contract.store.metrics_store import WAITING, Heartbeat, SeriesWriter
+from trainer.contract.store.metrics_store import COMPILING, WAITING, Heartbeat, SeriesWriter
 from trainer.ranks import staging
 from trainer.ranks.environment import write_environment
 from trainer.ranks.loading import load_trainer
@@ -239,6 +239,8 @@ def _train_with(
         source.own_devices = own_devices
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
     settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes, spec.model_gpus_why)
+    if world.device.type == "cuda":
+        _compile(world, spec, settled, progress)
     if parallel.is_main:
         _tell_plan(plan, paths.attempt(spec.attempt) / "plan.json", progress)
     trainer = Trainer(
@@ -263,6 +265,34 @@ def _train_with(
         Cards(trainer, settled, source, parallel, progress, stop).write()
     world.close()
     return finished
+
+
+def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -> None:
+    """Compile and try all kernels before the first step, with a line and a heartbeat for each module.
+
+    The first time on a machine that takes one or two minutes, in which the run must not look as if it hangs.
+    """
+    import torch
+
+    from trainer.parallel.same_kernels import agree
+    from trainer.reporting import rank_log
+    from trainer.runtime.precision import NARROW
+
+    at = _begins_at(spec, 0)
+
+    def begin(number: int, n_modules: int) -> None:
+        progress.beat(COMPILING, at.step if at else 0, at.tokens if at else 0)
+        if world.group.index == 0:
+            rank_log.say(f"compiling kernels, {number} of {n_modules} (once on each machine)")
+
+    agree(
+        world.group,
+        world.device,
+        NARROW.get(job.train.precision, torch.float32),
+        compiles=(world.group.index if spec.as_one_process else _local_rank()) == 0,
+        begin=begin,
+        tell=lambda words: progress.event("kernels", words, "warning"),
+    )
 
 
 def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:

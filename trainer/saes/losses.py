@@ -143,4 +143,4 @@ def sum_of_squares(values: Tensor) -> Tensor:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_errors", "errors of reconstructions", device)
+    return working_kernels("trainer.saes.kernels.triton_errors", device)

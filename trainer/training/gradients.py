@@ -111,7 +111,7 @@ class Verdicts:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.training.triton_scale", "scales of gradients", device)
+    return working_kernels("trainer.training.triton_scale", device)
 
 
 @torch.no_grad()

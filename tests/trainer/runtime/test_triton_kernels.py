@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,6 +19,8 @@ from trainer.runtime.triton_kernels import working_kernels
 from trainer.saes import losses
 from trainer.saes.kernels import dead_latents, encode, silence, sparse, top_k
 from trainer.training import gradients
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -40,43 +41,61 @@ def test_a_machine_where_triton_fails_is_told_so_and_goes_without(
     kernels_of: Callable[[torch.device], ModuleType | None], purpose: str
 ) -> None:
     # There is nothing to run a kernel on but this CPU. It is told once.
-    working_kernels.cache_clear()
+    triton_kernels.forget()
     with pytest.warns(UserWarning, match=f"{purpose} on cpu go without Triton"):
         assert kernels_of(torch.device("cpu")) is None
 
 
-def test_a_trial_that_runs_out_of_memory_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = [False, True]
-
-    def try_out(device: torch.device) -> None:
-        if not free.pop(0):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    module = ModuleType("some_kernels")
-    module.try_out = try_out  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "some_kernels", module)
-    with pytest.raises(torch.OutOfMemoryError):
-        working_kernels("some_kernels", "some steps", torch.device("cpu"))
-    assert working_kernels("some_kernels", "some steps", torch.device("cpu")) is module
+Trials = Callable[..., str]
 
 
-@pytest.mark.parametrize(("n_failures", "works"), [(1, True), (2, False)])
-def test_a_cache_that_another_process_changes_is_tried_once_more(
-    n_failures: int, works: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failures = [OSError(16, "Device or resource busy"), FileNotFoundError(2, "gone")][:n_failures]
-
-    def try_out(device: torch.device) -> None:
-        if failures:
-            raise failures.pop()
-
-    module = ModuleType(f"kernels_of_{n_failures}")
-    module.try_out = try_out  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
+    """Return a function that adds a module of kernels whose trials raise these errors, one after the other."""
+    monkeypatch.setattr(triton_kernels, "MODULES", {})
     monkeypatch.setattr(triton_kernels, "RETRY_S", 0.0)
-    with contextlib.nullcontext() if works else pytest.warns(UserWarning, match="go without Triton"):
-        found = working_kernels(module.__name__, "some steps", torch.device("cpu"))
-    assert found is (module if works else None)
+    triton_kernels.forget()
+
+    def add(name: str, *errors: Exception) -> str:
+        left, module = list(errors), ModuleType(name)
+
+        def try_out(device: torch.device) -> None:
+            if left:
+                raise left.pop(0)
+
+        module.try_out = try_out  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+        triton_kernels.MODULES[name] = triton_kernels.Kernels(f"steps of {name}")
+        return name
+
+    yield add
+    triton_kernels.forget()
+
+
+def test_a_trial_that_runs_out_of_memory_is_made_again(kernels: Trials) -> None:
+    name = kernels("some_kernels", torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        working_kernels(name, CPU)
+    assert working_kernels(name, CPU) is sys.modules[name]
+
+
+def test_a_cache_that_another_process_changes_is_tried_once_more(kernels: Trials) -> None:
+    busy, gone = OSError(16, "Device or resource busy"), FileNotFoundError(2, "gone")
+    once, twice = kernels("once", busy), kernels("twice", busy, gone)
+    assert working_kernels(once, CPU) is sys.modules[once]
+    with pytest.warns(UserWarning, match="steps of twice on cpu go without Triton"):
+        assert working_kernels(twice, CPU) is None
+
+
+def test_all_kernels_are_tried_and_withheld_ones_are_not_used(kernels: Trials) -> None:
+    names = [kernels("fine"), kernels("broken", RuntimeError("no compiler\nin /usr/bin")), kernels("others_lack")]
+    begun: list[tuple[int, int]] = []
+    with pytest.warns(UserWarning, match="steps of broken"):
+        failures = triton_kernels.try_all(CPU, torch.bfloat16, lambda *numbers: begun.append(numbers))
+    assert begun == [(1, 3), (2, 3), (3, 3)]
+    assert failures == {"broken": "no compiler"}
+    triton_kernels.withhold(["others_lack"])
+    assert [working_kernels(name, CPU) is not None for name in names] == [True, False, False]
 
 
 def kernels_of(module: Path) -> Iterator[ast.FunctionDef]:

@@ -24,9 +24,9 @@ LARGEST = 1e100
 TRAINING, COOLING = "training", "cooling down"
 # The phases at the end: measuring the exported SAEs, the end itself, and waiting for disk space to write.
 JUDGING, FINISHED, WAITING = "judging", "finished", "waiting for space"
-# The phases before the first step; the second one is for models of extractions.
-LOADING_MODEL = "loading the model"
-BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, "preparing")
+# The phases before the first step; the second one is for models of extractions, the third for kernels of GPUs.
+LOADING_MODEL, COMPILING = "loading the model", "compiling kernels"
+BEFORE_FIRST_STEP = ("resuming", LOADING_MODEL, COMPILING, "preparing")
 
 
 class Row(msgspec.Struct, frozen=True):

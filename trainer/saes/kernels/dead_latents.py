@@ -80,4 +80,4 @@ def triton_for(latents: Tensor, dtype: torch.dtype) -> ModuleType | None:
 
 
 def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_dead_latents", "weights of dead latents", device, dtype)
+    return working_kernels("trainer.saes.kernels.triton_dead_latents", device, dtype)

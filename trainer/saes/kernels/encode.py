@@ -90,4 +90,4 @@ class _Encode(torch.autograd.Function):
 
 
 def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_encode", "what encoders read", device, dtype)
+    return working_kernels("trainer.saes.kernels.triton_encode", device, dtype)

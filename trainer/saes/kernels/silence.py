@@ -62,4 +62,4 @@ def take_variance(variance: Tensor, sums: Tensor) -> None:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_silence", "counts of silent latents", device)
+    return working_kernels("trainer.saes.kernels.triton_silence", device)

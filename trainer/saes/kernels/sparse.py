@@ -311,4 +311,4 @@ def triton_for(rows: Tensor, dtype: torch.dtype | None = None) -> ModuleType | N
 
 
 def _working_triton(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_sparse", "sparse products", device, dtype)
+    return working_kernels("trainer.saes.kernels.triton_sparse", device, dtype)

@@ -103,7 +103,7 @@ def triton_for(values: Tensor) -> ModuleType | None:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_top_k", "choices of latents", device)
+    return working_kernels("trainer.saes.kernels.triton_top_k", device)
 
 
 def _mask_of(values: Tensor, columns: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def _triton_for(values: Tensor) -> ModuleType | None:
 
 
 def _working_triton(device: torch.device) -> ModuleType | None:
-    return working_kernels("trainer.saes.kernels.triton_entries", "choices of several ranks", device)
+    return working_kernels("trainer.saes.kernels.triton_entries", device)
 
 
 def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,50 @@
+"""What ranks do with kernels that do not work on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from trainer.parallel import same_kernels
+from trainer.parallel.threads import Threads, on_all
+
+SPARSE, SCALE = "trainer.saes.kernels.triton_sparse", "trainer.training.triton_scale"
+FAILURES = [{SCALE: "no fp8"}, {SCALE: "no fp8", SPARSE: "cache gone"}, {SCALE: "no fp8"}]
+
+
+def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[int] = []
+    withheld: list[set[str]] = []
+
+    def try_all(device: torch.device, dtype: torch.dtype, begin: Callable[[int, int], int]) -> dict[str, str]:
+        rank = begin(1, 1)
+        tried.append(rank)
+        return FAILURES[rank]
+
+    def agree(group: Threads) -> list[str]:
+        told: list[str] = []
+        same_kernels.agree(
+            group,
+            torch.device("cpu"),
+            torch.bfloat16,
+            compiles=group.index == 0,
+            begin=lambda number, n_modules: group.index,
+            tell=told.append,
+        )
+        return told
+
+    monkeypatch.setattr(same_kernels, "try_all", try_all)
+    monkeypatch.setattr(same_kernels, "withhold", lambda names: withheld.append(set(names)))
+    told = on_all(3, agree, timeout_s=60)
+    assert tried[0] == 0
+    assert sorted(tried) == [0, 0, 1, 2]
+    assert withheld == [{SPARSE, SCALE}] * 3
+    sentences = [
+        "sparse products go without Triton, which is slower: rank 1 cannot use it (cache gone)",
+        "scales of gradients go without Triton, which is slower: no rank can use it (no fp8)",
+    ]
+    assert told == [sentences] * 3

@@ -1,0 +1,40 @@
+"""Kernels on several GPUs: one rank of each host compiles them first, and all ranks use them or none does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+
+from trainer.contract.wording import join_words
+from trainer.parallel.group import Group, gather_bytes
+from trainer.runtime.triton_kernels import MODULES, try_all, withhold
+
+
+def agree(
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    compiles: bool,
+    begin: Callable[[int, int], object],
+    tell: Callable[[str], object],
+) -> None:
+    """Try all kernels on all ranks, first on those that `compiles`; withhold what does not work on every rank.
+
+    Ranks that compiled at the same time would each take a minute of the host's cores and write the same files. A rank
+    without a kernel is several times slower, and all others wait for it; without ZeRO its replica would also round
+    differently. `begin` gets the number of each module and how many there are; `tell` gets a sentence for each that
+    not every rank can use.
+    """
+    if compiles:
+        try_all(device, dtype, begin)
+    group.gather(torch.zeros(1, device=device))
+    failures = try_all(device, dtype, begin)
+    of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
+    for name in sorted(set().union(*of_all)):
+        ranks = [rank for rank, failed in enumerate(of_all) if name in failed]
+        who = f"rank {join_words(list(map(str, ranks)))} cannot" if len(ranks) < group.size else "no rank can"
+        tell(f"{MODULES[name].purpose} go without Triton, which is slower: {who} use it ({of_all[ranks[0]][name]})")
+    withhold(set().union(*of_all))
