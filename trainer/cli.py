@@ -22,7 +22,7 @@ from trainer.contract.output import OutputLost, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, keep_run, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_devices
 from trainer.contract.planning.gpu_vendors import VENDORS
-from trainer.contract.planning.workload import ranks_of
+from trainer.contract.planning.workload import ONE_PROCESS, ranks_of
 from trainer.contract.printable import printable_lines
 from trainer.contract.process import take_back_signals
 from trainer.contract.progress import Progress
@@ -33,7 +33,6 @@ from trainer.contract.runs.rank_spec import (
     EXIT_FINISHED,
     EXIT_STOPPED,
     EXIT_USAGE,
-    ONE_PROCESS,
     RankSpec,
     read_own_spec,
     read_spec,

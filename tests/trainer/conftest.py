@@ -20,7 +20,8 @@ from support.tiny_models import make_model
 
 from trainer import cli
 from trainer.activations.open_source import open_source
-from trainer.contract.runs.rank_spec import ONE_PROCESS, RankSpec, rank_environment, write_spec
+from trainer.contract.planning.workload import ONE_PROCESS
+from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import Row

@@ -29,10 +29,10 @@ from trainer.contract.extras import Elsewhere, judged_by
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import CPU, read_box
-from trainer.contract.planning.workload import model_gpus_of
+from trainer.contract.planning.workload import ONE_PROCESS, model_gpus_of
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.model_gpus import with_model_placed
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, ONE_PROCESS, RankSpec, rank_command
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob, load_any
 from trainer.contract.settings.toml import read_own_text

@@ -18,6 +18,8 @@ from trainer.contract.settings.job_file import AnyJob, members
 from trainer.contract.settings.model_source import ModelKnobs
 from trainer.contract.settings.sources import DataShape
 
+# Modes in which one process has all of a job's devices.
+ONE_PROCESS = ("dp", "spread")
 # A run of fewer, larger steps learns less from the same tokens: see docs/quality.md.
 LEAST_STEPS = 500
 # Of all ranks together. Gradients of fewer tokens are mostly noise, and the optimizer takes as long for them.

@@ -23,9 +23,6 @@ from trainer.contract.settings.knobs import show
 from trainer.contract.store.rows import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
 
-# Modes in which one process has all of a job's devices.
-ONE_PROCESS = ("dp", "spread")
-
 
 class RankSpec(msgspec.Struct, frozen=True):
     """One attempt of a run, as all its ranks see it; whoever starts them writes it to `attempt<N>/ranks.json`.
