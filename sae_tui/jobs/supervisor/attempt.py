@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -41,7 +41,12 @@ from trainer.contract.store.metrics_store import Heartbeat
 from trainer.contract.store.rows import Job, Rank
 from trainer.contract.store.states import JobState
 
+if TYPE_CHECKING:
+    from sae_tui.jobs.supervisor.gpu_recording import Recording
+
 TICK_S = 0.25
+# Seconds after a failure of a GPU in which its driver's own error is waited for; conditions are read every 2 s.
+FAULT_KNOWN_S = 3.0
 FOLDER_GONE = "its run folder was deleted"
 NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as on a full disk; free some and clone it"
 
@@ -75,19 +80,29 @@ class OneAttempt:
             attempt = self._begin()
         except (UserError, OSError) as error:
             return Outcome(self._ending(JobState.FAILED, sentence(error)))
-        stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
+        recording = _record_gpus(self._data, self._job) if attempt.alive else None
         meter = EnergyMeter(self._data, self._control, self._job)
         try:
-            requests = self._watch(attempt, meter)
+            outcome = self._outcome(attempt, self._watch(attempt, meter))
+            if recording and outcome.ending.state == JobState.FAILED:
+                self._tell_faults(recording, outcome.ending.error)
         except Exception:
             self._let_save(attempt)
             raise
         finally:
             self._paths.free_reserve()
-            if stop_recording:
-                stop_recording()
+            if recording:
+                recording.stop()
             meter.end()
-        return self._outcome(attempt, requests)
+        return outcome
+
+    def _tell_faults(self, recording: Recording, error: str | None) -> None:
+        """Record what the driver says of the GPUs where a GPU is the likely cause."""
+        from sae_tui.jobs.known_failures import remedy
+
+        if (cause := remedy(error)) and cause.kind == "gpu-fault":
+            for words in recording.faults(FAULT_KNOWN_S):
+                self._tell("gpu-fault", words, "error")
 
     def _let_save(self, attempt: Attempt) -> None:
         """After an error of this program, let the ranks save and stop as on a user's request; then end them."""
@@ -286,8 +301,8 @@ def _checkpoint(paths: RunPaths) -> Path | None:
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
 
 
-def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Store GPU samples while the job runs, also when no app does; return what ends it.
+def _record_gpus(data: DataDir, job: Job) -> Recording | None:
+    """Store GPU samples while the job runs, also when no app does.
 
     Whatever fails here never touches the job.
     """

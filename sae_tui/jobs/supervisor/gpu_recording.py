@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Container, Iterable
 
+from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.upkeep import Retention
@@ -12,9 +14,48 @@ from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job
 
+# An error of the driver is read with the next sample of the GPU's condition.
+POLL_S = 0.2
 
-def record(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Start to record GPU samples if this process is elected to; return what ends it, None for a job without GPUs."""
+
+class Recording:
+    """Samples of all GPUs, if this process is elected to read them, and the faults of the job's own."""
+
+    def __init__(self, recorder: Recorder, sampler: Sampler, uuids: Container[str]) -> None:
+        self._recorder, self._sampler, self._uuids = recorder, sampler, uuids
+        self._began = time.time()
+
+    def stop(self) -> None:
+        self._recorder.stop()
+        self._sampler.stop()
+
+    def faults(self, wait_s: float) -> list[str]:
+        """Return what the driver says is wrong with the job's GPUs, as in `GPU 3: Xid 79: ...`; wait for it a little.
+
+        It is empty where another process reads the GPUs.
+        """
+        deadline = time.monotonic() + wait_s
+        while self._sampler.count and not (found := self._found(self._sampler.latest())):
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(POLL_S)
+        return found if self._sampler.count else []
+
+    def _found(self, samples: Iterable[GpuSample]) -> list[str]:
+        words = {sample.index: self._fault(sample) for sample in samples if sample.uuid in self._uuids}
+        return [f"GPU {index}: {fault}" for index, fault in words.items() if fault]
+
+    def _fault(self, sample: GpuSample) -> str:
+        if not sample.healthy:
+            return sample.reason
+        xid = sample.condition.xid if sample.condition else None
+        if xid and xid.timestamp >= self._began:
+            return xid.words
+        return sample.condition.trouble[0] if sample.condition else ""
+
+
+def record(data: DataDir, job: Job) -> Recording | None:
+    """Start to record GPU samples if this process is elected to; return None for a job without GPUs."""
     if not job.gpu_uuids:
         return None
     occupancy = Occupancy(data)
@@ -23,9 +64,4 @@ def record(data: DataDir, job: Job) -> Callable[[], object] | None:
     retention = Retention(settings.history_hours, settings.history_days)
     recorder = Recorder(sampler, data, occupancy.jobs_by_uuid, retention=retention)
     recorder.start()
-
-    def stop() -> None:
-        recorder.stop()
-        sampler.stop()
-
-    return stop
+    return Recording(recorder, sampler, job.gpu_uuids)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import replace
 
-from sae_tui.gpu.simulated import uuid_of
-from sae_tui.jobs.supervisor.gpu_recording import record
+import pytest
+
+from sae_tui.gpu.base import Condition, Xid
+from sae_tui.gpu.history import Recorder
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.simulated import Simulated, uuid_of
+from sae_tui.jobs.supervisor.gpu_recording import Recording, record
 from trainer.contract.store.database import StoreError, open_reader
 from trainer.contract.store.states import JobState
 
@@ -20,13 +26,47 @@ def test_every_card_is_stored_until_the_job_has_ended(box):
         return set()
 
     before = set(threading.enumerate())
-    stop = record(box.data, job)
+    recording = record(box.data, job)
     try:
         box.wait_for(lambda: 1 in stored(), "a sample")
+        assert recording.faults(0.0) == []
     finally:
-        stop()
+        recording.stop()
     box.wait_for(lambda: set(threading.enumerate()) <= before, "the end of its threads")
 
 
 def test_a_job_without_gpus_records_nothing(box):
     assert record(box.data, box.job(box.record())) is None
+
+
+FAILED_ROW = "a row of its memory could not be replaced"
+XID = Xid(79, 2e9, "Xid 79: the GPU has fallen off the bus", is_fatal=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({}, None),
+        ({"condition": Condition(xid=XID)}, "GPU 1: Xid 79: the GPU has fallen off the bus"),
+        ({"condition": Condition(xid=Xid(31, 2e9, "Xid 31: a kernel read"))}, "GPU 1: Xid 31: a kernel read"),
+        ({"condition": Condition(xid=Xid(31, 1.0, "Xid 31: a kernel read"))}, None),
+        (
+            {"condition": Condition(rows_failed=True)},
+            "GPU 1: the GPU is failing: a row of its memory could not be replaced",
+        ),
+        ({"healthy": False, "reason": "GPU is lost"}, "GPU 1: GPU is lost"),
+    ],
+)
+def test_the_faults_of_the_job_s_own_gpus_since_it_began_are_named(box, fields, fault):
+    class Broken(Simulated):
+        def sample(self, index, *, processes):
+            return replace(super().sample(index, processes=processes), **fields)
+
+    sampler = Sampler(Broken(2), 0.05)
+    sampler.start()
+    recording = Recording(Recorder(sampler, box.data), sampler, {uuid_of(1)})
+    try:
+        box.wait_for(lambda: len(sampler.latest()) == 2, "the first samples")
+        assert recording.faults(0.5 if fault is None else 10) == ([fault] if fault else [])
+    finally:
+        sampler.stop()
