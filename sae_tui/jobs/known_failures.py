@@ -25,23 +25,27 @@ class Remedy(msgspec.Struct, frozen=True):
 _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"too little free memory|CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
-        r"|Cuda failure (2 )?'out of memory'",
+        r"|Cuda failure (2 )?'out of memory'|CUDA driver error: out of memory",
         Remedy("gpu-memory", "clone it with half the train.batch_size, or choose GPUs with more free memory", False),
     ),
     (
-        r"/dev/shm|shared memory segment|ncclShm|posix_fallocate|was killed \(SIGBUS\)",
+        r"shared memory segment|ncclShm|posix_fallocate|/dev/shm.*No space left|No space left.*/dev/shm",
         Remedy(
             "shared-memory",
-            "/dev/shm has too little room: in a container give it some with --shm-size=1g, else remove old files there",
+            "/dev/shm has too little room: remove old files there, or start the container with --shm-size=1g",
             False,
         ),
+    ),
+    (
+        r"was killed \(SIGBUS\)",
+        Remedy("shared-memory", "/dev/shm is full, or a file that it reads was cut short or cannot be read; resume it"),
     ),
     (
         r"machine ran out of memory|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc",
         Remedy("host-memory", "lower train.batch_size, run fewer jobs at once, or free memory of this machine", False),
     ),
     (
-        r"triton.*(Stale file handle|Device or resource busy|No such file)|(Stale file handle|resource busy).*triton",
+        r"triton/.*(Stale file handle|resource busy|No such file)|(Stale file|resource busy|No such file).*triton/",
         Remedy("compiler", "several processes wrote one cache of kernels; set TRITON_CACHE_DIR to a local folder"),
     ),
     (
@@ -70,7 +74,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"its GPU or a disk hangs",
-        Remedy("gpu-fault", "reset the GPU (`nvidia-smi --gpu-reset`), or resume it on other GPUs", False),
+        Remedy("gpu-fault", "reset the GPU (`nvidia-smi --gpu-reset`) and resume it, or clone it elsewhere", False),
     ),
     (
         r"uncorrectable ECC|Cuda failure (214|'uncorrectable)",
@@ -79,13 +83,13 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"illegal memory access|illegal instruction|unspecified launch failure|misaligned address|hardware stack error"
         r"|device-side assert|launch timed out|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)|fallen off the bus"
-        r"|GPU is lost|\bXid \d|(CUDA error: |Cuda failure (999 )?')unknown error|reset required",
+        r"|GPU is lost|\bXid \d|(CUDA (driver )?error: |Cuda failure (999 )?')unknown error|reset required",
         Remedy(
             "gpu-fault", "the GPU or its driver failed; its page shows the driver's last error; resume it elsewhere"
         ),
     ),
     (
-        r"NVLS|Multicast memory|failure 401|performed in the present state",
+        r"\(NVLS\)|nvls\.cc|Multicast memory|failure 401|performed in the present state",
         Remedy(
             "gpu-link", "NVSwitch's multicast fails: start it with NCCL_NVLS_ENABLE=0, or restart fabricmanager", False
         ),
@@ -125,7 +129,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     ),
     (
         r"no socket interface|NCCL_SOCKET_IFNAME|neither AF_INET|ibv_|NET/(IB|OFI|Socket)|Call to (connect|bind)"
-        r"|socketStartConnect|Connect to .* failed",
+        r"|socketStartConnect|Connect to \S+<\d+> failed",
         Remedy(
             "network", "ranks do not reach each other: set NCCL_SOCKET_IFNAME (or NCCL_IB_DISABLE=1), and resume it"
         ),
@@ -136,9 +140,13 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("time-out", "a rank or the link between GPUs hung; stacks.txt of the attempt says where; resume it"),
     ),
     (
-        r"ncclRemoteError|remote process (exited|has terminated)|Connection (closed|reset) by (remote )?peer"
-        r"|Call to (recv|send)|Socket recv failed",
+        r"ncclRemoteError|remote process (exited|has terminated)|Call to (recv|send)|Socket recv failed"
+        r"|(gloo|NCCL|another rank).*Connection (closed|reset) by (remote )?peer",
         Remedy("lost-rank", "another rank ended first: its log says why; resume it"),
+    ),
+    (
+        r"the GPUs do not exchange data",
+        Remedy("gpu-link", "run `sae-tui doctor --probe`; disable ACS and IOMMU in the BIOS, or use fewer GPUs", False),
     ),
     (
         r"ncclSystemError|System call \(",
@@ -149,6 +157,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy(
             "gpu-link", "NCCL failed; start it with NCCL_DEBUG=WARN, which names the cause in the log, and resume it"
         ),
+    ),
+    (
+        r"the ranks could not find each other",
+        Remedy("network", "a rank did not start, or they do not reach each other: the logs of all ranks say which"),
     ),
     (
         r"not finite|holds (a )?NaN|every SAE .* given up",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.jobs.known_failures import remedy
+from trainer.ranks.staging import HOPELESS
 
+UNMET = "the ranks could not find each other"
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, "
 UNHANDLED = f"{NCCL}unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5: "
 SYSTEM = f"{NCCL}unhandled system error (run with NCCL_DEBUG=INFO for details): "
@@ -36,7 +38,11 @@ REPORTED = [
         "shared-memory", False, "--shm-size",
     ),
     ("vllm#1710", "ncclShmOpen(shmPath, resources->shmSize) failed", "shared-memory", False, "--shm-size"),
-    ("pytorch#5040", "rank 3 was killed (SIGBUS)", "shared-memory", False, "--shm-size"),
+    ("pytorch#5040", "rank 3 was killed (SIGBUS)", "shared-memory", True, "/dev/shm"),
+    ("", "CUDA driver error: out of memory", "gpu-memory", False, "batch_size"),
+    ("", "CUDA driver error: unknown error", "gpu-fault", True, "elsewhere"),
+    ("", HOPELESS, "gpu-link", False, "--probe"),
+    ("", f"{UNMET} (timed out after 600 s)", "network", True, "logs"),
     ("", "The server socket has failed to listen: EADDRINUSE, address already in use", "port", True, "port"),
     ("", "RuntimeError: Gloo connectFullMesh failed with [..] no error", "port", True, "port"),
     ("", "ModuleNotFoundError: No module named 'torch'", "version", True, "doctor"),
@@ -137,6 +143,8 @@ def test_a_known_failure_says_what_to_do_and_whether_it_may_be_tried_again(where
     [
         None, "", "rank 0 was killed (SIGSEGV)", "ValueError: step 12 is wrong", "sae.cfg_version: version mismatch",
         "data.path: the hub refused the connection (Connection refused)", "[Errno 32] Broken pipe",
+        "data.path: /dev/shm/acts: shard 3 is missing", "hf.co: [Errno 104] Connection reset by peer",
+        "Connect to huggingface.co failed", "data.path: No such file: /data/triton-sae", "nvls/xx is missing",
     ],
 )  # fmt: skip
 def test_an_unknown_failure_gets_no_advice(error):

@@ -69,9 +69,9 @@ def arrange(
         # Measurements differ a little every time, and with them the order in which numbers are added. The figures are
         # also the same on unlike cards, since all ranks have to decide alike.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
-    free = _free_of_all(world, job, name, may_take)
+    free = _free_of_all(world, may_take)
     place = Place(slowest(speeds), min(free) if free else None)
-    settled = settle(Workload(job, world.size, shape, name), place)
+    settled = settle(Workload(job, world.size, shape, name, is_connected=True), place)
     room = _room(settled, free)
     shares = _shares(settled, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
@@ -131,13 +131,9 @@ def _most_tokens(settled: Settled, place: Place) -> int:
     return even_share
 
 
-def _free_of_all(world: World, job: JobConfig, name: str, may_take: int | None) -> list[int]:
-    """Return the bytes that each rank may use of its device, no more than `may_take`.
-
-    Its CUDA context and connections are in it, as they are in what a rank needs; both have been taken by now.
-    """
-    taken = memory.context_bytes(world.device.type) + memory.nccl_bytes(job, world.size, name)
-    own = _free_bytes(world.device) / _processes_here(world) + taken
+def _free_of_all(world: World, may_take: int | None) -> list[int]:
+    """Return the bytes that each rank may use of its device, CUDA context included, and no more than `may_take`."""
+    own = _free_bytes(world.device) / _processes_here(world) + memory.context_bytes(world.device.type)
     own = min(own, may_take or own)
     of_all = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
     return [int(n_bytes) for n_bytes in of_all]

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.group import Group
+from trainer.parallel.group import Group, PeerLost
 
 # Seconds from when all ranks are there. NCCL takes 3 to 10 on eight GPUs; between GPUs whose direct transfers are lost,
 # it waits without end.
 LIMIT_S = 60.0
+OPENED, HANGS = "opened", "hangs"
 
 
 def open_connections(
@@ -24,25 +24,28 @@ def open_connections(
 
     NCCL takes its memory for a kind of exchange at the first one, up to 4 GB on eight GPUs: here, and not at the first
     checkpoint of a run that has filled its GPU. `on_hang` runs in another thread, since this one is stuck, and has to
-    end the process. Wrong values count as a hang, since lost transfers may also go unnoticed.
+    end the process. Wrong values count as a hang, since lost transfers may also go unnoticed; raise `PeerLost` if
+    `on_hang` returns after them.
     """
     _meet(group, store, "begin", patience)
-    with _limit(on_hang):
-        if not _exchange(group, device):
-            on_hang()
-        # Else a rank could go on, and wait for those that did not get so far.
-        _meet(group, store, "opened", timedelta(seconds=2 * LIMIT_S))
-
-
-@contextlib.contextmanager
-def _limit(on_hang: Callable[[], object]) -> Iterator[None]:
-    timer = threading.Timer(LIMIT_S, on_hang)
+    timer = threading.Timer(LIMIT_S, lambda: _verdict(store, HANGS) == HANGS and on_hang())
     timer.daemon = True
     timer.start()
     try:
-        yield
+        if not _exchange(group, device):
+            _verdict(store, HANGS)
+        # No rank goes on before all are through, and then all do or none.
+        _meet(group, store, "through", timedelta(seconds=2 * LIMIT_S))
+        if _verdict(store, OPENED) == HANGS:
+            on_hang()
+            raise PeerLost("the first exchange of the GPUs brought wrong values; see `sae-tui doctor --probe`")
     finally:
         timer.cancel()
+
+
+def _verdict(store: dist.Store, found: str) -> str:
+    """Return what the first rank found that came here."""
+    return bytes(store.compare_set("verdict", "", found)).decode()
 
 
 def _meet(group: Group, store: dist.Store, place: str, patience: timedelta) -> None:

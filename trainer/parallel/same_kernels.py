@@ -30,11 +30,12 @@ def agree(
     """
     if compiles:
         try_all(device, dtype, begin)
-    group.gather(torch.zeros(1, device=device))
+    # On the CPU: a gather on a GPU is only queued, and the others would begin to compile.
+    group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, begin)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
     for name in sorted(set().union(*of_all)):
         ranks = [rank for rank, failed in enumerate(of_all) if name in failed]
-        who = f"rank {join_words(list(map(str, ranks)))} cannot" if len(ranks) < group.size else "no rank can"
-        tell(f"{MODULES[name].purpose} go without Triton, which is slower: {who} use it ({of_all[ranks[0]][name]})")
+        where = "" if len(ranks) == group.size else f" on rank{'s'[: len(ranks) > 1]} {join_words([*map(str, ranks)])}"
+        tell(f"{MODULES[name].purpose} go without Triton, which is slower: it fails{where} ({of_all[ranks[0]][name]})")
     withhold(set().union(*of_all))

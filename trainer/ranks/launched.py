@@ -11,6 +11,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.runs.checkpoint_manifest import newest_whole
 from trainer.contract.runs.rank_spec import RankSpec, srun_environment
+from trainer.ranks import staging
 from trainer.ranks.rank import end_with_parent, run
 from trainer.ranks.rank_parent import fork_rank
 
@@ -24,7 +25,9 @@ def join_launched(spec: RankSpec) -> int:
     rank, paths = int(os.environ["RANK"]), RunPaths(spec.run_dir)
     _write_to(paths.log(rank))
     end_with_parent()
-    fork_rank(paths.rank_mark(spec.attempt, rank))
+    if not staging.is_staged():
+        # A rank that started itself again is watched already.
+        fork_rank(paths.rank_mark(spec.attempt, rank))
     resume_from = spec.resume_from or newest_checkpoint(paths)
     return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)
 

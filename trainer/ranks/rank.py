@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 # A rank that was told to stop and makes no progress for so long is stuck.
 STUCK_AFTER_S = 60.0
+# Compiled kernels are read within a second.
+SLOW_S = 2.0
 
 
 def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
@@ -194,15 +196,24 @@ def _run(
             _report(paths.rank_exit(spec.attempt, rank), UserError(reason))
             os._exit(EXIT_FAILED)
 
+        def start_again() -> None:
+            if stop.is_set():
+                os._exit(EXIT_STOPPED)
+            staging.restart(give_up, on_one_host=spec.on_one_host)
+
         world = join(
-            device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host, patience=patience,
-            on_hang=lambda: staging.restart(give_up), attempt="staged" if staging.is_staged() else "",
-        )  # fmt: skip
+            device,
+            rank,
+            spec.world_size,
+            meeting_place,
+            on_one_host=spec.on_one_host,
+            patience=patience,
+            on_hang=start_again,
+            attempt="staged" if staging.is_staged() else "",
+        )
         on_met()
         if staging.is_staged():
-            progress.event("staged", staging.SENTENCE, "warning")
-            if _local_rank() == 0:
-                staging.remember(spec.box_file)
+            _tell_staged(spec, progress)
         return _train_with(world, spec, job, paths, progress, stop, finish, model_devices(spec, _local_rank()))
 
     def of_thread(group: Threads) -> bool:
@@ -278,12 +289,13 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -
     from trainer.reporting import rank_log
     from trainer.runtime.precision import NARROW
 
-    at = _begins_at(spec, 0)
+    at, said = _begins_at(spec, 0), [time.monotonic()]
 
     def begin(number: int, n_modules: int) -> None:
         progress.beat(COMPILING, at.step if at else 0, at.tokens if at else 0)
-        if world.group.index == 0:
-            rank_log.say(f"compiling kernels, {number} of {n_modules} (once on each machine)")
+        if world.group.index == 0 and time.monotonic() - said[0] > SLOW_S:
+            said[0] = time.monotonic()
+            rank_log.say(f"compiling kernels, {number} of {n_modules} modules (once on each machine)")
 
     agree(
         world.group,
@@ -306,6 +318,17 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
         rank_log.say(f"plan: {plan.sentence()}")
 
 
+def _tell_staged(spec: RankSpec, progress: Progress) -> None:
+    """Report transfers through the host's memory; record them where later jobs will read it."""
+    # Nodes of a cluster only know the file of the host that submitted the job.
+    if spec.by_files or not spec.box_file:
+        progress.event("staged", staging.SENTENCE, "warning")
+        return
+    progress.event("staged", f"{staging.SENTENCE}, {staging.LATER}", "warning")
+    if _local_rank() == 0:
+        staging.remember(spec.box_file)
+
+
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
     """Return the file in which the ranks meet, a new one each time that they are started; None under torchrun."""
     return attempt / _once_each_start(spec, "rendezvous") if spec.by_files or spec.on_one_host else None
@@ -313,6 +336,9 @@ def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
 
 def _once_each_start(spec: RankSpec, name: str) -> str:
     """Return a name in the attempt's folder that is another one where a cluster starts the same attempt again."""
+    if staging.is_staged():
+        # The process before may have left the file locked.
+        name = f"{name}-staged"
     if not spec.by_files:
         return name
     return "-".join([name, os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import msgspec
 
@@ -14,8 +14,10 @@ from trainer.contract.planning.hardware import read_box, write_box
 from trainer.contract.runs.nccl import STAGED
 
 _MARK = "SAE_TUI_STAGED"
-SENTENCE = "the GPUs did not answer each other directly, so transfers go through the host's memory, also in later jobs"
+SENTENCE = "the GPUs did not answer each other directly, so transfers go through the host's memory"
+LATER = "also in later jobs of this host, until `sae-tui doctor --probe` finds that they answer"
 HOPELESS = "the GPUs do not exchange data, neither directly nor through the host's memory"
+OVER_NETWORK = "; between hosts a firewall, or the wrong interface (NCCL_SOCKET_IFNAME), may be the cause"
 
 
 def is_staged() -> bool:
@@ -23,24 +25,23 @@ def is_staged() -> bool:
     return _MARK in os.environ
 
 
-def restart(give_up: Callable[[str], object]) -> None:
-    """Start this process again with `STAGED`; call `give_up` where that would not help.
+def restart(give_up: Callable[[str], object], *, on_one_host: bool = True) -> None:
+    """Start this process again with `STAGED`; call `give_up` where that would not help or is impossible.
 
-    The process keeps its pid, parent, signals and locks, so that whoever waits for it notices nothing; its threads, and
-    what they wait for on the GPU, are gone.
+    The process keeps its pid, its parent and the files that it was given. Its threads, and what they wait for on the
+    GPU, are gone.
     """
     if is_staged() or all(os.environ.get(name) == value for name, value in STAGED.items()):
-        give_up(HOPELESS)
+        give_up(HOPELESS if on_one_host else HOPELESS + OVER_NETWORK)
         return
-    _start_again()
+    with contextlib.suppress(OSError):  # its log is on a full disk
+        sys.stderr.flush()
+    try:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | STAGED | {_MARK: "1"})
+    except OSError as error:
+        give_up(f"{SENTENCE}, but it could not start again ({error})")
 
 
-def _start_again() -> NoReturn:
-    sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | STAGED | {_MARK: "1"})
-
-
-def remember(box_file: Path | None) -> None:
+def remember(box_file: Path) -> None:
     """Record for later jobs of this host that direct transfers fail."""
-    if box_file:
-        write_box(box_file, msgspec.structs.replace(read_box(box_file), peers_fail=True))
+    write_box(box_file, msgspec.structs.replace(read_box(box_file), peers_fail=True))

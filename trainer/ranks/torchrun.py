@@ -9,9 +9,11 @@ from pathlib import Path
 from trainer.contract.errors import JobFileError, Problem, UsageError
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.planning.hardware import read_box
 from trainer.contract.planning.workload import model_gpus_of
 from trainer.contract.printable import printable
 from trainer.contract.runs import cuda_variables
+from trainer.contract.runs.nccl import STAGED
 from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.resume import data_notes, length_notes, stored_run, with_same_step
 from trainer.contract.runs.run_job import load_run_job, settings_since
@@ -41,6 +43,8 @@ def join(job: JobConfig, run_dir: Path) -> int:
         raise JobFileError([Problem("data.model_gpus", message)])
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
     cuda_variables.set_here()
+    if read_box(own_box_file()).peers_fail:
+        os.environ.update(STAGED | dict(os.environ))
     job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,

@@ -156,7 +156,11 @@ class RecordedSteps:
         except Exception as error:
             self._n_failed += 1
             self._learner.drop_gradients()
-            again = f"another attempt follows in {RETRY_STEPS} steps" if self._n_failed < MOST_FAILURES else "no more"
+            again = (
+                f"another attempt follows in {RETRY_STEPS} steps"
+                if self._n_failed < MOST_FAILURES
+                else "no further attempt follows"
+            )
             self._tell(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
             return
         self._n_recorded += 1

@@ -47,6 +47,11 @@ class Attempt(Protocol):
         ...
 
     @property
+    def is_hung(self) -> bool:
+        """Whether a rank could not be ended, and so counts as ended."""
+        ...
+
+    @property
     def has_failed(self) -> bool:
         """Whether a rank ended that should not have, so that the others cannot go on."""
         ...

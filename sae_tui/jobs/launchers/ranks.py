@@ -51,6 +51,10 @@ class Ranks(Generic[R]):
         return bool(self.living)
 
     @property
+    def is_hung(self) -> bool:
+        return any(rank.hangs for rank in self.ranks)
+
+    @property
     def has_failed(self) -> bool:
         return any(rank.failed for rank in self.ranks)
 

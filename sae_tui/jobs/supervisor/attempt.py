@@ -191,6 +191,8 @@ class OneAttempt:
             if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
                 attempt.end()
         watch.close()
+        if attempt.is_hung:
+            self._record(attempt.rows())
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
@@ -251,9 +253,10 @@ class OneAttempt:
             return Outcome(self._ending(state, None, attempt), paused=paused)
         if self._is_complete():
             return Outcome(self._ending(JobState.FINISHED, None, attempt))
-        if self._killed:
+        hangs = attempt.is_hung
+        if self._killed and not hangs:
             return Outcome(self._ending(JobState.STOPPED, "was ended on request before it had saved", attempt))
-        cause = self._given_up or attempt.cause()
+        cause = attempt.cause() if hangs or not self._given_up else self._given_up
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
     def _is_complete(self) -> bool:

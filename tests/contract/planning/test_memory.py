@@ -54,7 +54,7 @@ def test_more_of_anything_takes_more_and_more_ranks_never_take_more_each(
     assert of(make_job, d_in, d_sae, batch_size + more, world_size) >= least
     assert of(make_job, d_in, d_sae, batch_size + 64 * d_sae, world_size) > least
     assert of(make_job, d_in + more, d_sae, batch_size, world_size) > least
-    connected = [nccl_bytes(make_job(), ranks, "") for ranks in (world_size, world_size + 1)]
+    connected = [nccl_bytes(workload(make_job(), d_in, ranks)) for ranks in (world_size, world_size + 1)]
     assert of(make_job, d_in, d_sae, batch_size, world_size + 1) - connected[1] <= least - connected[0]
 
 
@@ -247,22 +247,25 @@ def test_an_h200_reserves_what_is_estimated_to_a_tenth(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "device", "mode", "gigabytes"),
+    ("ranks", "nodes", "device", "mode", "gigabytes"),
     [
         # Reported for eight H100, https://github.com/NVIDIA/nccl/issues/1685.
-        (8, "NVIDIA H100 80GB HBM3", "tensor", 4.34),
-        (8, "NVIDIA H100 80GB HBM3", "ddp", 4.34),
-        (2, "NVIDIA A100-SXM4-80GB", "ddp", 0.74),
-        (8, "NVIDIA GeForce RTX 4090", "ddp", 0.3),
-        (8, "NVIDIA H100 80GB HBM3", "dp", 0.0),
-        (1, "NVIDIA H100 80GB HBM3", "ddp", 0.0),
-        (8, CPU, "tensor", 0.0),
+        (8, 1, "NVIDIA H100 80GB HBM3", "tensor", 4.34),
+        (8, 1, "NVIDIA H100 80GB HBM3", "ddp", 4.34),
+        (32, 4, "NVIDIA H100 80GB HBM3", "ddp", 4.34),
+        (2, 1, "NVIDIA A100-SXM4-80GB", "ddp", 0.74),
+        (8, 1, "NVIDIA GeForce RTX 4090", "ddp", 0.3),
+        (8, 1, "NVIDIA H100 80GB HBM3", "dp", 0.0),
+        (1, 1, "NVIDIA H100 80GB HBM3", "ddp", 0.0),
+        (8, 1, CPU, "tensor", 0.0),
     ],
 )
-def test_connections_between_gpus_take_memory_of_each(
-    make_job: MakeJob, ranks: int, device: str, mode: str, gigabytes: float
+def test_connections_between_gpus_take_memory_of_each_until_they_are_open(
+    make_job: MakeJob, ranks: int, nodes: int, device: str, mode: str, gigabytes: float
 ) -> None:
-    job = make_job(sae={"d_sae": 4096}, parallel={"mode": mode})
+    cluster = {"backend": "slurm", "nodes": nodes, "gpus": f"auto:{ranks // nodes}"} if nodes > 1 else {}
+    job = make_job(sae={"d_sae": 4096}, parallel={"mode": mode}, launch=cluster)
     work = Workload(job, ranks, DataShape(64, None, 10**6), device)
-    assert nccl_bytes(job, ranks, device) == pytest.approx(gigabytes * 1e9, rel=0.01)
-    assert estimate(work).context == context_bytes(work.device) + nccl_bytes(job, ranks, device)
+    assert nccl_bytes(work) == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert estimate(work).context == context_bytes(work.device) + nccl_bytes(work)
+    assert estimate(msgspec.structs.replace(work, is_connected=True)).context == context_bytes(work.device)

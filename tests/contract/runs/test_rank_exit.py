@@ -83,6 +83,11 @@ ABORTS = [
         '  File "/lib/python3.11/threading.py", line 331 in wait\nExtension modules: numpy.core (total: 1)\n',
         "free(): invalid pointer",
     ),
+    (
+        "step 5\nFatal Python error: Segmentation fault\n\nThread 0x00007f (most recent call first):\n"
+        '  File "/lib/python3.11/threading.py", line 331 in wait\n',
+        "Fatal Python error: Segmentation fault",
+    ),
     (FRAMES, FRAMES.splitlines()[-1]),
     ("step 4\nstep 5\n", "step 5"),
 ]

@@ -137,7 +137,7 @@ def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimate
     takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2, n_tokens=DATA.n_tokens))
     assert takes.rank_bytes == look.needs_bytes == 3 * GIB + takes.parts.context
-    assert takes.parts.context == CUDA_CONTEXT_BYTES + memory.nccl_bytes(config, 2, "")
+    assert takes.parts.context == CUDA_CONTEXT_BYTES + memory.nccl_bytes(workload(config, 8, 2))
     assert look.problems(config) == []
     less = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
     assert less.needs_bytes == takes.parts.total

@@ -44,7 +44,7 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
     assert sorted(tried) == [0, 0, 1, 2]
     assert withheld == [{SPARSE, SCALE}] * 3
     sentences = [
-        "sparse products go without Triton, which is slower: rank 1 cannot use it (cache gone)",
-        "scales of gradients go without Triton, which is slower: no rank can use it (no fp8)",
+        "sparse products go without Triton, which is slower: it fails on rank 1 (cache gone)",
+        "scales of gradients go without Triton, which is slower: it fails (no fp8)",
     ]
     assert told == [sentences] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.contract.planning.hardware import Box, read_box, write_box
+from trainer.parallel.group import PeerLost
 from trainer.parallel.opening import open_connections
 from trainer.parallel.threads import Threads, on_all
 from trainer.ranks.staging import HOPELESS
@@ -60,18 +62,30 @@ class Lying(Threads):
         exchange = super().__getattribute__(name)
         if name != super().__getattribute__("lies") or super().__getattribute__("index") != 1:
             return exchange
-        return lambda *arguments: exchange(*arguments) + 1
+
+        def lie(*arguments: Any) -> Any:
+            result = exchange(*arguments)
+            if result is None:
+                for tensor in arguments[0] if isinstance(arguments[0], list) else arguments:
+                    tensor += 1
+            return None if result is None else result + 1
+
+        return lie
 
 
-@pytest.mark.parametrize("lies", ["", "gather", "to_owners", "from_owners", "part_of_sum"])
-def test_every_exchange_is_tried_and_its_values_are_checked(lies: str) -> None:
+EXCHANGES = ["gather", "to_owners", "from_owners", "part_of_sum", "sum_", "spread_parts_"]
+
+
+@pytest.mark.parametrize("lies", ["", *EXCHANGES])
+def test_every_exchange_is_tried_and_wrong_values_count_as_a_hang_on_all_ranks(lies: str) -> None:
     store, found = dist.HashStore(), []
 
     def open_on(group: Threads) -> None:
         if lies:
             group.__class__ = type("Lying", (Lying,), {"lies": lies})
         minute = timedelta(minutes=1)
-        open_connections(group, store, torch.device("cpu"), lambda: found.append(group.index), minute)
+        with pytest.raises(PeerLost, match="wrong values") if lies else contextlib.nullcontext():
+            open_connections(group, store, torch.device("cpu"), lambda: found.append(group.index), minute)
 
     on_all(3, open_on, timeout_s=60)
-    assert (1 in found) == bool(lies)
+    assert sorted(found) == ([0, 1, 2] if lies else [])

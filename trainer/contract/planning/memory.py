@@ -6,12 +6,13 @@ which the tests compare it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
 
 from trainer.contract.planning import activation_memory, recorded_steps
-from trainer.contract.planning.hardware import CPU, has_nvlink
+from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
 from trainer.contract.planning.workload import ONE_PROCESS, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
@@ -115,7 +116,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
         activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
         slack=_of_allocator(taken) + beside_steps if on_cuda else 0,
-        context=context_bytes(work.device) + nccl_bytes(work.job, work.ranks, work.device_name),
+        context=context_bytes(work.device) + nccl_bytes(work),
     )
 
 
@@ -163,14 +164,15 @@ def context_bytes(device: str) -> int:
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
-def nccl_bytes(job: JobConfig, ranks: int, device_name: str) -> int:
-    """Return the bytes of each GPU that connections between ranks take, all of which are opened at the start.
+def nccl_bytes(work: Workload) -> int:
+    """Return the bytes of each GPU that connections between the ranks of a host will take.
 
     One process with several GPUs copies between them without NCCL.
     """
-    if ranks == 1 or device_name == CPU or job.parallel.mode in ONE_PROCESS:
+    here = math.ceil(work.ranks / work.job.launch.nodes)
+    if work.is_connected or work.ranks == 1 or work.device == "cpu" or work.mode in ONE_PROCESS:
         return 0
-    return round(_NCCL_SUMS * ranks + _NCCL_PAIRS * (ranks - 1)) if has_nvlink(device_name) else _NCCL_BY_PCIE
+    return round(_NCCL_SUMS * here + _NCCL_PAIRS * (here - 1)) if has_nvlink(work.device_name) else _NCCL_BY_PCIE
 
 
 def _sharing_steps(work: Workload, train: Train) -> int:

@@ -41,7 +41,9 @@ def _caches() -> dict[str, str]:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        # Triton loads libraries from there, which some machines forbid.
+        if is_private and not os.statvfs(folder).f_flag & os.ST_NOEXEC:
             return {name: str(folder / subject) for name, subject in _CACHES.items()}
     return {}
 

@@ -12,7 +12,7 @@ _BLOCK = 64 * 1024
 # PyTorch prints two stacks of about 30 frames; each line of theirs begins in one of these ways.
 _STACK_LINES = 200
 _FRAME = re.compile(
-    r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error|Extension modules:|Current thread|Thread 0x|File \")"
+    r"\s*(\[rank\d+\]:)?\s*(frame #\d+|Fatal Python error: Aborted|Extension modules:|Current thread|Thread 0x|File \")"
 )
 _REASON = re.compile(r"\bwhat\(\): |Watchdog caught|watchdog got stuck|Heartbeat monitor timed out")
 LONGEST = 4 * 2**20

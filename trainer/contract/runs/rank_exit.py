@@ -148,7 +148,8 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
     for rank in living:
         poller.register(rank.pidfd, select.POLLIN)
     ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
-    ended = [rank for rank in living if rank.pidfd in ready]
+    # A signal's handler may have given a rank up meanwhile.
+    ended = [rank for rank in living if rank.ended is None and rank.pidfd in ready]
     for rank in ended:
         rank.process.wait()
         rank.ended = time.time()
