@@ -48,6 +48,7 @@ def test_foreign_bytes_and_library_output_do_no_harm_and_a_crash_exits_with_1(bo
 
     terminal.press(spoilt_app.FAILING_KEY)
     assert terminal.wait_for_exit() == 1
+    terminal.read_until_quiet(0.2, 5)
     assert terminal.mode == before
     after = bytes(terminal.raw).rpartition(b"\x1b[?1049l")[2].decode()
     assert re.search(r"RuntimeError: \S*unforeseen", after)

@@ -71,7 +71,7 @@ def arrange(
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     free = _free_of_all(world, may_take)
     place = Place(slowest(speeds), min(free) if free else None)
-    settled = settle(Workload(job, world.size, shape, name, is_connected=True), place)
+    settled = settle(Workload(job, world.size, shape, name), place)
     room = _room(settled, free)
     shares = _shares(settled, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()

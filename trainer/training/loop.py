@@ -253,9 +253,7 @@ class Trainer:
         if resumed and resumed.best and resumed.held_out == self.data.held_out_key():
             self._saving.best = resumed.best
         self._exporter = Exporter(self.output, origins, self.recipe_of, self.report)
-        work = Workload(
-            self._job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens), is_connected=True
-        )
+        work = Workload(self._job, parallel.world_size, DataShape(source.d_in, source.d_out, source.n_tokens))
         n_bytes = reserved_bytes(last_bytes(work), 1 + len(work.members))
         self._reserve = Reserve(checkpoints / RESERVE, n_bytes if parallel.is_main else 0)
 

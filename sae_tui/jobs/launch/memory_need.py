@@ -92,7 +92,7 @@ def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: It
         # The size of a process says nothing of a card.
         return look
     past_peak = measured_peak(job, data, look.devices, look.mode, "cuda", past)
-    took = Took(past_peak.job_id, past_peak.peak_bytes + look.fullest.context) if past_peak else None
+    took = Took(past_peak.job_id, past_peak.peak_bytes + memory.CUDA_CONTEXT_BYTES) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 
 

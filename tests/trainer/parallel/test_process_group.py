@@ -43,8 +43,11 @@ def test_ranks_on_gpus_are_connected_by_the_card_that_is_theirs(
     monkeypatch.setattr(dist, "init_process_group", lambda backend, device_id, **_: by.append((backend, device_id)))
     monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
     monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    opened: list[torch.device] = []
+    monkeypatch.setattr(process_group, "open_connections", lambda _group, _store, device, *_: opened.append(device))
     process_group.join(device, 1, 2, tmp_path / "rendezvous")
     assert by == [joined]
+    assert opened == ([] if device == CPU else [device])
 
 
 def test_every_group_of_ranks_waits_as_long_as_a_save_may_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,11 +163,6 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
     return Speeds(reached * tflops * 1e12 * _SLOWER[precision], reached * gigabytes * 1e9, bus, _LATENCY_S)
 
 
-def has_nvlink(device: str) -> bool:
-    """Tell whether GPUs of this name are usually connected by NVLink or XGMI."""
-    return any(name in device and nvlink for name, (_, _, nvlink) in _PUBLISHED.items())
-
-
 def slowest(names: Iterable[str]) -> str:
     """Return the slowest of these card names by published figures: the one that the others wait for."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)

@@ -6,24 +6,18 @@ which the tests compare it.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
 
 from trainer.contract.planning import activation_memory, recorded_steps
-from trainer.contract.planning.hardware import has_nvlink
 from trainer.contract.planning.rows_on_gpu import bytes_of_rows
-from trainer.contract.planning.workload import ONE_PROCESS, Workload
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae, Train
 
 # The CUDA context with the kernels that are loaded.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# What NCCL takes of each GPU, by the number of GPUs n: n times the first for sums and n - 1 times the second for what
-# pairs of ranks exchange, with NVLink (https://github.com/NVIDIA/nccl/issues/1685: 1.06 GB on eight H100 at first, and
-# 4.34 GB with an all-to-all), and the third in all without it.
-_NCCL_SUMS, _NCCL_PAIRS, _NCCL_BY_PCIE = 0.14e9, 0.46e9, 300_000_000
 # A process on the CPU with Python, PyTorch and what else it loads, before any tensor (PyTorch 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
 # What the allocator holds beyond a step's tensors, with segments that grow: holes between those that last, and what is
@@ -116,7 +110,7 @@ def _estimate_of(work: Workload, saes: list[JobConfig], *, is_compiled: bool) ->
         activations=peak - sum(weights) - communication + beside + source.activations,
         communication=communication,
         slack=_of_allocator(taken) + beside_steps if on_cuda else 0,
-        context=context_bytes(work.device) + nccl_bytes(work),
+        context=context_bytes(work.device),
     )
 
 
@@ -162,17 +156,6 @@ def of_reader(work: Workload) -> Memory | None:
 def context_bytes(device: str) -> int:
     """Return a rank's bytes before any tensor: its CUDA context on a GPU, the process itself on the CPU."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
-
-
-def nccl_bytes(work: Workload) -> int:
-    """Return the bytes of each GPU that connections between the ranks of a host will take.
-
-    One process with several GPUs copies between them without NCCL.
-    """
-    here = math.ceil(work.ranks / work.job.launch.nodes)
-    if work.is_connected or work.ranks == 1 or work.device == "cpu" or work.mode in ONE_PROCESS:
-        return 0
-    return round(_NCCL_SUMS * here + _NCCL_PAIRS * (here - 1)) if has_nvlink(work.device_name) else _NCCL_BY_PCIE
 
 
 def _sharing_steps(work: Workload, train: Train) -> int:

@@ -193,14 +193,10 @@ def with_model_gpus(job: JobConfig, devices: int, model_gpus: int) -> JobConfig:
 
 
 class Workload(Layout, frozen=True, dict=True):
-    """A job on `ranks` devices called `device_name`, on data of this shape; "" is an ordinary GPU.
-
-    `is_connected`: the memory of NCCL's connections is taken already, and not part of what the job needs.
-    """
+    """A job on `ranks` devices called `device_name`, on data of this shape; "" is an ordinary GPU."""
 
     shape: DataShape
     device_name: str = ""
-    is_connected: bool = False
 
     @property
     def device(self) -> str:
