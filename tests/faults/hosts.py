@@ -11,6 +11,7 @@ from faults.real_host import RealHost, require_nothing_left, require_order
 from faults.real_job import boxed
 from jobs.conftest import Box, wait_for
 
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
 from trainer.contract.store.states import JobState
 
 ENDLESS, QUICK = "steps=100000 save=5", "steps=20"
@@ -155,8 +156,10 @@ def _place(box: Box, job_id: int) -> tuple[object, ...]:
 
 def _go_on(host: RealHost, job_id: int, step: int) -> None:
     """Resume a job that had got to a step at least; require that it continues from its last checkpoint."""
-    host.run("resume", job_id, "--set", f"train.n_steps={step + 50}")
+    saved = read_state(newest_first(host.box.data.run(job_id).checkpoints)[0]).position.step
+    total = max(step, saved) + 50  # the step of the job's row is some seconds old
+    host.run("resume", job_id, "--set", f"train.n_steps={total}")
     host.box.wait_ended(job_id)
     first, last = map(int, re.findall(r"made the steps (\d+) to (\d+)", host.log(job_id))[-1])
     assert first > step - 5, f"it was at step {step} and went on at {first}"
-    assert last == step + 50
+    assert last == total
