@@ -160,6 +160,7 @@ def _go_on(host: RealHost, job_id: int, step: int) -> None:
     total = max(step, saved) + 50  # the step of the job's row is some seconds old
     host.run("resume", job_id, "--set", f"train.n_steps={total}")
     host.box.wait_ended(job_id)
+    host.require(JobState.FINISHED, job_id)
     first, last = map(int, re.findall(r"made the steps (\d+) to (\d+)", host.log(job_id))[-1])
     assert first > step - 5, f"it was at step {step} and went on at {first}"
     assert last == total
