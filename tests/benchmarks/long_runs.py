@@ -135,7 +135,61 @@ def main() -> None:
     results = options.paths[-1]
     if len(options.paths) == 2:
         fill(options.paths[0], results, options)
-    print(table([json.loads(line) for line in results.read_text().splitlines()]))
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    if options.svg:
+        options.svg.write_text(curves(found))
+    print(table(found))
+
+
+COLOURS = dict(zip(RECIPES, ("#1a7f37", "#cf222e", "#bf8700", "#8250df", "#57606a"), strict=True))
+WIDTH, HEIGHT, LEFT, BOTTOM, FVUS = 360, 260, 48, 36, (0.125, 0.19)
+
+
+def curves(results: list[dict[str, Any]]) -> str:
+    """Return an SVG of the FVU by length: a panel for each hook with 1,536 latents, a curve for each recipe."""
+    hooks, parts = sorted({one["hook"] for one in results}, reverse=True), []
+    for column, hook in enumerate(hooks):
+        left = column * WIDTH
+        parts.append(text(left + LEFT, 16, f"{hook}, 1,536 latents: held-out FVU by steps"))
+        for fvu in (0.13, 0.15, 0.17, 0.19):
+            parts += [text(left + 8, height_of(fvu) + 4, f"{fvu:.2f}"), rule(left, height_of(fvu))]
+        for steps in (2000, 10_000, 50_000):
+            parts.append(text(left + place_of(steps) - 16, HEIGHT - 14, f"{steps:,}"))
+        for number, recipe in enumerate(RECIPES):
+            points: dict[int, list[float]] = {}
+            for one in results:
+                if (one["hook"], one["d_sae"], one["recipe"]) == (hook, 1536, recipe):
+                    points.setdefault(one["steps"], []).append(one["fvu"])
+            path = [
+                f"{left + place_of(steps):.1f},{height_of(sum(fvus) / len(fvus)):.1f}"
+                for steps, fvus in sorted(points.items())
+            ]
+            style = f'fill="none" stroke="{COLOURS[recipe]}" stroke-width="2"'
+            parts.append(f'<polyline points="{" ".join(path)}" {style}/>')
+            parts += [
+                f'<circle cx="{x}" cy="{y}" r="3" fill="{COLOURS[recipe]}"/>'
+                for x, y in (one.split(",") for one in path)
+            ]
+            parts.append(text(left + WIDTH - 60, 40 + 16 * number, recipe, COLOURS[recipe]))
+    size = f'width="{WIDTH * len(hooks)}" height="{HEIGHT}"'
+    ground = '<rect width="100%" height="100%" fill="white"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', ground, *parts, "</svg>"]) + "\n"
+
+
+def place_of(steps: int) -> float:
+    return LEFT + 12 + (WIDTH - LEFT - 80) * math.log(steps / 2000) / math.log(25)
+
+
+def height_of(fvu: float) -> float:
+    return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 28) * (fvu - FVUS[0]) / (FVUS[1] - FVUS[0])
+
+
+def text(x: float, y: float, words: str, colour: str = "#24292f") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-family="sans-serif" font-size="12" fill="{colour}">{words}</text>'
+
+
+def rule(left: int, y: float) -> str:
+    return f'<line x1="{left + LEFT}" y1="{y:.1f}" x2="{left + WIDTH - 70}" y2="{y:.1f}" stroke="#d0d7de"/>'
 
 
 def fill(folder: Path, results: Path, options: argparse.Namespace) -> None:
@@ -186,6 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--svg", type=Path, help="a file for the curves")
     return parser.parse_args()
 
 
