@@ -21,7 +21,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def hung_mount(folder: Path) -> Iterator[threading.Event]:
     """Mount it at a new folder; yield what is set once a process waits for an answer. Processes end when it is left.
 
-    The kernel interrupts no request that has been read, whatever signal comes: state D. The test is skipped where
+    Once a request has been read, no signal interrupts it: state D. The test is skipped where
     nothing may be mounted.
     """
     folder.mkdir()

@@ -41,11 +41,11 @@ def main(folder: Path, n_ranks: int, fault: str) -> None:
     """Open the connections and write what became of it: pid, whether staged, and the environment."""
     rank, opening.LIMIT_S = int(os.environ["RANK"]), 60.0 if staging.is_staged() else 3.0
 
-    def tell(**told: object) -> None:
-        (folder / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), **told}))
+    def report(**found: object) -> None:
+        (folder / f"rank{rank}.json").write_text(json.dumps({"pid": os.getpid(), **found}))
 
     def give_up(reason: str) -> None:
-        tell(error=reason)
+        report(error=reason)
         os._exit(1)
 
     store: dist.Store = dist.FileStore(str(folder / "rendezvous"), n_ranks)
@@ -59,7 +59,7 @@ def main(folder: Path, n_ranks: int, fault: str) -> None:
     )
     if staging.is_staged() and rank == 0:
         staging.remember(folder / "box.json")
-    tell(staged=staging.is_staged(), variable=os.environ.get("NCCL_P2P_DISABLE"))
+    report(staged=staging.is_staged(), variable=os.environ.get("NCCL_P2P_DISABLE"))
 
 
 if __name__ == "__main__":

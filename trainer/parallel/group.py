@@ -25,7 +25,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 LOST, FAILED = "the connection to another rank was lost", "an exchange with other ranks failed"
-# Of NCCL's errors those that another rank or the network has caused.
+# Errors of NCCL that another rank or the network has caused.
 _OF_PEERS = r"remote process|system error"
 
 

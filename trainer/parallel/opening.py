@@ -34,7 +34,7 @@ def open_connections(
     try:
         if not _exchange(group, device):
             _verdict(store, HANGS)
-        # No rank goes on before all are through, and then all do or none.
+        # No rank continues before all are through, and then all do or none.
         _meet(group, store, "through", timedelta(seconds=2 * LIMIT_S))
         if _verdict(store, OPENED) == HANGS:
             on_hang()
@@ -55,7 +55,7 @@ def _meet(group: Group, store: dist.Store, place: str, patience: timedelta) -> N
 
 
 def _exchange(group: Group, device: torch.device) -> bool:
-    """Tell whether every kind of exchange brings the values that were sent."""
+    """Return whether every kind of exchange brings the values that were sent."""
     n = group.size
     own = torch.full((n,), float(group.index), device=device)
     of_all = torch.arange(n, device=device, dtype=torch.float32)

@@ -19,14 +19,14 @@ def agree(
     *,
     compiles: bool,
     begin: Callable[[int, int], object],
-    tell: Callable[[str], object],
+    report: Callable[[str], object],
 ) -> None:
-    """Try all kernels on all ranks, first on those that `compiles`; withhold what does not work on every rank.
+    """Try all kernels on all ranks, first where `compiles` is true; withhold what does not work on every rank.
 
     Ranks that compiled at the same time would each take a minute of the host's cores and write the same files. A rank
     without a kernel is several times slower, and all others wait for it; without ZeRO its replica would also round
-    differently. `begin` gets the number of each module and how many there are; `tell` gets a sentence for each that
-    not every rank can use.
+    differently. `begin` gets the number of each module and how many there are; `report` gets a sentence for each
+    cause, with what it concerns.
     """
     if compiles:
         try_all(device, dtype, begin)
@@ -34,8 +34,11 @@ def agree(
     group.gather(torch.zeros(1, device=device)).cpu()
     failures = try_all(device, dtype, begin)
     of_all = [json.loads(failed) for failed in gather_bytes(group, json.dumps(failures).encode(), device)]
+    causes: dict[str, list[str]] = {}
     for name in sorted(set().union(*of_all)):
         ranks = [rank for rank, failed in enumerate(of_all) if name in failed]
         where = "" if len(ranks) == group.size else f" on rank{'s'[: len(ranks) > 1]} {join_words([*map(str, ranks)])}"
-        tell(f"{MODULES[name].purpose} go without Triton, which is slower: it fails{where} ({of_all[ranks[0]][name]})")
+        causes.setdefault(f"it fails{where} ({of_all[ranks[0]][name]})", []).append(MODULES[name].purpose)
+    for cause, purposes in causes.items():
+        report(f"{join_words(purposes)} go without Triton, which is slower: {cause}")
     withhold(set().union(*of_all))

@@ -213,7 +213,7 @@ def _run(
         )
         on_met()
         if staging.is_staged():
-            _tell_staged(spec, progress)
+            _report_staged(spec, progress)
         return _train_with(world, spec, job, paths, progress, stop, finish, model_devices(spec, _local_rank()))
 
     def of_thread(group: Threads) -> bool:
@@ -303,7 +303,7 @@ def _compile(world: World, spec: RankSpec, job: JobConfig, progress: Progress) -
         NARROW.get(job.train.precision, torch.float32),
         compiles=(world.group.index if spec.as_one_process else _local_rank()) == 0,
         begin=begin,
-        tell=lambda words: progress.event("kernels", words, "warning"),
+        report=lambda words: progress.event("kernels", words, "warning"),
     )
 
 
@@ -318,7 +318,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
         rank_log.say(f"plan: {plan.sentence()}")
 
 
-def _tell_staged(spec: RankSpec, progress: Progress) -> None:
+def _report_staged(spec: RankSpec, progress: Progress) -> None:
     """Report transfers through the host's memory; record them where later jobs will read it."""
     # Nodes of a cluster only know the file of the host that submitted the job.
     if spec.by_files or not spec.box_file:

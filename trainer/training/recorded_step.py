@@ -113,9 +113,9 @@ class RecordedSteps:
         learner: Learner,
         tape: Callable[[], Tape],
         outliers: Outliers | None = None,
-        tell: Callable[[str], None] = warnings.warn,
+        report: Callable[[str], None] = warnings.warn,
     ) -> None:
-        self._learner, self._new_tape, self._outliers, self._tell = learner, tape, outliers, tell
+        self._learner, self._new_tape, self._outliers, self._report = learner, tape, outliers, report
         self._decided: _Decided | None = None
         self._n_alike = self._n_recorded = 0
         self._recording: _Recording | None = None
@@ -161,7 +161,7 @@ class RecordedSteps:
                 if self._n_failed < MOST_FAILURES
                 else "no further attempt follows"
             )
-            self._tell(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
+            self._report(f"steps could not be recorded on this GPU, and take longer ({again}): {first_line(error)}")
             return
         self._n_recorded += 1
         self._recording = _Recording(tape, own_x, own_y, self._lasting())
@@ -195,16 +195,16 @@ def recorded(
     job: JobConfig,
     parallel: Parallel,
     outliers: Outliers | None = None,
-    tell: Callable[[str], None] = warnings.warn,
+    report: Callable[[str], None] = warnings.warn,
 ) -> RecordedSteps | None:
     """Return what records a learner's steps, and replaces outliers, where that is possible and faster; else None.
 
-    `tell` gets a sentence when a recording fails.
+    `report` gets a sentence when a recording fails.
     """
     sae, layout = learner.sae, Layout(job, parallel.world_size)
     may = parallel.device.type == "cuda" and learner.steps_by_rows
     pays = may and recorded_steps.pays(layout, sae.d_in, sae.d_out, precision=learner.precision)
-    return RecordedSteps(learner, CudaTape, outliers, tell) if pays else None
+    return RecordedSteps(learner, CudaTape, outliers, report) if pays else None
 
 
 def _shapes(x: Tensor, y: Tensor) -> tuple[Any, ...]:

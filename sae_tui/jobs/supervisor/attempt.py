@@ -85,7 +85,7 @@ class OneAttempt:
         try:
             outcome = self._outcome(attempt, self._watch(attempt, meter))
             if recording and outcome.ending.state == JobState.FAILED:
-                self._tell_faults(recording, outcome.ending.error)
+                self._record_faults(recording, outcome.ending.error)
         except Exception:
             self._let_save(attempt)
             raise
@@ -96,7 +96,7 @@ class OneAttempt:
             meter.end()
         return outcome
 
-    def _tell_faults(self, recording: Recording, error: str | None) -> None:
+    def _record_faults(self, recording: Recording, error: str | None) -> None:
         """Record what the driver says of the GPUs where a GPU is the likely cause."""
         from sae_tui.jobs.known_failures import remedy
 

@@ -26,25 +26,25 @@ def test_one_rank_of_each_host_compiles_first_and_what_one_rank_lacks_none_uses(
         return FAILURES[rank]
 
     def agree(group: Threads) -> list[str]:
-        told: list[str] = []
+        sentences: list[str] = []
         same_kernels.agree(
             group,
             torch.device("cpu"),
             torch.bfloat16,
             compiles=group.index == 0,
             begin=lambda number, n_modules: group.index,
-            tell=told.append,
+            report=sentences.append,
         )
-        return told
+        return sentences
 
     monkeypatch.setattr(same_kernels, "try_all", try_all)
     monkeypatch.setattr(same_kernels, "withhold", lambda names: withheld.append(set(names)))
-    told = on_all(3, agree, timeout_s=60)
+    reported = on_all(3, agree, timeout_s=60)
     assert tried[0] == 0
     assert sorted(tried) == [0, 0, 1, 2]
     assert withheld == [{SPARSE, SCALE}] * 3
-    sentences = [
+    expected = [
         "sparse products go without Triton, which is slower: it fails on rank 1 (cache gone)",
         "scales of gradients go without Triton, which is slower: it fails (no fp8)",
     ]
-    assert told == [sentences] * 3
+    assert reported == [expected] * 3

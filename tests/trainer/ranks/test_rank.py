@@ -339,7 +339,7 @@ def test_a_rank_that_torchrun_or_slurm_gave_a_slice_says_so_before_it_looks_for_
     ("n_visible", "rank", "spec", "index"),
     [
         (8, 3, {}, 3),
-        # srun --gpus-per-task=1 shows each rank one GPU, whatever number SLURM_LOCALID is.
+        # srun --gpus-per-task=1 shows each rank one GPU, for any SLURM_LOCALID.
         (1, 3, {"by_files": True}, 0),
         (1, 3, {"on_one_host": False}, 0),
         (1, 0, {"gpu_uuids": ("GPU-1",)}, 0),

@@ -250,7 +250,7 @@ def test_a_failed_recording_is_reported_and_tried_again_later_a_few_times(
             super().record(work)
 
     run = Run({}, {})
-    steps = RecordedSteps(run.recorded, Broken, tell=reported.append)
+    steps = RecordedSteps(run.recorded, Broken, report=reported.append)
     run.recorded.whole_steps = steps
     run.take(4)
     assert all(words.endswith(": no graph here") for words in reported)

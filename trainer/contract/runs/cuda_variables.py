@@ -18,8 +18,8 @@ _WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _GROWING = "expandable_segments:True"
 
-# Compiled kernels. By default they are in the home folder, often on a network file system, where ranks that compile at
-# the same time take files from under each other: that rank then goes on without kernels, several times slower.
+# Compiled kernels. By default they are in the home folder, often on a network file system. Ranks that compile there at
+# the same time remove each other's files; such a rank then trains without kernels, several times slower.
 _CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 _LOCAL = Path("/var/tmp")
 

@@ -109,7 +109,7 @@ class ChildRank(RankEnd):
     @property
     def was_killed(self) -> bool:
         """Whether somebody else killed it with SIGKILL: a rank that fails because of others never ends in that way."""
-        return self.code == -signal.SIGKILL and not self.ended_by_us
+        return self.code == -signal.SIGKILL and not self.ended_by_us and not self.hangs
 
     def failed_at(self) -> float:
         """Return when it recorded its error, else when it ended; a killed rank counts as `NOTICED_WITHIN_S` earlier.
