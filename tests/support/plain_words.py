@@ -1,0 +1,121 @@
+"""Counts words that plain technical English avoids: `PYTHONPATH=tests python -m support.plain_words PATH…`.
+
+Prose is what people read: docstrings, comments, messages (literals of several words) and Markdown outside code.
+"""
+
+import argparse
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+# One regular expression per habit. A hit is not always wrong; the limit of `make check` leaves room for those.
+MARKERS = (
+    r"told|tells?|telling",
+    r"nobody|everybody|somebody|anybody|whoever|whomever",
+    r"anew",
+    r"beside",
+    r"of (?:which|whom|whose)|by which|for which|from which|to which|with which|out of which",
+    r"so many|so much|as many as|as much as",
+    r"those (?:of|that|who|which|in|on|with)",
+    r"by itself|of its own|of their own|of one's own",
+    r"what (?:is|was|has|it|they|a|an|the) [a-z]+ (?:of|by|from|for|to|with|in|on)",
+    r"in line(?! with)",
+    r"cards?(?! (?:layout|view))",
+    r"knobs?",
+    r"in the way of",
+    r"of late|at once by",
+    r"is said|are said|be said|said of",
+    r"must have been|is to be|are to be|was to be",
+    r"hardly|whilst|wherein|whereof|thereof|therein|hence",
+    r"strangers?",
+)
+# A report card is a standard term.
+ALLOWED = re.compile(r"(?:report|model|hub|dataset|sae)[ -]cards?", re.IGNORECASE)
+MARKER = re.compile("|".join(rf"\b(?:{marker})\b" for marker in MARKERS), re.IGNORECASE)
+WORD = re.compile(r"[A-Za-z][A-Za-z'’-]*")
+CODE = re.compile(r"```.*?```|`[^`\n]*`|https?://\S+", re.DOTALL)
+
+
+class Passage(NamedTuple):
+    """A piece of prose, and the line that it begins in."""
+
+    line: int
+    text: str
+
+
+def passages(path: Path) -> Iterator[Passage]:
+    """Yield the prose of a Python or Markdown file."""
+    source = path.read_text()
+    if path.suffix == ".py":
+        yield from _comments(source)
+        yield from _literals(source)
+    else:
+        yield Passage(1, re.sub(r"<!--.*?-->", "", source, flags=re.DOTALL))
+
+
+def _comments(source: str) -> Iterator[Passage]:
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield Passage(token.start[0], token.string.lstrip("# "))
+
+
+def _literals(source: str) -> Iterator[Passage]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value.split()) >= 3:
+            yield Passage(node.lineno, node.value)
+
+
+def hits(passage: Passage) -> Iterator[str]:
+    """Yield each marker of a passage."""
+    prose = ALLOWED.sub(" ", CODE.sub(" ", passage.text))
+    yield from (found.group().lower() for found in MARKER.finditer(prose))
+
+
+def n_words(passage: Passage) -> int:
+    """Return the number of words of a passage."""
+    return len(WORD.findall(CODE.sub(" ", passage.text)))
+
+
+def per_10_000(paths: list[Path]) -> float:
+    """Return the number of markers per 10,000 words of prose."""
+    pieces = [passage for path in paths for passage in passages(path)]
+    return 1e4 * sum(len(list(hits(piece))) for piece in pieces) / max(1, sum(map(n_words, pieces)))
+
+
+def files(path: Path) -> list[Path]:
+    """Return the Python and Markdown files of a file or folder, hidden and built ones excluded."""
+    if path.is_file():
+        return [path]
+    return sorted(
+        found
+        for found in path.rglob("*")
+        if found.suffix in (".py", ".md") and not any(part.startswith((".", "build")) for part in found.parts)
+    )
+
+
+def main() -> None:
+    """Print the rate of each path, its most common markers, and with --lines every hit."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--lines", action="store_true", help="print every hit with its line")
+    args = parser.parse_args()
+    for path in args.paths:
+        found = Counter[str]()
+        for file in files(path):
+            for passage in passages(file):
+                for hit in hits(passage):
+                    found[hit] += 1
+                    if args.lines:
+                        sys.stdout.write(f"{file}:{passage.line}: {hit}\n")
+        common = ", ".join(f"{hit} {count}" for hit, count in found.most_common(8))
+        sys.stdout.write(f"{per_10_000(files(path)):6.1f} per 10,000 words  {path}  ({common})\n")
+
+
+if __name__ == "__main__":
+    main()
