@@ -95,7 +95,8 @@ def files(path: Path) -> list[Path]:
     return sorted(
         found
         for found in path.rglob("*")
-        if found.suffix in (".py", ".md") and not any(part.startswith((".", "build")) for part in found.parts)
+        if found.suffix in (".py", ".md")
+        and not any(part.startswith((".", "build")) for part in found.relative_to(path).parts)
     )
 
 
