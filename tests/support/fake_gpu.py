@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -56,9 +56,19 @@ class Unread:
         return (False,) * len(total)
 
 
-def one_of_ranks(n_data: int, n_latents: int) -> tuple[Parallel, dict[str, Any]]:
-    """Return one of so many ranks that have tokens of their own, or share the latents, and its job's settings."""
-    data, latents, world = (Elsewhere(n) if n > 1 else None for n in (n_data, n_latents, n_data * n_latents))
+def one_of_ranks(
+    n_data: int, n_latents: int, group: Callable[[str, int], Group] = lambda _, size: Elsewhere(size)
+) -> tuple[Parallel, dict[str, Any]]:
+    """Return one of so many ranks that have tokens of their own, or share the latents, and its job's settings.
+
+    `group` makes a group from its name and size.
+    """
+    n_ranks = n_data * n_latents
+    world = group("world", n_ranks) if n_ranks > 1 else None
+    data, latents = (
+        world if size == n_ranks else group(name, size) if size > 1 else None
+        for name, size in (("data", n_data), ("latents", n_latents))
+    )
     ranks = Parallel(DEVICE, data=data, latents=latents, world=world)
     ranks.__dict__["_wishes"] = Unread()
     if n_data > 1 and n_latents > 1:

@@ -100,12 +100,31 @@ class Op:
         return dict(self.arguments)[name]
 
 
+@dataclass
+class Exchange:
+    """A collective of `kind` over `group`: bytes that a rank sends by type, and the function that asks for it.
+
+    It begins before the operation number `begins` of its step, and operations from number `ends` on wait for it.
+    """
+
+    group: str
+    kind: str
+    sent: dict[torch.dtype, int]
+    at: str
+    begins: int
+    ends: int | None = None
+
+
 @dataclass(frozen=True)
 class Step:
-    """A step's operations: those of its passes forward and backward with the metrics, and those of its update."""
+    """A step's operations: those of its passes forward and backward with the metrics, and those of its update.
+
+    `exchanges` has the collectives of groups that write to the step's log, in order.
+    """
 
     passes: tuple[Op, ...]
     update: tuple[Op, ...]
+    exchanges: tuple[Exchange, ...] = ()
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -123,6 +142,7 @@ class OpLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
+        self.exchanges: list[Exchange] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.split("::")[1]
@@ -189,18 +209,24 @@ class OpLog(TorchDispatchMode):
 
 
 def recorded_step(
-    job: JobConfig, d_in: int, *, dead: bool = False, dense: bool = False, parallel: Parallel | None = None
+    job: JobConfig,
+    d_in: int,
+    *,
+    dead: bool = False,
+    dense: bool = False,
+    parallel: Parallel | None = None,
+    log: OpLog | None = None,
 ) -> Step:
     """Return the operations of a late step of a job on one GPU; of several ranks, which are `parallel`, it is one.
 
-    With `dead` latents there may be dead ones. Of a penalised SAE k per token are above the bound; or, where it is to
-    be `dense`, so many that only dense products will do.
+    The groups of `parallel` may write to `log`. With `dead` latents there may be dead ones. Of a penalised SAE k per
+    token are above the bound; or, where it is to be `dense`, so many that only dense products will do.
     """
     ranks, layout = parallel or Parallel(DEVICE), Layout(job, 1)
     n_tokens = layout.micro_batch
     above = job.sae.knobs.n_active * n_tokens // ranks.latents.size
     with fake_gpu(None if dense else above):
-        log = OpLog()
+        log = log or OpLog()
         with log.kernels():
             learner = Learner(job, d_in, None, ranks)
         x = torch.empty(n_tokens, d_in, device=DEVICE)
@@ -208,6 +234,7 @@ def recorded_step(
             if dead:
                 learner.sae._longest_silence = 10**12
             log.ops.clear()
+            log.exchanges.clear()
             with log.kernels(), log.questions(), log:
                 learner.begin_step(number)
                 for _ in range(layout.micro_batches):
@@ -215,7 +242,7 @@ def recorded_step(
                 n_of_passes = len(log.ops)
                 ranks.sum_step_([learner.tensors_to_exchange()], (False,))
                 learner.update()
-    return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]))
+    return Step(tuple(log.ops[:n_of_passes]), tuple(log.ops[n_of_passes:]), tuple(log.exchanges))
 
 
 def _noted_number(of_step: list[ToldNumber], log: list[Op]) -> type[ToldNumber]:

@@ -1,0 +1,260 @@
+"""A table of what ranks on GPUs exchange in a step, kept with the code so that a review sees a change.
+
+PYTHONPATH=tests python -m support.exchange_table > tests/trainer/exchange_of_a_step.csv
+
+The numbers come from the code of `Ranks`, run on tensors without memory. With `--times` it prints modelled times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+from support.fake_gpu import job_of, one_of_ranks
+from support.roofline import cost
+from support.step_ops import Exchange, Op, OpLog, Step, recorded_step
+from torch import Tensor
+
+from trainer.parallel import group as groups
+from trainer.parallel.group import Processes, Ranks
+from trainer.parallel.waiting import HostWaiting
+
+# Shapes A and B of `tests/benchmarks/gpu_step.py`, with 4,096 tokens for each rank.
+SHAPES = {"A": ({"d_sae": 65536, "k": 64}, 2304), "B": ({"d_sae": 24576, "k": 32}, 768)}
+TOKENS = 4096
+CASES = ("no dead", "auxk")
+COLUMNS = "mode,ranks,shape,case,asked for by,over,collective,type,times,MB that a rank sends"
+# Bytes/s that a GPU sends over NVLink, and seconds that a collective takes at least.
+LINK, LATENCY = 360e9, 15e-6
+_TRAINER = f"{Path(groups.__file__).parents[1]}/"
+
+
+class Mode(NamedTuple):
+    """A parallel mode: how many ranks have different tokens, how many share latents, and other settings."""
+
+    name: str
+    n_data: int
+    n_latents: int
+    settings: dict[str, Any] = {}
+
+    @property
+    def ranks(self) -> int:
+        return self.n_data * self.n_latents
+
+
+MODES = (
+    *(Mode("ddp", n, 1) for n in (2, 4, 8)),
+    Mode("ddp with bf16 gradients", 8, 1, {"gradients": "bf16"}),
+    *(Mode("tensor", 1, n) for n in (2, 4, 8)),
+    Mode("hybrid of 2", 2, 2),
+    Mode("hybrid of 4", 2, 4),
+)
+
+
+class CountedRanks(Ranks):
+    """One rank of a group whose collectives write to a log and do nothing else."""
+
+    def __init__(self, name: str, size: int, log: OpLog) -> None:
+        Processes.__init__(self, size, 0, HostWaiting())
+        self._group: Any = self
+        self.name, self._log = name, log
+        self._together: Exchange | None = None
+
+    def note(self, kind: str, tensor: Tensor, share: float, *, async_op: bool = False) -> _Transfer | None:
+        """Write down a collective in which a rank sends this share of a tensor."""
+        number = len(self._log.ops)
+        one = self._together or Exchange(self.name, kind, {}, _asker(), number)
+        one.sent[tensor.dtype] = one.sent.get(tensor.dtype, 0) + round(share * tensor.nbytes)
+        if one is not self._together:
+            self._log.exchanges.append(one)
+            if not async_op:
+                one.ends = number
+        one.kind = kind
+        return _Transfer(one, self._log) if async_op else None
+
+    @contextlib.contextmanager
+    def together(self, *, async_ops: bool) -> Iterator[_Transfer]:
+        """Write down all collectives within the context as one."""
+        self._together = Exchange(self.name, "", {}, _asker(), len(self._log.ops))
+        try:
+            yield _Transfer(self._together, self._log)
+        finally:
+            one, self._together = self._together, None
+        self._log.exchanges.append(one)
+        if not async_ops:
+            one.ends = one.begins
+
+
+class _Transfer(NamedTuple):
+    exchange: Exchange
+    log: OpLog
+
+    def wait(self) -> None:
+        if self.exchange.ends is None:
+            self.exchange.ends = len(self.log.ops)
+
+
+def _asker() -> str:
+    """Return the innermost function of the trainer that asks a group for something, as "saes/topk.py TopK.score"."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name, function = frame.f_code.co_filename, frame.f_code.co_qualname
+        if name.startswith(_TRAINER) and (name != groups.__file__ or function.startswith("_PartSummed")):
+            return f"{name.removeprefix(_TRAINER)} {function}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "torch's autograd"
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[None]:
+    """Let the collectives of `torch.distributed` note what they would send."""
+
+    def rest(group: CountedRanks) -> float:
+        return (group.size - 1) / group.size
+
+    def all_reduce(tensor: Tensor, *, group: CountedRanks, async_op: bool = False) -> Any:
+        return group.note("sum", tensor, 2 * rest(group), async_op=async_op)
+
+    def reduce_scatter(own: Tensor, whole: Tensor, *, group: CountedRanks, async_op: bool = False) -> Any:
+        return group.note("sum of parts", whole, rest(group), async_op=async_op)
+
+    def all_gather(whole: Tensor, own: Tensor, *, group: CountedRanks, async_op: bool = False) -> Any:
+        return group.note("gather", own, group.size - 1, async_op=async_op)
+
+    def all_to_all(received: Tensor, sent: Tensor, *_: Any, group: CountedRanks, async_op: bool = False) -> Any:
+        return group.note("all to all", sent, rest(group), async_op=async_op)
+
+    def broadcast(tensor: Tensor, *, group: CountedRanks, group_src: int) -> None:
+        group.note("broadcast", tensor, 1)
+
+    def coalescing(group: CountedRanks, device: Any = None, async_ops: bool = False) -> Any:
+        return group.together(async_ops=async_ops)
+
+    replaced = [(dist, "all_reduce", all_reduce), (dist, "all_to_all_single", all_to_all)]
+    replaced += [(dist, "broadcast", broadcast), (groups, "_coalescing", coalescing)]
+    replaced += [(groups, "_reduce_scatter", reduce_scatter), (groups, "_all_gather", all_gather)]
+    with contextlib.ExitStack() as stack:
+        for target, name, function in replaced:
+            stack.enter_context(mock.patch.object(target, name, function))
+        yield
+
+
+def step_of(mode: Mode, shape: str, case: str) -> Step:
+    """Return a step of TopK in bf16 with the collectives that one of its ranks asks for."""
+    log = OpLog()
+    ranks, settings = one_of_ranks(mode.n_data, mode.n_latents, lambda name, size: CountedRanks(name, size, log))
+    ranks.sends_bf16 = mode.settings.get("gradients") == "bf16"
+    sae, d_in = SHAPES[shape]
+    train = {"precision": "bf16", "batch_size": TOKENS * mode.n_latents}
+    job = job_of(sae | {"architecture": "topk"}, train, settings | mode.settings)
+    with counted_collectives():
+        return recorded_step(job, d_in, dead=case == "auxk", parallel=ranks, log=log)
+
+
+def rows() -> Iterator[str]:
+    """Yield the table's lines, the names of its columns first."""
+    yield COLUMNS
+    for mode in MODES:
+        for shape in SHAPES:
+            for case in CASES:
+                # The sizes of others follow from these.
+                if mode.ranks == 8 or shape == "A":
+                    yield from rows_of(mode, shape, case)
+
+
+def rows_of(mode: Mode, shape: str, case: str) -> Iterator[str]:
+    """Yield the lines of one mode: one for all collectives that are alike, in the order of the first of each."""
+    listed = [
+        (one.at, one.group, one.kind, "+".join(str(dtype).removeprefix("torch.") for dtype in one.sent), _mb(one))
+        for one in step_of(mode, shape, case).exchanges
+    ]
+    for (*words, megabytes), times in Counter(listed).items():
+        yield ",".join(map(str, (mode.name, mode.ranks, shape, case, *words, times, megabytes)))
+
+
+def _mb(one: Exchange) -> float:
+    return round(sum(one.sent.values()) / 1e6, 3)
+
+
+class Times(NamedTuple):
+    """Seconds of a step, of its computation and of its transfers; the bytes that a rank sends, and its collectives."""
+
+    step_s: float
+    computing_s: float
+    transfers_s: float
+    n_bytes: int
+    n_exchanges: int
+
+
+def times_of(step: Step, sharing: int) -> Times:
+    """Place a step on a time line: transfers run one at a time, and operations wait for them where the trainer does."""
+    line = _TimeLine()
+    for number, op in enumerate(step.ops):
+        line.exchange(step, number)
+        line.compute(cost(_as_filled(op, sharing)).seconds)
+    line.exchange(step, len(step.ops))
+    n_bytes = sum(sum(one.sent.values()) for one in step.exchanges)
+    computing = sum(cost(_as_filled(op, sharing)).seconds for op in step.ops)
+    return Times(max(line.computed, line.sent), computing, line.transfers, n_bytes, len(step.exchanges))
+
+
+class _TimeLine:
+    """The seconds at which a GPU ends the operations and the transfers so far."""
+
+    def __init__(self) -> None:
+        self.computed = self.sent = self.transfers = 0.0
+        self._ends: dict[int, float] = {}
+
+    def exchange(self, step: Step, number: int) -> None:
+        """Begin the transfers that begin before an operation, and wait for each transfer that ends before it."""
+        for at, one in enumerate(step.exchanges):
+            if one.begins == number:
+                seconds = LATENCY + sum(one.sent.values()) / LINK
+                self.sent = max(self.sent, self.computed) + seconds
+                self.transfers += seconds
+                self._ends[at] = self.sent
+            if one.ends == number:
+                self.computed = max(self.computed, self._ends[at])
+
+    def compute(self, seconds: float) -> None:
+        self.computed += seconds
+
+
+def _as_filled(op: Op, sharing: int) -> Op:
+    """Return an operation with only the entries that count: about this rank's share of all."""
+    arguments = dict(op.arguments)
+    if arguments.get("n_filled") is None:
+        return op
+    n_filled = math.ceil(arguments["n_entries"] / sharing)
+    return dataclasses.replace(op, arguments=(*(arguments | {"n_entries": n_filled}).items(),))
+
+
+def print_times() -> None:
+    """Print the modelled times of all modes on 8 ranks, and of one GPU, as a table."""
+    print(
+        "| mode | shape | case | step ms | computing | transfers | exposed | MB | collectives |",
+        "|" + "---|" * 9,
+        sep="\n",
+    )
+    for mode in (Mode("one GPU", 1, 1), *(mode for mode in MODES if mode.ranks == 8)):
+        for shape in SHAPES:
+            for case in CASES:
+                one = times_of(step_of(mode, shape, case), mode.n_latents)
+                ms = [1e3 * s for s in (one.step_s, one.computing_s, one.transfers_s, one.step_s - one.computing_s)]
+                numbers = " | ".join(f"{number:.2f}" for number in ms)
+                print(f"| {mode.name} | {shape} | {case} | {numbers} | {one.n_bytes / 1e6:.0f} | {one.n_exchanges} |")
+
+
+if __name__ == "__main__":
+    if "--times" in sys.argv:
+        print_times()
+    else:
+        print(*rows(), sep="\n")

@@ -1,0 +1,68 @@
+"""What ranks exchange in a step, counted by running the code of their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.exchange_table import COLUMNS, LATENCY, LINK, CountedRanks, counted_collectives, rows, times_of
+from support.step_ops import Op, Operand, OpLog, Step
+
+TABLE = Path(__file__).with_name("exchange_of_a_step.csv")
+OF_8 = torch.zeros(16, 1000)
+# Megabytes that one of 8 ranks sends of a tensor of 64,000 bytes, by a ring: 7 parts of it, or twice as many.
+SENT = {
+    "sum": lambda ranks: ranks.sum_(OF_8),
+    "broadcast": lambda ranks: ranks.copy_from_first_([OF_8]),
+    "gather": lambda ranks: ranks.spread_parts_([OF_8]),
+    "all to all": lambda ranks: ranks.to_owners(OF_8),
+}
+EXPECTED = {"sum": 112_000, "broadcast": 64_000, "gather": 56_000, "all to all": 56_000}
+
+
+def test_a_step_exchanges_no_more_than_the_table_says() -> None:
+    now, before = list(rows()), TABLE.read_text().splitlines()
+    changed = [f"- {row}" for row in before if row not in now] + [f"+ {row}" for row in now if row not in before]
+    words = "if it is intended, renew the table (support/exchange_table.py)"
+    assert now == before, f"{words}: {COLUMNS}\n" + "\n".join(changed)
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_a_collective_counts_the_bytes_of_a_ring(kind: str) -> None:
+    log, ask = OpLog(), SENT[kind]
+    with counted_collectives():
+        ask(CountedRanks("world", 8, log))
+    (one,) = log.exchanges
+    assert (one.kind, one.sent) == (kind, {torch.float32: EXPECTED[kind]})
+
+
+def operation(n_bytes: int) -> Op:
+    operand = Operand((n_bytes,), (1,), torch.uint8, torch.device("cpu"))
+    return Op("mul", (operand,), (), "")
+
+
+def counted(work: Callable[[CountedRanks, OpLog], None]) -> Step:
+    log = OpLog()
+    with counted_collectives():
+        work(CountedRanks("world", 8, log), log)
+    return Step(tuple(log.ops), (), tuple(log.exchanges))
+
+
+def test_a_transfer_hides_behind_operations_before_its_wait() -> None:
+    tensor, work = torch.zeros(2**20), operation(2**32)
+    sum_s = LATENCY + 1.75 * tensor.nbytes / LINK
+
+    def hidden(ranks: CountedRanks, log: OpLog) -> None:
+        transfers = ranks.start_sums([tensor])
+        log.ops.append(work)
+        ranks.finish(transfers)
+
+    def exposed(ranks: CountedRanks, log: OpLog) -> None:
+        ranks.sum_(tensor)
+        log.ops.append(work)
+
+    first, second = times_of(counted(hidden), 1), times_of(counted(exposed), 1)
+    assert first.step_s == pytest.approx(first.computing_s)
+    assert second.step_s == pytest.approx(second.computing_s + sum_s)
