@@ -36,10 +36,8 @@ pictures: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.pictures pictures
 	PYTHONPATH=tests $(BIN)/python -m support.tour docs/tour.svg --keep pictures/tour
 
-# What answers in JSON look like, from their types; the tables of new stores, from all migration steps; and the manual
-# pages, from the parsers.
+# The tables of new stores, from all migration steps; and the manual pages, from the parsers.
 schemas: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m support.schemas
 	PYTHONPATH=tests $(BIN)/python -m support.new_stores
 
 man: $(VENV)/.dev

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 
-def test_schema_lists_all_and_prints_each_as_it_is_kept(shell) -> None:
+def test_schema_lists_all_and_prints_each(shell) -> None:
     names = shell.run("schema").stdout.splitlines()
     assert {"gpus", "trainer run", "error"} <= set(names)
     assert shell.json("schema") == {"commands": names}

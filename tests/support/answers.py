@@ -1,4 +1,4 @@
-"""Checks what a command has answered in JSON against the schema that is kept of it."""
+"""Checks what a command has answered in JSON against its schema."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
-from sae_tui.cli_commands.schema import ERROR, schema_files
+from sae_tui.cli_commands.schema import ERROR, schemas
 
 
 @functools.cache
 def validator(command: str) -> Draft202012Validator:
     """Return what checks the answers of a command, such as `gpus` or `trainer run`."""
-    schema = json.loads(schema_files()[command].read_text())
+    schema = schemas()[command]
     Draft202012Validator.check_schema(schema)
     return Draft202012Validator(schema)
 
@@ -29,7 +29,7 @@ def check_answer(command: str, answer: Any) -> None:
 
 def check_trainers_answer(answer: Any) -> None:
     """Require that an answer is as the schema of one of the trainer's commands says."""
-    commands = [name for name in schema_files() if name.startswith("trainer ")]
+    commands = [name for name in schemas() if name.startswith("trainer ")]
     faults = {name: best_match(validator(name).iter_errors(answer)) for name in commands}
     likeliest = {name: fault.message for name, fault in faults.items() if fault and "required" not in fault.message}
     assert None in faults.values(), likeliest or answer
@@ -46,5 +46,5 @@ def check_output(arguments: Sequence[object], stdout: str) -> None:
     if "--json" not in words or not stdout.strip():
         return
     answer = json.loads(stdout)
-    named = [word for word in words if word in schema_files()]
+    named = [word for word in words if word in schemas()]
     check_answer(ERROR if is_refusal(answer) else named[0], answer)

@@ -23,7 +23,7 @@ from textual.keys import format_key
 import sae_tui
 from sae_tui.cli_commands.parser import COMMAND_EXAMPLES
 from sae_tui.cli_commands.parser import make_parser as app_parser
-from sae_tui.cli_commands.schema import schema_files
+from sae_tui.cli_commands.schema import schemas
 from sae_tui.screens.help import _title as title_of_key
 from sae_tui.settings import Settings
 from trainer.contract.exits import Exit
@@ -298,8 +298,7 @@ def _answers() -> str:
         "# Answers in JSON",
         "What each command prints with `--json`, one level deep; `sae-tui schema COMMAND` has the whole JSON Schema.",
     ]
-    for name, file in schema_files().items():
-        schema = json.loads(file.read_text())
+    for name, schema in schemas().items():
         command, asked, rest = schema["title"].partition("--json")
         told = f"{_code(command + asked)}{rest}." if asked else f"{command}."
         parts += [f"## {name}", _plain(told)]

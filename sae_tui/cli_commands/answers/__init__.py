@@ -1,1 +1,1 @@
-"""What `sae-tui COMMAND --json` answers, as JSON Schemas: beside the modules lie the files that are made of them."""
+"""JSON Schemas of the answers of `sae-tui COMMAND --json`, built from types."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from sae_tui.cli_commands.answers import gpu_answers, job_answers
 from trainer.contract.answers.schema import Schema, fields, list_of, word
 from trainer.contract.answers.shared import answer
 
-FOLDER = Path(__file__).parent
 _SHELL = (word("bash", "zsh", "fish"), "Which shell.")
 _SCRIPT = fields("Script for a shell", {"shell": _SHELL, "script": (str, "What belongs into its start-up file.")})
 _INSTALLED = fields(

@@ -1,1 +1,1 @@
-"""What commands answer in JSON, as JSON Schemas: beside each module lie the files that are made of it."""
+"""JSON Schemas of the answers of `python -m trainer`, built from types."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trainer.contract.answers.schema import Schema, by_name, fields, list_of, or_null, typed, word
 from trainer.contract.answers.shared import HOW_FAR, IMPORT_CHECK, REFUSAL, answer, card, metrics
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.plan import Plan
 
-FOLDER = Path(__file__).parent
 _OUTPUT = (str, "Folder that was written, an absolute path.")
 _STATE = (word("finished", "stopped"), "How it ended; one that was stopped can go on.")
 _BYTES = {name: (int, "Bytes of this part.") for name in Memory.__struct_fields__} | {"total": (int, "Bytes in all.")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
@@ -15,7 +14,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def whole(title: str, schema: Schema) -> Schema:
-    """Return the schema of an answer, as a file has it."""
+    """Return the schema of an answer with its draft and title."""
     return {"$schema": DRAFT, "title": title} | {key: value for key, value in schema.items() if key != "title"}
 
 
@@ -80,13 +79,6 @@ def word(*words: str) -> Schema:
     return {"type": "string", "enum": list(words)}
 
 
-def file_name(command: str) -> str:
-    return f"{command}.json"
-
-
-def written(answers: Mapping[str, Schema], folder: Path) -> dict[Path, str]:
-    """Return the text of each answer's file in a folder, the same wherever it is made."""
-    return {
-        folder / file_name(command): msgspec.json.format(msgspec.json.encode(schema), indent=2).decode() + "\n"
-        for command, schema in answers.items()
-    }
+def as_text(schema: Schema) -> str:
+    """Return a schema as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(schema), indent=2).decode()
