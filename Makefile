@@ -110,7 +110,7 @@ COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock
   -c requirements/torch.txt pyproject.toml -
 lock: $(VENV)/.app
 	$(PIP) uv
-	$(COMPILE) --extra dev --extra docs --extra train --extra web -o requirements/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra prometheus --extra train --extra web -o requirements/dev.txt
 	$(COMPILE) --extra train -c requirements/dev.txt -o requirements/app.txt
 	$(COMPILE) -c requirements/app.txt -o requirements/watch.txt
 

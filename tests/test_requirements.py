@@ -26,7 +26,9 @@ def wanted(*extras: str) -> set[str]:
     return {re.match(r"[\w-]+", entry)[0] for entry in entries}  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("name", "extras"), [("app.txt", ("train",)), ("dev.txt", ("dev", "docs", "train", "web"))])
+@pytest.mark.parametrize(
+    ("name", "extras"), [("app.txt", ("train",)), ("dev.txt", ("dev", "docs", "prometheus", "train", "web"))]
+)
 def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras: tuple[str, ...]) -> None:
     packages = locked(name)
     assert wanted(*extras) - packages.keys() == {"torch"}

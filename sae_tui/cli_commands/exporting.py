@@ -15,20 +15,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.output import say, warn
-from sae_tui.cli_commands.prometheus import CONTENT_TYPE, Family, gpu_families, job_families, text_of
+from sae_tui.cli_commands.output import say
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CLOSE_LIMIT_S
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
 from trainer.contract.exits import Exit
+from trainer.contract.extras import install
 from trainer.contract.output import show_text
-from trainer.contract.paths import DataDir
 
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 LOOPBACK = "127.0.0.1"
 HOSTS = ("127.0.0.1", "localhost")
 # A client is given up after so long.
@@ -40,6 +39,11 @@ REST_AFTER_S, WAKE_S = 300.0, 5.0
 
 def export_metrics(context: Context, flags: argparse.Namespace) -> int:
     """Print the figures once, or serve them until it is interrupted."""
+    try:
+        from sae_tui.cli_commands.prometheus import Figures
+    except ModuleNotFoundError:
+        needs = "export-metrics needs the package prometheus-client"
+        raise UserError(f"{needs}; run `{install('prometheus')}`") from None
     if flags.once:
         show_text(Figures(context.data, lambda: context.gpus.samples).text())
         return Exit.DONE
@@ -99,41 +103,6 @@ class AskedGpus:
             self._sampler.pause(CLOSE_LIMIT_S)
         finally:
             self._lock.release()
-
-
-class Figures:
-    """What is known of GPUs and jobs at a time, as text; for several threads, one at a time."""
-
-    def __init__(
-        self,
-        data: DataDir,
-        samples: Callable[[], Sequence[GpuSample]],
-        gpu_problem: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._samples, self._gpu_problem = samples, gpu_problem
-        self._occupancy = Occupancy(data)
-        self._jobs = JobsReader(data)
-        self._told: set[str] = set()
-        self._lock = threading.Lock()
-
-    def text(self) -> str:
-        """Return the figures of now: without those of GPUs where the driver cannot be used, and so with jobs."""
-        with self._lock:
-            self._jobs.poll()
-            self._tell(self._jobs.problem, self._gpu_problem())
-            readable = Family("sae_tui_jobs_readable", "Whether the list of jobs can be read.", [({}, self._is_read)])
-            held = self._occupancy.jobs_by_uuid()
-            return text_of([*gpu_families(self._samples(), held), *job_families(self._jobs.jobs), readable])
-
-    @property
-    def _is_read(self) -> bool:
-        return not self._jobs.problem
-
-    def _tell(self, *problems: object) -> None:
-        """Say what is wrong, each sentence once."""
-        for problem in {str(problem) for problem in problems if problem} - self._told:
-            self._told.add(problem)
-            warn(problem)
 
 
 class Server(ThreadingHTTPServer):

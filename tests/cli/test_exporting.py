@@ -96,6 +96,15 @@ def test_once_prints_them(shell):
     assert text.endswith(f"{LAST} 1.0\n")
 
 
+def test_without_prometheus_client_it_names_the_command_that_installs_it(shell, tmp_path):
+    (tmp_path / "prometheus_client.py").write_text("raise ModuleNotFoundError('No module named prometheus_client')")
+    env = shell.env | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(shell.argv("export-metrics", "--once"), env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    needs = "export-metrics needs the package prometheus-client; run `pip install 'sae-tui[prometheus]'`"
+    assert done.stderr.splitlines() == [f"sae-tui: error: {needs}"]
+
+
 def test_a_port_in_use_is_told_in_a_sentence(shell):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
