@@ -1,4 +1,4 @@
-"""The app: it puts together what is shown, what is watched and what can be done; no layout is here."""
+"""The app class: connects the screens, the background threads and the actions on jobs. It contains no layout."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class SaeApp(KeysInOrder, Notices):
-    """Monitors GPUs and launches jobs; a job never depends on the app being there."""
+    """Monitors GPUs and launches jobs. A job never depends on the app: it keeps running when the app quits."""
 
     CSS_PATH = "app.tcss"
     TITLE = "sae-tui"
@@ -58,7 +58,7 @@ class SaeApp(KeysInOrder, Notices):
         Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
         Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
                 tooltip="Find what can be done, or a job, by a few letters"),
-        # In a text field, which takes the question mark, the footer shows this one.
+        # A text field takes the question mark as input, so the footer shows this key there instead.
         Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text", tooltip="What the keys do"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="What the app has said lately, in full"),
@@ -85,11 +85,11 @@ class SaeApp(KeysInOrder, Notices):
         given: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        # Each small step of an animated scroll is a frame, which a slow line delays.
+        # Each step of an animated scroll is a frame to send, which is slow over a slow connection.
         self.animation_level = "none"
-        # Where the driver writes the standard error of libraries; None discards it.
+        # The driver writes the standard error of libraries to this file; None discards it.
         self.log_file = None if readonly else data.app_log
-        # Textual's filter turns colours into greys; without colours the app must send none at all.
+        # Textual's filter turns colours into greys. Without colours the app must not send any colour codes.
         filters = [one for one in self._filters if not isinstance(one, Monochrome)]
         self._filters = [*filters, Printable(), *([plain] if plain else [])]
         self._filters += [Colourless()] if colourless or self.no_color else []
@@ -106,7 +106,7 @@ class SaeApp(KeysInOrder, Notices):
         )
         self.session.go = self.navigator = Navigator(self, self.session)
         self.redraw = Redraw(self, self.session)
-        # Before any style is read: a change of colours has all of them read once more.
+        # Create this before any style is read: after a change of colours Textual reads all styles again.
         self._colours = Colours(self, self.session)
         self.navigator.effects = Effects(
             self, self.session, self.navigator.dashboard, self._colours, self.redraw, make_hosts
@@ -121,12 +121,12 @@ class SaeApp(KeysInOrder, Notices):
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
     def panic(self, *renderables: RenderableType) -> None:
-        """Print the error and exit with code 1, which Textual 8.2 does not set for some errors."""
+        """Print the error and exit with code 1. Textual 8.2 does not set the code for some errors."""
         self._return_code = Exit.FAILED
         super().panic(*renderables)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Ignore that a screen lacks its widgets if it opens as the app quits: Textual 8.2 makes none then."""
+        """Ignore missing widgets while the app quits: Textual 8.2 does not mount them on a screen opened then."""
         if not (self._exit and isinstance(error, NoMatches)):
             super()._handle_exception(error)
 
@@ -152,13 +152,13 @@ class SaeApp(KeysInOrder, Notices):
         self.session.monitor.stop()
 
     def pause_reading(self) -> None:
-        """Close the GPU driver here and the connections to other hosts, before the app is stopped."""
+        """Close the GPU driver and the connections to other hosts before the process is suspended."""
         self.session.monitor.pause()
         if self.session.hosts:
             self.session.hosts.cut()
 
     def resume_reading(self) -> None:
-        """Read the GPUs again; the other hosts are connected again anyway."""
+        """Read the GPUs again. The connections to other hosts come back without this."""
         self.session.monitor.resume()
 
     @on(JobsChanged)
@@ -189,7 +189,7 @@ class SaeApp(KeysInOrder, Notices):
         return commands(screen, self.session, self._colours.choose)
 
     def export_screenshot(self, **options: Any) -> str:
-        """Draw the screen as SVG. Hide values of environment variables first, since screenshots are shared."""
+        """Draw the screen as SVG. First hide the values of environment variables, since screenshots are shared."""
         for screen in self.screen_stack:  # a dialog shows the screen below it
             if isinstance(screen, Reading):
                 screen.hide_values()
@@ -219,7 +219,7 @@ class SaeApp(KeysInOrder, Notices):
     def action_suspend_process(self) -> None:
         """Stop the app until `fg`, if a shell can continue it."""
         if self._driver and self._driver.can_suspend and has_shell():
-            # The whole process group, as by the terminal: the shell waits for a wrapper such as `uv run`.
+            # Stop the whole process group, as the terminal does: the shell waits for a wrapper such as `uv run`.
             os.killpg(os.getpgrp(), signal.SIGTSTP)
         else:
             self.notify("Not stopped: no shell could continue the app here.")
@@ -228,6 +228,6 @@ class SaeApp(KeysInOrder, Notices):
         self.session.actions.undo_delete()
 
     def action_help_quit(self) -> None:
-        """Say which key quits, since ctrl+c does not: ctrl+q where `q` could be typed as a letter, else q."""
+        """Show which key quits, since ctrl+c does not: ctrl+q if `q` could be typed as a letter, else q."""
         types = isinstance(self.focused, (Input, TextArea)) or self.screen.is_modal
         self.notify(f"Press {'ctrl+q' if types else 'q'} to quit; jobs keep running.")

@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them; every function gives plain text, markup is never parsed."""
+"""Numbers and texts formatted for people. Every function returns plain text, never markup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-# A bar is thinner than its row, so that bars below each other stay apart; its rail shows how long it could be.
+# A bar is thinner than its row, so that bars below each other stay separate; its rail shows the full length.
 LINE, HALF, RAIL = "━", "╸", "─"
 
 
@@ -30,7 +30,7 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
 
 
 def wrap(text: str, width: int) -> list[str]:
-    """Break the whole text into lines of at most `width` cells, between words where possible."""
+    """Break the text into lines of at most `width` cells, between words if possible."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -47,12 +47,12 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return the text as it is drawn in a cell: with a mark in place of every control character, tabs too."""
+    """Return the text as drawn in a cell: a mark replaces every control character, including tabs."""
     return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
 def gibibytes(n_bytes: float | None) -> str:
-    """Return `11.2 GiB` or `82 MiB`, and a dash for `None`."""
+    """Return `11.2 GiB` or `82 MiB`, and a dash for None."""
     return UNKNOWN if n_bytes is None else wording.gibibytes(n_bytes)
 
 
@@ -81,18 +81,18 @@ def measure(value: float | None, series: Series) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return `45 s`, `12 min`, `3 h 05` or `2 d 4 h`, and a dash for None or what is not finite."""
+    """Return `45 s`, `12 min`, `3 h 05` or `2 d 4 h`, and a dash for None or a value that is not finite."""
     return UNKNOWN if seconds is None or not math.isfinite(seconds) else wording.duration(seconds, short=True)
 
 
 def clock_time(timestamp: float) -> str:
-    """Return the local time of day, with the date where it is not today."""
+    """Return the local time of day, with the date if it is not today."""
     then, now = time.localtime(timestamp), time.localtime()
     return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%d %b %H:%M", then)
 
 
 def bar(fraction: float | None, width: int) -> str:
-    """Return a horizontal bar in `width` cells, exact to half a cell; blanks where `fraction` is None."""
+    """Return a horizontal bar of `width` cells with half-cell resolution; blanks if `fraction` is None."""
     if fraction is None or not math.isfinite(fraction):
         return " " * width
     full, half = divmod(round(max(0.0, min(1.0, fraction)) * width * 2), 2)
@@ -100,7 +100,7 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def columns(values: Sequence[float | None], width: int) -> Sequence[float | None]:
-    """Return what is drawn of a history in at most `width` columns: its newest values, or a period as a whole."""
+    """Return the values to draw in at most `width` columns: the newest values, or a whole period downsampled."""
     if width <= 0:
         return ()
     return values.in_columns(width) if isinstance(values, Period) else values[-width:]
@@ -127,9 +127,9 @@ def tall_sparkline(
     top: float | None,
     others: Sequence[float | None] = (),
 ) -> list[str]:
-    """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form.
+    """Return a sparkline of `height` rows, top row first, with the same axis and columns as the one-row form.
 
-    A rail marks columns where only `others`, another quantity, has a value.
+    A rail marks columns in which only `others`, another quantity, has a value.
     """
     values, rows = columns(values, width), []
     gaps = _gaps(values, columns(others, width))
@@ -144,7 +144,7 @@ def tall_sparkline(
 
 
 def _gaps(values: Sequence[float | None], others: Sequence[float | None]) -> set[int]:
-    """Return the columns (-1 is the last) where only `others` has a value; none if `values` has no value at all."""
+    """Return the columns (-1 is the last) in which only `others` has a value; none if `values` has no value at all."""
     if all(value is None for value in values):
         return set()
     pairs = zip(reversed(values), reversed(others), strict=False)

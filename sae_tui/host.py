@@ -1,4 +1,4 @@
-"""What the machine itself does: processor, memory, disks and network, read where somebody looks."""
+"""The load of the machine itself: CPU, memory, disks and network. It is only read while it is shown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from trainer.contract.machine_memory import machine_memory
 
-# A share of the processor over a shorter time is noise.
+# A CPU share over a shorter interval is noise.
 LEAST_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """One reading: percents of all cores, bytes, and bytes per second; None where it cannot be told."""
+    """One reading: percentages of all cores, bytes, and bytes per second; None if unknown."""
 
     cpu_percent: float | None = None
     load: float | None = None
@@ -30,7 +30,7 @@ NOT_READ = HostLoad()
 
 
 class Host:
-    """Reads the machine at most once a second; rates are those since the reading before."""
+    """Reads the machine's load at most about once a second; rates cover the time since the previous reading."""
 
     def __init__(self) -> None:
         self._load = HostLoad()
@@ -38,7 +38,7 @@ class Host:
         self._moved: tuple[int | None, int | None] = (None, None)
 
     def load(self) -> HostLoad:
-        """Return the newest reading, taken now where the last is old enough."""
+        """Return the newest reading; take a new one if the last is old enough."""
         now = time.monotonic()
         if now - self._read_at >= LEAST_S:
             self._load = self._read(now - self._read_at if self._read_at else None)
@@ -46,7 +46,7 @@ class Host:
         return self._load
 
     def _read(self, elapsed_s: float | None) -> HostLoad:
-        # Loaded with the first reading, after the first picture: it takes 15 ms.
+        # Import it with the first reading, after the first frame: it takes 15 ms.
         import psutil
 
         before, self._moved = self._moved, _bytes_moved()
@@ -60,12 +60,12 @@ class Host:
             available, memory = machine_memory()
             used = memory - available
             swap = int(psutil.swap_memory().used)
-        # The first share of the processor is over no time at all.
+        # The first CPU reading has no interval to measure over.
         return HostLoad(None if elapsed_s is None else cpu, os.getloadavg()[0], used, memory, swap, disk, network)
 
 
 def _bytes_moved() -> tuple[int | None, int | None]:
-    """Return the bytes that disks and networks have moved since the machine was started, the loopback left out."""
+    """Return the bytes moved by disks and networks since boot, without the loopback interface."""
     import psutil
 
     disk = network = None

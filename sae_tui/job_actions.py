@@ -1,4 +1,4 @@
-"""What the app does to jobs: it asks before harm, works off the main thread, and notifies of the result."""
+"""The actions on jobs: ask before destructive changes, work off the main thread, and report the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ONLY_SHOWN = "Jobs and processes are only shown here (--readonly, or `serve` wit
 
 
 class Known(Protocol):
-    """The GPUs and jobs as they are now."""
+    """Gives access to the current GPUs and jobs."""
 
     data: DataDir
     monitor: Monitor
@@ -53,19 +53,19 @@ class Known(Protocol):
     def choices(self) -> tuple[GpuChoice, ...]: ...
 
 
-# The answer to the question before a stop that cools a training down first.
+# The label of the answer that cools a training down before it stops.
 FINISH_EARLY = "Finish early"
 
 
 class Also(NamedTuple):
-    """Another way than yes to answer a question, and what it does."""
+    """An alternative answer to a question, with the action that it starts."""
 
     label: str
     act: Callable[[], object]
 
 
 class Front(Protocol):
-    """Asks and tells a person, and works off the main thread."""
+    """Notifies the user, asks questions, and runs work off the main thread."""
 
     def notify(self, message: str, *, severity: Literal["information", "warning", "error"]) -> None: ...
     def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None: ...
@@ -73,7 +73,7 @@ class Front(Protocol):
 
 
 def steps_to_finish(job: Job) -> int | None:
-    """Return over how many steps a job would cool down that is asked to finish now; None where it cannot be."""
+    """Return the number of cool-down steps if the job is asked to finish now; None if it cannot finish early."""
     makes_steps = job.state in (JobState.RUNNING, JobState.STALLED) and not is_cooling(job)
     if not makes_steps or not job.total_steps or extracts(job.config):
         return None
@@ -82,12 +82,12 @@ def steps_to_finish(job: Job) -> int | None:
 
 
 def early_words(steps: int) -> str:
-    """Return what the answer "Finish early" does to a job that would cool down over these steps."""
+    """Return a sentence that explains what "Finish early" does to a job that would cool down over `steps` steps."""
     return f"Or finish it early: it cools down over {plural(steps, 'step')}, which most of its quality comes from."
 
 
 def _stop_question(job: JobView) -> tuple[str, str]:
-    """Return the question to ask before a job is stopped, and the label for yes."""
+    """Return the question to ask before a job is stopped, and the label of the yes button."""
     which = f"job {job.id} ({job.name})"
     if is_cooling(job):
         return f"J{which[1:]} is {phase_words(job)}. Stop it now? It saves a checkpoint first.", "Stop"
@@ -102,26 +102,26 @@ def _stop_question(job: JobView) -> tuple[str, str]:
 
 
 class JobActions:
-    """Changes jobs, by their ids."""
+    """Changes jobs, selected by id."""
 
     def __init__(self, known: Known, front: Front) -> None:
         self._known = known
         self._front = front
-        # The ids of the deleted jobs that can be brought back, a list for each deletion.
+        # The ids of deleted jobs that can be restored, one list per deletion.
         self.thrown_away: list[list[int]] = []
-        # The ids of the jobs that were seen alive: only their end is news.
+        # The ids of jobs that were seen alive: only their end is reported.
         self._active: set[int] = set()
         self._one_edit = threading.Lock()
 
     def job(self, job_id: int) -> JobView | None:
-        """Return the job as last read; notify and return None where there is none."""
+        """Return the job as last read. If there is none, notify the user and return None."""
         view = next((one for one in self._known.jobs if one.id == job_id), None)
         if view is None:
             self._front.notify(f"There is no job {job_id}.", severity="warning")
         return view
 
     def refused(self) -> bool:
-        """Tell whether nothing may be changed here, and if so say it."""
+        """Return True in read-only mode, and notify the user in that case."""
         if self._known.readonly:
             self._front.notify(ONLY_SHOWN, severity="warning")
         return self._known.readonly
@@ -129,21 +129,21 @@ class JobActions:
     # launching
 
     def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> list[int]:
-        """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts.
+        """Launch checked jobs and return their ids. This blocks on the disk and until the supervisors have started.
 
-        Raise `UserError` where nothing may be changed.
+        Raise `UserError` in read-only mode.
         """
         if self._known.readonly:
             raise UserError(ONLY_SHOWN)
         monitor = self._known.monitor
         source = name_elsewhere(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
-        # The SAEs of a sweep, which are launched together, read the same rows.
+        # The SAEs of a sweep are launched together and read the same rows.
         after = writers_of(jobs[0], self._known.jobs)
         return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent, after=after)
 
     def tell_launched(self, job_ids: Sequence[int], is_over: Callable[[], bool]) -> str:
-        """Wait until it is known what became of just launched jobs, or until `is_over`; return it as a sentence."""
+        """Wait until the outcome of new jobs is known or `is_over` returns True; return a sentence about it."""
         logout = guarantee(self._known.data)
         but = logout.sentence if logout.level == "warning" else ""
         return launched.describe_launch(self._known.data, job_ids, is_over=is_over, but=but)
@@ -161,7 +161,7 @@ class JobActions:
     # stopping, pausing, resuming
 
     def stop(self, job_id: int) -> None:
-        """Ask a running job to save and stop; asked again, offer to end it at once."""
+        """Ask a running job to save and stop. If it was asked before, offer to kill it."""
         job = self.job(job_id)
         if job is None or self.refused():
             return
@@ -185,13 +185,13 @@ class JobActions:
             )
 
     def pause(self, job_id: int) -> None:
-        """Have a job save and wait, held; its GPUs are free until it is resumed."""
+        """Ask a job to save and pause. Its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self.refused() and not self._has_ended(job):
             self.do(functools.partial(edits.pause, self._known.data, job_id))
 
     def resume(self, job_id: int) -> None:
-        """Release a job that is held or paused; resume one that has ended from its last good checkpoint."""
+        """Release a held or paused job; resume an ended job from its last good checkpoint."""
         job = self.job(job_id)
         if job is None or self.refused():
             return
@@ -220,9 +220,9 @@ class JobActions:
     # evaluating
 
     def offer_evaluation(self, job_id: int) -> Offer | None:
-        """Return which parts of an evaluation there are and how long they take; None where there is no such job.
+        """Return the available parts of an evaluation and how long each takes; None if there is no such job.
 
-        Raise `UserError` where the job cannot be evaluated now.
+        Raise `UserError` if the job cannot be evaluated now.
         """
         job = self.job(job_id)
         if job is None:
@@ -230,7 +230,7 @@ class JobActions:
         return offer_of(self._known.data, job, self._idle_card(job), cuda=self._known.monitor.cuda)
 
     def evaluate(self, job_id: int, asked: Asked) -> None:
-        """Start the evaluation of a job's SAEs; that it is over is news of the job."""
+        """Start the evaluation of a job's SAEs. Its end is reported as an event of the job."""
         job = self.job(job_id)
         if job is not None and not self.refused():
             self.do(functools.partial(self._evaluate, job, asked))
@@ -246,7 +246,7 @@ class JobActions:
     # deleting
 
     def delete(self, job_ids: Sequence[int]) -> None:
-        """Delete the jobs after one question; this can be undone until the app is quit."""
+        """Delete the jobs after asking once. This can be undone until the app quits."""
         jobs = [job for job_id in job_ids if (job := self.job(job_id))]
         if self.refused():
             return
@@ -265,7 +265,7 @@ class JobActions:
         return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs are deleted'}; u brings back"
 
     def undo_delete(self) -> None:
-        """Bring back what was deleted last."""
+        """Restore the jobs of the last deletion."""
         if self.refused():
             return
         if not self.thrown_away:
@@ -275,28 +275,28 @@ class JobActions:
         self.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Remove deleted jobs for good; what cannot be removed now is removed when an app is next started."""
+        """Remove deleted jobs for good. The next start of an app removes any that cannot be removed now."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._known.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
-    # the rest
+    # other actions
 
     def newly_ended(self) -> list[JobView]:
-        """Return the jobs that were alive at the last call and have ended since."""
+        """Return the jobs that were alive at the last call and have ended since then."""
         ended = [job for job in self._known.jobs if job.state.is_final and job.id in self._active]
         self._active |= {job.id for job in self._known.jobs if not job.state.is_final}
         self._active -= {job.id for job in ended}
         return ended
 
     def half_batch(self, job: JobView, config: AnyJob) -> list[str]:
-        """Return the overrides that halve a clone's batch where the job ran out of GPU memory; none for others."""
+        """Return overrides that halve a clone's batch size if the job ran out of GPU memory; else an empty list."""
         cure = remedy(job.error)
         return half_batch(config, job.world_size) if cure and cure.kind == "gpu-memory" else []
 
     def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Change jobs by a function of `edits`, off the main thread, and notify of the result.
+        """Change jobs with a function of `edits`, off the main thread, and report the result.
 
-        One change is made after the other, since the next may build on it.
+        Changes run one after the other, since each may build on the one before.
         """
 
         def act() -> str:
@@ -310,14 +310,15 @@ class JobActions:
             return edit(self._known.data, control, job_id)
 
     def ask(self, question: str, yes: str, act: Callable[[], str], also: Also | None = None) -> None:
-        """Change something off the main thread if the answer to a question is yes, with `yes` as the label of that."""
+        """Ask a question; if the answer is yes (a button labelled `yes`), run `act` off the main thread."""
         if not self.refused():
             self._front.ask(question, yes, lambda: self.do(act), *([also] if also else []))
 
     def do(self, act: Callable[[], str]) -> None:
-        """Change something off the main thread and notify of the result; every change that the app makes is made here.
+        """Run `act`, which changes something, off the main thread and report the result.
 
-        So what may change nothing is refused here too, whatever a screen has forgotten to ask.
+        Every change that the app makes goes through here, so read-only mode is enforced even if a screen forgets to
+        check.
         """
         if not self.refused():
             self._front.do(act)

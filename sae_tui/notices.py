@@ -1,4 +1,4 @@
-"""What the app says: one line above the footer, replaced by the next; errors stay until they are seen."""
+"""The app's notifications: one line above the footer, replaced by the next; errors stay until a key is pressed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
 
 SHOWN_S = 3.0
-# A key pressed within this time after an error came was on its way before anybody could have read it.
+# A key pressed this soon after an error arrived was pressed before anyone could have read the error.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _MOMENT_S = 0.01
@@ -29,25 +29,25 @@ _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
 
 
 class Notice(Notification):
-    """A notification whose time is never over for the widget that shows it.
+    """A notification that never expires for the widget that shows it.
 
-    Textual 8.2 asks first whether it has expired and then how long to show it. Where it expires in between, the timer
-    gets a time below 0 and never gives the app back its event loop.
+    Textual 8.2 checks first if a notification has expired and then how long to show it. If it expires in between, the
+    timer gets a negative time and blocks the event loop.
     """
 
     @property
     def time_left(self) -> float:
-        """The seconds for which it is still shown, at least a moment."""
+        """The seconds for which it is still shown, always more than 0."""
         return max(_MOMENT_S, super().time_left)
 
     @property
     def has_expired(self) -> bool:
-        """Whether its time is over."""
+        """True if its time is over."""
         return super().time_left <= 0
 
 
 class Notices(App[None]):
-    """Shows notifications as one line; all of them can be read again."""
+    """Shows notifications as one line, and keeps the last 100 so that they can be read again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Notices(App[None]):
         timeout: float | None = None,
         markup: bool = True,
     ) -> None:
-        """Say something, from any thread; `timeout` is the least time that it is shown."""
+        """Show a message, from any thread, for at least `timeout` seconds."""
         text = _MARKS[severity] + (f"{title}: " if title else "") + (_plain(message) if markup else message)
         if severity == "information":
             text = "; ".join(text.splitlines())
@@ -70,7 +70,7 @@ class Notices(App[None]):
         self.post_message(Notify(Notice(text, severity=severity, timeout=shown_s)))
 
     def _on_notify(self, event: Notify) -> None:
-        """Record a notification and drop the earlier ones but errors; Textual's own handler shows it afterwards."""
+        """Record a notification and drop all earlier ones except errors; Textual's own handler then shows it."""
         self.notices.append(event.notification)
         for old in list(self._notifications):
             if old.severity != "error":

@@ -1,4 +1,4 @@
-"""What the app itself costs the machine and the line to it."""
+"""What the app costs the machine, and how many bytes it sends to the terminal."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sae_tui.format import count, duration, gibibytes
 from sae_tui.widgets.lines import Line
 
 _NAME = 22
-_SLOW_S = 0.1  # for a reading of a card, which usually takes a millisecond
+_SLOW_S = 0.1  # for one GPU reading, which usually takes a millisecond
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCost:
-    """Since the app was started, `elapsed_s` ago: CPU time, memory now, threads, bytes written to the terminal.
+    """The app's cost since it started `elapsed_s` ago: CPU time, current memory, threads, bytes sent to the terminal.
 
-    `readings_s` is how long the last reading of each card took, by its index.
+    `readings_s` maps each GPU index to the duration of its last reading.
     """
 
     elapsed_s: float
@@ -40,7 +40,7 @@ def own_cost(written_bytes: int, readings_s: Mapping[int, float]) -> OwnCost:
 
 
 def cost_lines(cost: OwnCost, _width: int) -> Sequence[Line]:
-    """Return the page on the app's own cost."""
+    """Return the lines of the page about the app's own cost."""
     minutes = max(cost.elapsed_s, 1.0) / 60
     lines = [
         _line("runs for", duration(cost.elapsed_s)),

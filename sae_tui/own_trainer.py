@@ -1,4 +1,4 @@
-"""Checks that `import trainer` finds the package of this project, before another module imports it."""
+"""Checks that `import trainer` finds the package of this project, before any other module imports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FIRST_WORDS = b'"""Headless trainer of sparse autoencoders.'
 
 
 def refuse_another() -> None:
-    """Exit with a sentence if another package or file called trainer is in the way."""
+    """Exit with a sentence if another package or file named trainer would be imported instead."""
     fault = "".join(char if char.isprintable() else "\ufffd" for char in _fault())
     if fault and "--json" in sys.argv:
         import json
@@ -25,8 +25,8 @@ def refuse_another() -> None:
 def _fault() -> str:
     """Return why `import trainer` would not find the package of this project; "" if it would.
 
-    The name is common: users have a trainer.py, and the files of PyPI's package trainer replace ours if both are
-    installed. The check runs none of that code.
+    The name is common: users have a trainer.py, and if PyPI's package trainer is installed too, its files replace ours.
+    The check does not run any of that code.
     """
     spec = find_spec("trainer")
     if spec is None or spec.origin is None:

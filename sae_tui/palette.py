@@ -1,4 +1,4 @@
-"""The command palette: what keys do, from the bindings themselves, and jobs where a job is asked for."""
+"""The command palette: commands from the current screen's key bindings, and actions on jobs named in the query."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEY_WIDTH = 5
 
 
 class Palette(CommandPalette):
-    """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
+    """The list of commands. It works with fast repeated opening and in a window of any size."""
 
     # A magnifying glass is missing in many fonts.
     DEFAULT_CSS = """
@@ -35,7 +35,7 @@ class Palette(CommandPalette):
 
     @classmethod
     def open(cls, app: App[Any]) -> None:
-        """Show it, unless it is open."""
+        """Open the palette unless it is already open."""
         if not cls.is_open(app):
             app.push_screen(cls())
 
@@ -43,13 +43,13 @@ class Palette(CommandPalette):
         return super().dismiss(cast(None, result)) if self.app.screen is self else AwaitComplete()
 
     def _action_command_list(self, action: str) -> None:
-        # Textual 8.2 finds no page in a list that has no room at all.
+        # Textual 8.2 cannot page through a list whose visible area is empty.
         if self.query_one(CommandList).scrollable_content_region.area:
             super()._action_command_list(action)
 
 
 class Commands(Provider):
-    """What can be done now, each with its key."""
+    """Provides the commands that are available now, each with its key."""
 
     async def discover(self) -> Hits:
         keys = _keys(self.screen)
@@ -59,7 +59,7 @@ class Commands(Provider):
     async def search(self, query: str) -> Hits:
         matcher, keys = self.matcher(query), _keys(self.screen)
         for title, explanation, act, _ in self.app.get_system_commands(self.screen):
-            # The explanation is searched too, but a match there ranks below one in the title.
+            # Search the explanation too, but rank a match there below one in the title.
             named, explained = matcher.match(title), query.casefold() in explanation.casefold()
             if named or explained:
                 shown = _display(matcher.highlight(escape(title)), keys.get(title))
@@ -67,7 +67,7 @@ class Commands(Provider):
 
 
 class JobCommands(Provider):
-    """What can be done to jobs that the query names, by number or by a part of the name: after the commands."""
+    """Provides actions on jobs that the query names by id or by part of the name, ranked after the commands."""
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
@@ -80,12 +80,12 @@ class JobCommands(Provider):
 
 
 def _names(job: JobView, words: Iterable[str]) -> bool:
-    """Tell whether any of the words is the job's id or a part of its name; a single letter names no job."""
+    """Return True if any word is the job's id or part of its name. A single letter never matches a name."""
     return any(word == str(job.id) or (len(word) > 1 and word in job.name.casefold()) for word in words)
 
 
 def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
-    """Yield what can be done to a job in its state: a verb, an explanation, and the function that does it."""
+    """Yield the actions available in the job's state: a verb, an explanation and a function."""
     yield "Open", describe_state(job).word, lambda: session.go.open_job(job.id)
     yield "Clone", "Its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
@@ -98,7 +98,7 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
 def commands(
     screen: Screen[object], session: Session, choose_theme: Callable[[ThemeName], object]
 ) -> Iterable[SystemCommand]:
-    """Yield the commands of the palette, except those that are found by a job's name or number."""
+    """Yield the commands of the palette, except the actions on individual jobs."""
     go, app = session.go, screen.app
     yield SystemCommand("New job", "Choose GPUs and launch a training", go.new_job)
     yield SystemCommand("Dashboard", "All GPUs and jobs", go.show_dashboard)
@@ -116,7 +116,7 @@ def commands(
 
 
 def _of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
-    """Yield a command for each active key with an id and a tooltip; leave out the titles in `told`."""
+    """Yield a command for each active key that has an id and a tooltip; leave out the titles in `told`."""
     titles = set(told)
     for node, binding, enabled, tooltip in screen.active_bindings.values():
         if enabled and tooltip and binding.id and binding.description not in titles:
@@ -140,10 +140,10 @@ def _keys(screen: Screen[object]) -> Mapping[str, str]:
 
 
 def _display(title: Content, key: str | None) -> Content:
-    """Return the title with its key in front, in a column of the same width for all."""
+    """Return the title after its key, which is padded to a fixed width."""
     return Content.assemble((f"{key or '':>{_KEY_WIDTH}}  ", "$text-accent"), title)
 
 
 def _below(explanation: str) -> str:
-    """Return the explanation as markup that begins below its title."""
+    """Return the explanation as markup, indented to start below its title."""
     return " " * (_KEY_WIDTH + 2) + escape(explanation)

@@ -1,4 +1,4 @@
-"""What the screens have in common: GPUs and jobs as they are now, the settings, and what can be done."""
+"""The state that all screens share: current GPUs and jobs, the settings, and the actions on jobs."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class Navigation(Protocol):
 
 
 class Session:
-    """Answers what a screen asks for; the monitor's and the watcher's threads keep it up to date."""
+    """Gives screens the current GPUs, jobs and settings; monitor and watcher threads keep them up to date."""
 
-    go: Navigation  # set by the app, once it has the screens, which need the session themselves
-    alerts: AlertWatcher  # set by the app, which it wakes
+    go: Navigation  # set by the app after it has made the screens, which need the session
+    alerts: AlertWatcher  # set by the app, which the alerts notify
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Session:
         given: Mapping[str, str] | None = None,
     ) -> None:
         self.data = data
-        # By setting what flags or the terminal make of it in this run, in words.
+        # Maps a setting to a description of how flags or the terminal override it in this run.
         self.given = given or {}
         self.readonly = readonly
         self.hosts = hosts
@@ -76,7 +76,8 @@ class Session:
         self.actions = JobActions(self, front)
         self.host = Host()
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        # The disk of the data folder may hang while screens are drawn; the machine's folder of locks is in memory.
+        # The disk of the data folder may hang while screens are drawn, so a thread reads it. A lock folder elsewhere is
+        # in memory.
         locks = lock_folder(data, monitor.source_name)
         self._locks = HolderReader(locks) if locks.is_relative_to(data.root) else locks
 
@@ -86,36 +87,36 @@ class Session:
 
     @property
     def detail(self) -> JobDetail | None:
-        """The detail of the job that is followed."""
+        """The details of the job that is being followed."""
         return self.watcher.detail
 
     @property
     def cuda(self) -> bool:
-        """Whether jobs could use the GPUs that are shown."""
+        """True if jobs could use the GPUs that are shown."""
         return self.monitor.cuda
 
     def choices(self) -> tuple[GpuChoice, ...]:
-        """Return every GPU with whether a new job could have it."""
+        """Return every GPU and whether a new job could use it."""
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
 
     def recommend(self, needed_bytes: int) -> tuple[int, ...]:
-        """Return the indices of the GPUs that suit a job best that needs `needed_bytes` on each."""
+        """Return the indices of the best GPUs for a job that needs `needed_bytes` on each."""
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holders(self, samples: Sequence[GpuSample]) -> list[tuple[str, str]]:
-        """Return for each GPU who uses it, in a few words, and the name of the style for it."""
+        """Return a short description of the user of each GPU, with the name of its style."""
         return [availability.describe_use(choice) for choice in availability.choices(samples, self._holders(samples))]
 
     def status(self) -> Status:
-        """Return what the line at the top shows: the host, a summary, and what is wrong."""
+        """Return the content of the status line: the host, a summary, and any problem."""
         views = self.hosts.views if self.hosts else ()
         words = summary(
             self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden, others=views
         )
         words = f"only showing · {words}" if self.readonly else words
-        # Why this machine has no GPUs is said in full where they would be.
+        # If this machine has no GPUs, their panel explains why in full.
         has_none = not self.monitor.latest() and not self.monitor.opening
         problem = self.watcher.problem or (not has_none and self.monitor.problem) or self._warning
         return Status(socket.gethostname(), words, problem, self.host.load(), len(self.alerts.active))
@@ -125,6 +126,6 @@ class Session:
 
 
 class HasSession(Protocol):
-    """An app with a session, which is all that the palette knows of it."""
+    """An app with a session; the command palette needs nothing else of the app."""
 
     session: Session

@@ -1,4 +1,4 @@
-"""The user's settings: a TOML file that can be edited by hand, checked with one sentence per mistake."""
+"""The user's settings: a TOML file that can be edited by hand. Each mistake in it gets one clear sentence."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
 from trainer.contract.settings.toml import Judged, parse_toml
 
-# Under these the form shows them.
+# Headings in the settings form.
 _LOOK, _LAUNCH, _HISTORY, _END = "Look", "Launch", "GPUs and their history", "End of a job"
 _HOSTS, _ALERTS, _ENERGY = "Other hosts", "Alerts", "Energy"
-# Those that run a program or lead to another machine.
+# Settings that run a program or connect to another machine.
 _PROGRAMS = ("on_job_end", "on_alert", "ssh_command", "hosts", "python", SETTING)
-# tomlkit takes seconds for more.
+# tomlkit takes seconds for larger files.
 _MOST_CHANGED = 64 << 10
-# What is drawn with is settled before there is an app.
+# Settings that are read before the app exists, so that a change needs a restart.
 AT_START = frozenset({"look"})
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Everything that can be set; a job's own settings are in its job file."""
+    """All settings of the app; a job's own settings are in its job file."""
 
     monitor_view_default: Annotated[
         Literal["aggregated", "per_gpu", "map"], about("What the dashboard shows first.", group=_LOOK)
@@ -176,7 +176,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
-    """Return the settings in the file and what is wrong with it; a wrong value leaves its default in place."""
+    """Return the settings in the file and the problems found. A setting with a wrong value keeps its default."""
     if not os.path.exists(path):
         return Settings(), []
     if not path.is_file():
@@ -205,17 +205,20 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Write all settings with their help as comments, in one step: a reader sees the old file or the new."""
+    """Write all settings with their help as comments.
+
+    The write is atomic: a reader sees the old file or the new one.
+    """
     write_whole(path, settings_text(settings))
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """Return what the file says, right or wrong; raise `UserError` where it cannot be read."""
+    """Return the content of the file, valid or not; raise `UserError` if it cannot be read."""
     return _text_and_table(path, Judged())[1] if os.path.exists(path) else {}
 
 
 def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
-    """Return a file's text and what it says, both of one reading, by which it is judged as well."""
+    """Return the file's text and its parsed content. The same read also checks if the file can be trusted."""
     texts: list[str] = []
 
     def keep(file: Path) -> str:
@@ -230,9 +233,9 @@ def _text_and_table(path: Path, judged: Judged) -> tuple[str, dict[str, Any]]:
 
 
 def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
-    """Change these in the file, and leave all else as it is: comments, order, and what is wrong.
+    """Change these settings in the file and keep everything else: comments, order, and invalid entries.
 
-    None takes one out, which leaves its default. Raises `UserError` where the file cannot be changed.
+    A value of None removes the setting, which restores its default. Raise `UserError` if the file cannot be changed.
     """
     if not os.path.lexists(path):
         save_settings(path, msgspec.structs.replace(Settings(), **changes))
@@ -249,7 +252,7 @@ def change_settings(path: Path, changes: Mapping[str, Any]) -> None:
 
 
 def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
-    """Return a TOML text with these changes, and what it says; None where tomlkit cannot make them."""
+    """Return the TOML text with the changes, and its parsed content; None as the content if tomlkit fails."""
     import tomlkit
 
     try:
@@ -259,12 +262,12 @@ def _with_changes(text: str, changes: Mapping[str, Any]) -> tuple[str, dict[str,
         text = tomlkit.dumps(document)
         return text, parse_toml(text)
     except Exception:
-        # Of what tomllib reads it refuses some, in ways of its own.
+        # tomlkit rejects some files that tomllib accepts, with various exceptions.
         return text, None
 
 
 def _refuse_to_change(path: Path, table: Mapping[str, Any], distrust: str) -> None:
-    """Raise `UserError` where writing the file would replace a link, or make somebody else's commands one's own."""
+    """Raise `UserError` if writing the file would replace a link or turn another user's commands into this user's."""
     if path.is_symlink():
         raise UserError(f"{path} is a link, which saving would replace; change {path.resolve()} by hand")
     if distrust and any(table.get(name) for name in _PROGRAMS) and not is_shared(path.parent):

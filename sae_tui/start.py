@@ -1,4 +1,4 @@
-"""Starts the app on a data folder and a source of GPUs, and ends it even where a thread or the terminal hangs."""
+"""Starts the app with a data folder and a GPU source, and makes sure it exits even if a thread or terminal hangs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ def run_app(
     hosts: Sequence[str] = (),
     in_browser: bool = False,
 ) -> int:
-    """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again.
+    """Run the app until it quits, print which jobs keep running, and return the exit code.
 
-    With `in_browser` standard output goes to a page that has every character, and nothing follows the app's last.
+    `command` is the printed command that opens the app again. With `in_browser`, standard output goes to a web page
+    that can show every character, and the app prints nothing after it ends.
     """
     data.create()
     settings, problems = load_settings(data.settings_file)
@@ -72,7 +73,7 @@ def run_app(
     )
     if not readonly:
         with contextlib.suppress(UserError, OSError):
-            # What an app that was killed left in the trash, some of it half deleted.
+            # Remove what a killed app left in the trash, possibly half deleted.
             trash.empty(data)
     hosts_of = functools.partial(other_hosts, hosts, demo=source_name == "simulated")
     others, wrong_hosts = hosts_of(settings)
@@ -91,15 +92,15 @@ def run_app(
         given=_given(plain, look, settings, hosts),
     )
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
-    # default took an eighth of the time that a key costs.
+    # A screen has thousands of objects with almost no reference cycles. Garbage collection at Python's default rate
+    # took an eighth of the time to handle a key.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
     app.run()
     staying = _in_time(functools.partial(_staying, data, command))
     if staying is not None:
-        # After the terminal is given back, since deleting many checkpoints takes a while.
+        # Empty the trash after the terminal is restored, since deleting many checkpoints takes a while.
         app.session.actions.empty_trash()
     if staying and not in_browser:
         sys.stdout.write(printable_lines(staying))
@@ -111,14 +112,14 @@ def run_app(
 
 
 def _plain_look(look: Look, *, in_browser: bool) -> Plain | None:
-    """Return what draws in ASCII only, where that is asked for or the terminal has nothing else."""
+    """Return a filter that draws in ASCII only, if the setting asks for it or the terminal supports nothing else."""
     if not is_plain(look, os.environ.get("TERM", ""), has_blocks=in_browser or can_show(BLOCKS, sys.stdout)):
         return None
     return Plain(letters=in_browser or can_show("é", sys.stdout))
 
 
 def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[str]) -> dict[str, str]:
-    """Return by setting what the command line or the terminal makes of it in this run."""
+    """Return, by setting, how the command line or the terminal overrides it in this run."""
     given = {}
     if look and settings.look != "plain":
         given["look"] = f"plain now, by {'--plain' if plain else 'this terminal'}"
@@ -131,9 +132,9 @@ def _given(plain: bool, look: Plain | None, settings: Settings, hosts: Sequence[
 
 
 def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tuple[Hosts | None, list[Problem]]:
-    """Return the other hosts to watch, with simulated GPUs where those here are; None of none.
+    """Return the other hosts to watch and the problems with host names in the settings; None if there are no hosts.
 
-    With them is returned what is wrong with the names of those in the settings.
+    With `demo` their GPUs are simulated.
     """
     problems: list[Problem] = []
     if not (named or settings.hosts):
@@ -152,7 +153,7 @@ def other_hosts(named: Sequence[str], settings: Settings, *, demo: bool) -> tupl
 
 
 def _in_time(read: Callable[[], str]) -> str | None:
-    """Return what a read of the data folder returns; None if its disk does not answer, which must not stop an exit."""
+    """Return the result of a read from the data folder; None if its disk hangs, which must not block an exit."""
     try:
         return on_thread(read).result(_ANSWER_S)
     except TimeoutError:
@@ -160,7 +161,7 @@ def _in_time(read: Callable[[], str]) -> str | None:
 
 
 def _staying(data: DataDir, command: str) -> str:
-    """Return a line like `2 jobs keep running and 1 waits in line; ...`, or "" where all jobs have ended."""
+    """Return a line like `2 jobs keep running and 1 waits in line; ...`, or "" if all jobs have ended."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             jobs = control.active_jobs()
@@ -182,7 +183,7 @@ def _staying(data: DataDir, command: str) -> str:
 
 
 def _leave_on_hangup() -> None:
-    """End the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
+    """End the app when its terminal is gone: Textual 8.2 would read end-of-file in an endless loop at full CPU load."""
     terminal = select.poll()
     terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):

@@ -1,10 +1,10 @@
-"""The colours: four themes of our own and the terminal's.
+"""The colour themes: four of our own and the terminal's.
 
-Page, surface and panel are apart in 256 colours too, which is what ssh leaves of a terminal: a grey is taken as a grey
-there only while its saturation is below 0.15, and any more blue would make all three of them black.
+Page, surface and panel stay distinct with 256 colours, which is what terminals often have over ssh. There a grey is
+only mapped to a grey while its saturation is below 0.15; any more blue would make all three black.
 
-What each colour means is the same in all: primary is utilisation, loss and FVU, secondary memory, success power and
-progress, warning heat. A variable `style-NAME` replaces a style of `widgets/lines` of that name.
+Colours mean the same in all themes: primary is utilisation, loss and FVU; secondary is memory; success is power and
+progress; warning is heat. A variable `style-NAME` replaces the style NAME of `widgets/lines`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from textual.theme import BUILTIN_THEMES, Theme
 
 
 def _loads(*colours: str) -> dict[str, str]:
-    """Return how strongly the tiles of GPUs are shaded, the least load first."""
+    """Return the background styles of GPU tiles, from the least load to the most."""
     return {f"style-load{number}": f"on {colour}" for number, colour in enumerate(colours, 1)}
 
 
@@ -55,7 +55,7 @@ LIGHT = Theme(
         **_loads(*(f"$primary {share}%" for share in (7, 13, 19, 25))),
     },
 )
-# Every text is at least seven times as bright as what it stands on, the line under the cursor included.
+# All text has a contrast ratio of at least seven to its background, including the line under the cursor.
 HIGH_CONTRAST = Theme(
     name="sae-high-contrast",
     primary="#5fd7ff",
@@ -88,8 +88,8 @@ HIGH_CONTRAST = Theme(
         "style-full": "bold underline #000000 on #ffd75f",
     },
 )
-# After the palette of Okabe and Ito (2008), lighter where text is written in it. Good is told from bad by blue in it,
-# which an eye without red or green cones sees, and by brightness.
+# Based on the palette of Okabe and Ito (2008), with lighter colours for text. Good and bad differ by blue, which an eye
+# without red or green cones sees, and by brightness.
 COLOUR_BLIND = Theme(
     name="sae-colour-blind",
     primary="#56b4e9",
@@ -120,7 +120,7 @@ COLOUR_BLIND = Theme(
     },
 )
 _OF_16 = BUILTIN_THEMES["ansi-dark"]
-# The darkest of the 16 but black, in nearly every terminal.
+# The darkest of the 16 colours except black, in nearly every terminal.
 _ON_BLUE = {f"style-{name}": "on ansi_blue" for name in ("cursor", "load3", "load4")}
 HIGH_CONTRAST_16 = replace(
     _OF_16,
@@ -148,7 +148,8 @@ COLOUR_BLIND_16 = replace(
 )
 ThemeName = Literal["dark", "light", "high-contrast", "colour-blind", "terminal"]
 _TERMINAL = _OF_16.name
-# For each setting the theme, and the one of a terminal with only 16 colours, which lack our surfaces.
+# For each setting: the theme, and its variant for a terminal with only 16 colours, which cannot show our surface
+# colours.
 THEMES: dict[ThemeName, tuple[str, str]] = {
     "dark": (DARK.name, _TERMINAL),
     "light": (LIGHT.name, _TERMINAL),
@@ -160,5 +161,5 @@ OWN_THEMES = (DARK, LIGHT, HIGH_CONTRAST, COLOUR_BLIND, HIGH_CONTRAST_16, COLOUR
 
 
 def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
-    """Return the theme's name for a setting, in a terminal of so many colours."""
+    """Return the name of the theme for a setting in a terminal with this colour system."""
     return THEMES[chosen][color_system == "standard"]
