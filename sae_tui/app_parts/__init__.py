@@ -1,1 +1,1 @@
-"""What the app consists of, a class for each of its jobs; `sae_tui.app` puts them together."""
+"""The parts of the app, one class per responsibility; `sae_tui.app` connects them."""

@@ -1,4 +1,4 @@
-"""The colours of the app, which are chosen in it and kept in the settings file."""
+"""The app's colour theme, which the user chooses in the app and the settings file stores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Colours:
         self.show()
 
     def choose(self, name: ThemeName) -> None:
-        """Change the colours now and, unless nothing may be changed, in the settings file for the next start."""
+        """Change the theme now and, unless in read-only mode, save it in the settings file."""
         session = self._session
         session.settings = msgspec.structs.replace(session.settings, theme=name)
         self.show()
@@ -35,7 +35,7 @@ class Colours:
             self._app.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
 
     def show(self) -> None:
-        """Show the theme that the settings have now."""
+        """Show the theme that is in the settings now."""
         chosen = self._session.settings.theme
         self._app.set_class(chosen == "high-contrast", "-strong")
         self._app.theme = shown_theme(chosen, self._app.console.color_system)

@@ -1,4 +1,4 @@
-"""The launch form that is filled in: it is kept until it is launched, or replaced by that of a clone."""
+"""The draft in the launch form: it is kept until the job is launched or the form of another job replaces it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import plural
 
-_LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
+_LAUNCH = "launch"  # installed, so that a half-filled form survives a visit to the dashboard
 
 
 class Drafts:
-    """Opens the launch form, and launches what is in it; `on_launched` is called with the id of the last job."""
+    """Opens the launch form and launches its jobs; `on_launched` is called with the id of the last job."""
 
     def __init__(self, app: App[None], session: Session, on_launched: Callable[[int], object]) -> None:
         self._app = app
         self._session = session
         self._on_launched = on_launched
-        # The Python of the settings when the form was filled.
+        # The Python in the settings when the form was filled.
         self._python = session.settings.python
 
     def open(self) -> None:
-        """Open the form that was left, or a new one of a training."""
+        """Open the form as it was left, or a new one for a training."""
         kept = self._kept
         if kept and (kept.changed or not (kept.is_extraction or self._is_outdated)):
             self._open_kept(kept)
@@ -44,7 +44,7 @@ class Drafts:
             self._open(LaunchScreen(self._session))
 
     def open_extraction(self) -> None:
-        """Open the form of an extraction that was left, or a new one; ask before another draft is lost."""
+        """Open the extraction form as it was left, or a new one; ask before another draft is lost."""
         kept = self._kept
         if kept and kept.is_extraction and (kept.changed or not self._is_outdated):
             self._open_kept(kept)
@@ -52,7 +52,7 @@ class Drafts:
             self._replace_by("the form of an extraction", LaunchScreen(self._session, preset=extraction_preset()))
 
     def _open_left(self, kind: str) -> bool:
-        """Open the draft of this kind of job that was left when the app ended, if there is one."""
+        """Open the draft of this kind of job that was saved when the app ended; return False if there is none."""
         left = kept_draft.kept(self._session.data, kind)
         if left is not None:
             self._open(screen := LaunchScreen(self._session, preset=left))
@@ -61,7 +61,7 @@ class Drafts:
 
     @property
     def _is_outdated(self) -> bool:
-        """Whether a form that nobody has changed names another Python than the settings do by now."""
+        """True if an unchanged form names another Python than the settings do now."""
         return self._python != self._session.settings.python
 
     def _open_kept(self, kept: LaunchForm) -> None:
@@ -69,7 +69,7 @@ class Drafts:
         kept.tell_draft()
 
     def _replace_by(self, what: str, form: LaunchScreen) -> None:
-        """Open a form, asking first where changes in another would be lost."""
+        """Open a form; ask first if changes in another form would be lost."""
         if kept := self._kept and self._kept.changed:
             question = f"A draft with {plural(len(kept), 'changed setting')} is kept. Replace it by {what}?"
             self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open(form) if yes else None)
@@ -77,7 +77,7 @@ class Drafts:
             self._open(form)
 
     def clone(self, job_id: int) -> None:
-        """Open the form with a job's settings; halve the batch where the job ran out of GPU memory."""
+        """Open the form with a job's settings; halve the batch size if the job ran out of GPU memory."""
         actions, data = self._session.actions, self._session.data
         job = actions.job(job_id)
         if job is None:
@@ -121,7 +121,7 @@ class Drafts:
         self._session.actions.do(partial(self._tell_launched, job_ids))
 
     def _tell_launched(self, job_ids: Sequence[int]) -> str:
-        """Return what became of the jobs, once that is known; "" where one was deleted meanwhile."""
+        """Return the outcome of the launch once it is known; "" if a job was deleted meanwhile."""
         worker = get_current_worker()
         try:
             return self._session.actions.tell_launched(job_ids, lambda: worker.is_cancelled)
@@ -130,7 +130,7 @@ class Drafts:
 
     @property
     def _kept(self) -> LaunchForm | None:
-        """The form that was left, if there is one."""
+        """The form that was left open, if there is one."""
         is_kept = self._app.is_screen_installed(_LAUNCH)
         return self._app.get_screen(_LAUNCH, LaunchScreen).form if is_kept else None
 
@@ -142,7 +142,7 @@ class Drafts:
         self._session.go.switch_to(_LAUNCH)
 
     def _forget(self) -> None:
-        """Discard the form unless it is on a screen, so that the next job starts from a fresh one."""
+        """Discard the form unless a screen shows it, so that the next job starts from a new form."""
         app = self._app
         if app.is_screen_installed(_LAUNCH) and (filled := app.get_screen(_LAUNCH)) not in app.screen_stack:
             app.uninstall_screen(_LAUNCH)

@@ -1,4 +1,4 @@
-"""Has the running app follow its settings, once they are changed in it."""
+"""Applies changed settings to the running app."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from trainer.contract.errors import Problem
 if TYPE_CHECKING:
     from sae_tui.hosts.hosts import Hosts
 
-# The other hosts of some settings, with those named by flags, and what is wrong with names in the settings.
+# Build the other hosts from the settings and the flags; also return the problems with host names in the settings.
 MakeHosts = Callable[[Settings], tuple["Hosts | None", list[Problem]]]
 
 
 class Effects:
-    """Hands changed settings to what was made from them at the start; all else reads the session's when it needs them.
+    """Passes changed settings to the objects that were created from them at startup.
 
-    What is drawn with (`settings.AT_START`) stays until the next start.
+    All other code reads `session.settings` when it needs them. Settings in `settings.AT_START` only take effect at the
+    next start.
     """
 
     def __init__(
@@ -41,14 +42,14 @@ class Effects:
         self._colours, self._redraw, self._make_hosts = colours, redraw, make_hosts
 
     def read_anew(self) -> None:
-        """Read the settings file, and act on what has changed."""
+        """Read the settings file and apply the changes."""
         new, problems = load_settings(self._session.data.settings_file)
         problems += self._take(new)
         for problem in problems:
             self._app.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def _take(self, new: Settings) -> list[Problem]:
-        """Act on settings; return what is wrong with them that only shows when they are acted on."""
+        """Apply the settings; return the problems that only show up when they are applied."""
         session, old = self._session, self._session.settings
         session.settings = new
         session.alerts.change(new)

@@ -1,4 +1,4 @@
-"""Asks and tells the person in front of the app, and works off the main thread, for those who act on jobs."""
+"""Notifies the user, asks questions and runs work off the main thread, for the code that acts on jobs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OwnThreads(ThreadPoolExecutor):
         self._own.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # the thread limit of this user is reached
+        except RuntimeError as error:  # the user's thread limit is reached
             self._own.discard(thread)
             future.set_exception(error)
         return future
@@ -58,7 +58,7 @@ class OwnThreads(ThreadPoolExecutor):
 
 
 class AppFront:
-    """What actions on jobs need of the app; `look` reads the jobs anew once something was done."""
+    """The part of the app that actions on jobs need; `look` reads the jobs again after an action."""
 
     def __init__(self, app: App[None], look: Callable[[], object]) -> None:
         self._app = app
@@ -68,9 +68,9 @@ class AppFront:
         self._app.notify(message, severity=severity)
 
     def ask(self, question: str, yes: str, then: Callable[[], object], also: Also | None = None) -> None:
-        """Ask a question, with `yes` as the label of that button; call `then` where the answer is yes.
+        """Ask a question with a button labelled `yes`; call `then` if the answer is yes.
 
-        `also` offers another way than yes.
+        `also` adds a third button with its own action.
         """
         dialog = Confirm(question, yes=yes, also=also.label if also else "")
 

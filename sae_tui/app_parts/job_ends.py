@@ -1,4 +1,4 @@
-"""Tells on the screen, and by a bell or desktop note as the settings say, what has ended and what is wrong."""
+"""Reports ended jobs, new events and alerts on the screen, and by bell or desktop notification as the settings say."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.states import JobState
 
 
 def tell_end(app: App[None], job: JobView, how: str) -> None:
-    """Notify that a job has ended; ring the bell or send a desktop note (OSC 9) as the setting `notify` says."""
+    """Notify that a job has ended; ring the bell or send a desktop notification (OSC 9), as `how` says."""
     message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
     bad = job.state in (JobState.FAILED, JobState.LOST)
     app.notify(message, severity="error" if bad else "information", markup=False)
@@ -21,14 +21,14 @@ def tell_end(app: App[None], job: JobView, how: str) -> None:
 
 
 def tell_news(app: App[None], news: News, how: str) -> None:
-    """Notify of what was recorded of a job, and ring as for its end."""
+    """Notify of a job's new event, and ring as for the end of a job."""
     message = f"Job {news.job_id} {news.event.message}"
     app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
     _call(app, message, how)
 
 
 def tell_alert(app: App[None], alert: Alert, how: str) -> None:
-    """Notify of an alert that begins, and ring as for the end of a job; of one that is over notify only."""
+    """Notify of an alert. Ring as for the end of a job if it begins; a cleared alert does not ring."""
     app.notify(sentence_of(alert), severity="warning" if alert.cleared is None else "information", markup=False)
     if alert.cleared is None:
         _call(app, sentence_of(alert), how)

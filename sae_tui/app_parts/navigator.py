@@ -1,7 +1,6 @@
-"""Changes which screen is shown, always one above the dashboard.
+"""Changes which screen is shown, always directly above the dashboard.
 
-A screen other than the dashboard is loaded when it is first opened: all of them took a tenth of the time that the app
-needs to show itself.
+Other screens are imported when they are first opened: importing all of them took a tenth of the app's startup time.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 class Navigator:
     """Opens the screens, each with the session."""
 
-    effects: Effects  # set by the app, once it has what settings have an effect on
+    effects: Effects  # set by the app after it has made everything that settings affect
 
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
@@ -41,11 +40,11 @@ class Navigator:
         return Drafts(self._app, self._session, self.dashboard.select)
 
     def start(self) -> None:
-        """Show the first screen."""
+        """Show the dashboard as the first screen."""
         self._app.push_screen(self.dashboard)
 
     def show_dashboard(self) -> None:
-        """Go back to the first screen, and follow no job any more."""
+        """Go back to the dashboard and stop following a job."""
         self._session.watcher.follow(None)
         while self._app.screen is not self.dashboard:
             self._app.pop_screen()
@@ -56,7 +55,7 @@ class Navigator:
         self._app.push_screen(screen)
 
     def open_job(self, job_id: int) -> None:
-        """Show a job, and follow it from rank 0 on."""
+        """Show a job and follow it, starting with rank 0."""
         from sae_tui.screens.job import JobScreen
 
         self.switch_to(JobScreen(self._session, job_id))
@@ -82,15 +81,15 @@ class Navigator:
         self._drafts.launch(jobs, parent)
 
     def show_doctor(self) -> None:
-        """Show what is in the way of a training here."""
+        """Show the problems that would prevent a training on this machine."""
         from sae_tui.screens.doctor import DoctorScreen
 
-        # Of the GPUs work is asked, which is not for those who only look.
+        # Probes run work on the GPUs, so read-only mode excludes them.
         refused = self._session.actions.refused
         self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks(probe=not refused())))
 
     def _run_checks(self, *, probe: bool = False) -> Iterable[Finding]:
-        """Run the checks on a GPU source of their own, since the monitor's is in use."""
+        """Run the checks on a separate GPU source, since the monitor's is in use."""
         from sae_tui.doctor.base import Box
         from sae_tui.doctor.examine import CHECKS, PROBES, examine
         from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
@@ -100,24 +99,24 @@ class Navigator:
         return examine(Box(data, source, python=self._session.settings.python), (*CHECKS, *PROBES) if probe else CHECKS)
 
     def show_help(self) -> None:
-        """Show what the keys of the current screen do, above it."""
+        """Show the keys of the current screen in a help screen above it."""
         from sae_tui.screens.help import HelpScreen
 
         self._app.push_screen(HelpScreen(self._app.screen))
 
     def show_settings(self) -> None:
-        """Show the form of the settings above the current screen, with what was changed and not saved."""
+        """Show the settings form above the current screen, with changes that are not saved yet."""
         from sae_tui.screens.settings_form import SettingsScreen
 
         if not any(isinstance(screen, SettingsScreen) for screen in self._app.screen_stack):
             self._app.push_screen(SettingsScreen(self._session, self._settings_draft))
 
     def read_settings(self) -> None:
-        """Read the settings file, and act on what has changed in it."""
+        """Read the settings file and apply its changes."""
         self.effects.read_anew()
 
     def show_alerts(self) -> None:
-        """Show the alerts that last, and those of the last day, above the current screen."""
+        """Show the active alerts and the alerts of the last day, above the current screen."""
         from sae_tui.panels.alerts import alert_lines
         from sae_tui.widgets.reading import Reading
 

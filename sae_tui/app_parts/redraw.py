@@ -1,4 +1,4 @@
-"""Draws the visible screens anew when there are new samples of the GPUs or news of the jobs."""
+"""Redraws the visible screens when there are new GPU samples or job changes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _MOST_LOOKS = 60
 
 
 class JobsChanged(Message, bubble=False):
-    """The job store has something new; the watcher's thread tells only that, and screens pull the rest."""
+    """The job store has changed. The message carries no data; screens read it from the watcher."""
 
     def can_replace(self, message: Message) -> bool:
-        """Replace an older one in the queue, so that a backlog is one repaint."""
+        """Replace an older message in the queue, so that a backlog causes one repaint."""
         return type(message) is type(self)
 
 
 class AlertsChanged(Message, bubble=False):
-    """An alert has begun or ended; the thread that looks for them tells only that."""
+    """An alert has begun or ended. The message carries no data."""
 
 
 class Redraw:
-    """Has every visible screen draw what is new."""
+    """Makes every visible screen redraw what has changed."""
 
     def __init__(self, app: App[None], session: Session) -> None:
         self._app = app
@@ -38,12 +38,12 @@ class Redraw:
         self._job_of_card: dict[str, int] = {}
 
     def start(self) -> None:
-        """Draw the GPUs at every interval, and the first time as soon as there is something to draw."""
+        """Draw the GPUs at every sampling interval, and once as soon as the first samples arrive."""
         self._ticks = self._app.set_interval(self._session.settings.sampling_interval_s, self.show_gpus)
         self._first_look = self._app.set_interval(_LOOK_S, self._look_first, repeat=_MOST_LOOKS)
 
     def pace(self) -> None:
-        """Draw the GPUs at the interval that the settings have now."""
+        """Draw the GPUs at the interval that is in the settings now."""
         self._ticks.stop()
         self._ticks = self._app.set_interval(self._session.settings.sampling_interval_s, self.show_gpus)
 
@@ -60,24 +60,24 @@ class Redraw:
         self._draw("show_gpus")
 
     def show_jobs(self) -> None:
-        """Draw the jobs as last read, and the keys that can be used with them."""
+        """Draw the jobs as last read, and the keys that apply to them."""
         self._draw("show_jobs")
         job_of_card = {uuid: job.id for uuid, job in self._session.watcher.holders.jobs.items()}
         if job_of_card != self._job_of_card:
-            # A card is named after its job as soon as the job is, not at the next sample.
+            # Show the job on its GPU at once, not only with the next sample.
             self._job_of_card = job_of_card
             self._draw("show_gpus")
         self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
-        """Call `method` on every visible screen that has it; its widgets may be gone already while the app closes."""
+        """Call `method` on every visible screen that has it. Its widgets may already be gone while the app closes."""
         for screen in self._in_sight():
             if show := getattr(screen, method, None):
                 with contextlib.suppress(NoMatches):
                     show()
 
     def _in_sight(self) -> Iterable[Screen[object]]:
-        """Yield the screen on top, and behind a dialog the screens that show through."""
+        """Yield the top screen and, if it is a dialog, the screens visible behind it."""
         for screen in reversed(self._app.screen_stack):
             yield screen
             if not screen.is_modal:
