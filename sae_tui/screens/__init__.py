@@ -1,1 +1,1 @@
-"""The screens, reached by name."""
+"""The screens of the app."""

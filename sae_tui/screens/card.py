@@ -20,7 +20,7 @@ from trainer.contract.runs.report_card import Card
 
 
 class CardScreen(Evaluates, FramedScreen):
-    """Shows the whole card of an SAE; it is read again once the job has ended or was evaluated."""
+    """Shows the complete report card of an SAE; reads it again after the job has ended or was evaluated."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="card.back", tooltip="To the job"),
@@ -33,7 +33,7 @@ class CardScreen(Evaluates, FramedScreen):
     ]  # fmt: skip
 
     class Found(Message):
-        """The cards were read, by label."""
+        """The report cards were read, by SAE label."""
 
         def __init__(self, cards: dict[str, Card]) -> None:
             super().__init__()
@@ -62,7 +62,7 @@ class CardScreen(Evaluates, FramedScreen):
         """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Read the cards again once there is news of the job."""
+        """Read the report cards again if the job has changed."""
         if self._news.has_come():
             self._read()
 
@@ -100,5 +100,5 @@ class CardScreen(Evaluates, FramedScreen):
         self.ask_to_evaluate()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for a sweep's SAEs only where there are several."""
+        """Offer the keys that switch between SAEs only if the job has several."""
         return action != "next_member" or len(self._cards) > 1

@@ -1,4 +1,4 @@
-"""Several runs beside each other: curves, settings, results, and FVU against L0; live while they run."""
+"""Several runs side by side: curves, settings, results, and FVU against L0; updated while they run."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from trainer.contract.store.rows import Job
 
 MOST_RUNS = 8
 VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
-_ALL_FROM = 100, 35  # the least width and height for all views at once
+_ALL_FROM = 100, 35  # the least width and height that show all views at once
 
 
 class Compared(Message):
-    """The runs were read anew; `problem` says why that was not possible."""
+    """The runs were read again; `problem` says why that failed."""
 
     def __init__(self, comparison: Comparison | None, problem: str = "") -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Compared(Message):
 
 
 class CompareScreen(FramedScreen):
-    """Shows one view at a time on a small terminal, on a large one all of them until one is chosen twice."""
+    """Shows one view at a time on a small terminal; on a large one, all of them until one is chosen twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To where you were"),
@@ -75,7 +75,7 @@ class CompareScreen(FramedScreen):
     def __init__(self, session: Session, job_ids: Sequence[int], *, only_curves: bool = False) -> None:
         super().__init__(name="compare")
         self.session, self.job_ids = session, tuple(job_ids)
-        # One SAE has nothing to differ from.
+        # With one SAE there are no differences to show.
         self._only_curves = only_curves
         self.comparison, self.view = Comparison(), View()
         self.chosen, self.alone = next(iter(VIEWS)), False
@@ -98,7 +98,7 @@ class CompareScreen(FramedScreen):
 
     def on_unmount(self) -> None:
         if self._runs:
-            # An export may still be reading.
+            # An export may still be reading, so closing could block.
             threading.Thread(target=self._runs.close, daemon=True).start()
 
     def on_resize(self) -> None:
@@ -113,7 +113,7 @@ class CompareScreen(FramedScreen):
             self._read()
 
     def _read(self) -> None:
-        """Read the runs; where that is under way, read them again once it is done."""
+        """Read the runs; if a read is already running, read them again after it."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True
@@ -163,7 +163,7 @@ class CompareScreen(FramedScreen):
         self.query_one("#tabs", LineView).show([(*tabs, (fit(corner[0], max(0, room), right=True), corner[1]))])
 
     def _arrange(self) -> None:
-        """Show the chosen view, or all where there is room."""
+        """Show the chosen view, or all of them if they fit."""
         width, height = self.size
         self.set_class(
             width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not (self.alone or self._only_curves), "-all"
@@ -175,7 +175,7 @@ class CompareScreen(FramedScreen):
         self._draw_tabs()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the views only where there are several."""
+        """Offer the keys for views only if there are several."""
         return action != "view" or not self._only_curves
 
     def action_view(self, name: str) -> None:
@@ -228,7 +228,7 @@ class CompareScreen(FramedScreen):
 
 
 def is_sweep(job: Job) -> bool:
-    """Tell whether the job has several SAEs to compare."""
+    """Return True if the job has several SAEs to compare."""
     return len(settings_of(job.config)) > 1
 
 

@@ -56,12 +56,12 @@ _OF_JOBS = frozenset(
 )
 _TITLES = {"aggregate": "All GPUs", "gpus": "GPUs", "finder": "Jobs"}
 _SHAPES: dict[str, Shape] = {"aggregated": "lines", "per_gpu": "cards", "map": "map"}
-# A job is read for its preview once the cursor has rested on it.
+# A job's preview is read after the cursor has rested on the job this long.
 _RESTED_S = 0.2
 
 
 class Dashboard(FramedScreen):
-    """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
+    """Shows the GPUs as totals, lines, cards or a map; the jobs table takes the remaining rows."""
 
     BINDINGS = [
         Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
@@ -73,7 +73,7 @@ class Dashboard(FramedScreen):
                 id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
         Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
-        # + and - are of the jobs while those have the focus.
+        # + and - belong to the jobs while their table has the focus.
         *span_keys("dashboard", GPUS, (">", "<"), show=False),
         Binding("t", "open_processes", "Processes", show=False, id="dashboard.processes", group=GPUS,
                 tooltip="Who computes on the GPUs: user, memory, command, and signals to them"),
@@ -111,7 +111,7 @@ class Dashboard(FramedScreen):
         super().__init__(id="dashboard")
         self.session = session
         self.view = view
-        self._chosen = False  # the view, with a key
+        self._chosen = False  # True once a key has chosen the view
         self._rows: Rows | None = None
         self._arranged: tuple[Rows, str] | None = None
         self._rested: Timer | None = None
@@ -198,12 +198,12 @@ class Dashboard(FramedScreen):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def _why_none(self) -> tuple[str, str]:
-        """Return why there are no GPUs and what to do about it, and the style for it."""
+        """Return why there are no GPUs and what to do about it, with the style of the text."""
         problem = self.session.monitor.problem
         return (f"{problem[:1].upper()}{problem[1:]}.\n{NO_GPUS}", "warn") if problem else (NO_GPUS, "text")
 
     def _past(self, samples: Sequence[GpuSample]) -> Past:
-        """Return what came before: of the newest intervals, or of a span of the store once that is read."""
+        """Return the history: the newest samples, or a longer span once it is read from the store."""
         n = self.size.width
         stored = self._back.stored(" ".join(sample.uuid for sample in samples), n)
         if stored is None or {*stored.slots} != {sample.index for sample in samples}:
@@ -227,14 +227,17 @@ class Dashboard(FramedScreen):
         return self._others.n_job_rows if self._others else len(self.session.jobs)
 
     def _view(self, n_gpus: int) -> str:
-        """Return the view that is shown: until one is chosen, a map of more GPUs than two windows have lines for."""
+        """Return the view to show.
+
+        Until the user chooses one, use a map if the GPUs need more than twice the lines available.
+        """
         taken = self._others.rows if self._others else 0
         if self._chosen or n_gpus <= 2 * arrange(*self.size, n_gpus=n_gpus, n_jobs=self._n_job_rows, taken=taken).gpus:
             return self.view
         return "map"
 
     def _arrange(self, n_gpus: int) -> Rows:
-        """Give the panels their rows, where these are not as they were."""
+        """Give the panels their rows, if the layout has changed."""
         view, (width, height) = self._view(n_gpus), self.size
         inside = width - 2 * (frame_of(width, height) == "framed")
         rows = arrange(
@@ -258,7 +261,7 @@ class Dashboard(FramedScreen):
         return rows
 
     def _title(self, stored_s: int | None) -> None:
-        """Write the titles, and beside those of the histories how far they go back; `stored_s` is that of the store."""
+        """Write the titles, with the time span of each history; `stored_s` is the span read from the store."""
         plotted_s = self.query_one(AggregatePanel).n_columns * self.session.monitor.interval_s
         spans_s = {"aggregate": stored_s or plotted_s, "gpus": stored_s, "finder": None}
         for name, title in (_TITLES | (self._others.titles if self._others else {})).items():
@@ -269,7 +272,7 @@ class Dashboard(FramedScreen):
             entitle(panel, "Other hosts")
 
     def show_jobs(self) -> None:
-        """Draw the jobs as last read, and what is known of the one under the cursor."""
+        """Draw the jobs as last read, and the preview of the job under the cursor."""
         if not self.is_mounted:
             return
         if self._others:
@@ -285,7 +288,7 @@ class Dashboard(FramedScreen):
     def _first_steps(self) -> Sequence[Line]:
         monitor = self.session.monitor
         has_gpus = monitor.opening or bool(monitor.latest())
-        # Another Python is asked what it has once a job is to be launched.
+        # Another Python is only queried for its packages when a job is to be launched.
         has_torch = bool(self.session.settings.python) or not missing_of_trainer()
         return first_steps(has_gpus=has_gpus, has_torch=has_torch, readonly=self.session.readonly)
 
@@ -296,8 +299,8 @@ class Dashboard(FramedScreen):
         self._rested = self.set_timer(_RESTED_S, self._follow_selected)
 
     def _follow_selected(self) -> None:
-        """Have the job under the cursor read for its preview, where there is room for one."""
-        # Another screen follows a job itself; for Textual the one below the top one is current as well.
+        """Have the watcher read the job under the cursor, if there is space for its preview."""
+        # Another screen follows its own job. Textual counts the screen below the top one as current too.
         if self.app.screen is self and self._rows and self._rows.preview:
             self.session.watcher.follow(self.query_one(JobsPanel).selected)
 
@@ -307,7 +310,7 @@ class Dashboard(FramedScreen):
             panel.select(str(job_id))
 
     def keys_offered(self) -> Offer:
-        """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
+        """Return the keys to show: first the actions on the job under the cursor, or launching if there is no job."""
         job, readonly = self.query_one(JobEdits).selected, self.session.readonly
         offered = offers_for(job, readonly=readonly) if job else self._others.offers() if self._others else {}
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered.items()}
@@ -393,7 +396,7 @@ class Dashboard(FramedScreen):
         self.session.actions.delete(self.query_one(JobEdits).targets)
 
     def _act(self, verb: str, act: Callable[[int], object]) -> None:
-        """Do this to the job under the cursor, where it is."""
+        """Apply the action to the job under the cursor, on the host that runs it."""
         if not (self._others and self._others.act(verb)):
             self._with_selected(act)
 

@@ -1,4 +1,4 @@
-"""The part of the dashboard that other hosts have: their GPUs, their jobs, and what can be done to those."""
+"""The dashboard's panel for other hosts: their GPUs, their jobs, and the actions on those jobs."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from sae_tui.session import Session
 from sae_tui.widgets.frame import FRAMES, frame_of
 from trainer.contract.store.states import JobState
 
-# What can be done to a job of another host, by the names of `offers_for`.
+# Actions possible on a job of another host, by the names in `offers_for`.
 _VERBS = frozenset({"open", "stop", "pause", "continue", "log"})
-# By so much the numbers of their GPUs are set apart from those of the host before.
+# Offset between the GPU indices of one host and the next, to keep them distinct.
 _APART = 1_000_000
 _TOTALS, _PANELS, _SOME_JOBS = 4, 4, 8
 _FEWEST_LINES = 3  # of the panel, which then scrolls
-_SHARE = 2  # their GPUs have at most every second row of the window
+_SHARE = 2  # other hosts' GPUs take at most every second row of the window
 
 
 class DashboardHosts:
-    """Draws other hosts on the dashboard, and runs errands there."""
+    """Draws other hosts on the dashboard, and runs commands on them."""
 
     def __init__(self, screen: Screen[None], session: Session, hosts: Hosts) -> None:
         self._screen, self._session, self._hosts = screen, session, hosts
-        # As drawn for the totals, from which the lines below are drawn as well.
+        # The histories drawn for the totals, reused for the lines below.
         self._pasts: dict[str, Past] = {}
 
     @property
     def titles(self) -> dict[str, str]:
-        """What the frames of panels say where there are other hosts, by the panels' ids."""
+        """The panel titles, by panel id, that change when there are other hosts."""
         return {"gpus": f"GPUs of {visible(socket.gethostname())}"}
 
     @property
     def _room(self) -> int:
-        """How many lines the panel of their GPUs has inside its frame: half of the window, or what is left of it.
+        """The number of lines inside the frame of the panel of remote GPUs: at most half the window or what is left.
 
-        The totals, the GPUs of this host and some jobs go before the GPUs of others, but not before their names.
+        Totals, this host's GPUs and some jobs take precedence over remote GPUs, but not over the names of their hosts.
         """
         views, height = self._hosts.views, self._screen.size.height
         first = _TOTALS + len(self._session.monitor.latest()) + 1 + min(_SOME_JOBS, self.n_job_rows)
@@ -65,24 +65,24 @@ class DashboardHosts:
 
     @property
     def n_job_rows(self) -> int:
-        """How many rows the table of jobs has with theirs, and with a heading for each host."""
+        """The number of rows in the jobs table, including remote jobs and one heading per host."""
         return 1 + len(self._session.jobs) + sum(1 + len(view.jobs) for view in self._hosts.views)
 
     @property
     def rows(self) -> int:
-        """How many rows that panel takes."""
+        """The number of rows that the panel takes with its frame."""
         return self._room + FRAMES[frame_of(*self._screen.size)]
 
     def show_gpus(self, chrome: int) -> None:
-        """Draw their newest samples."""
+        """Draw the newest samples of the other hosts."""
         panel = self._screen.query_one(FarGpus)
         panel.styles.height = self._room + chrome
         panel.show_hosts([self._host(view) for view in self._hosts.views], self._room)
 
     def totals(self, samples: Sequence[GpuSample], past: Past, *, live: bool) -> list[Total]:
-        """Return the totals of all GPUs of all hosts; the arguments are those of this one.
+        """Return the totals over the GPUs of all hosts; the arguments are this host's samples and history.
 
-        Other hosts tell what they do now, so that a longer past, where it is not `live`, is of this one alone.
+        Other hosts only report current values, so a longer history (not `live`) covers this host only.
         """
         every, slots, limits_w = list(samples), dict(past.slots), dict(past.power_limits_w)
         place_of = {sample.index: "" for sample in samples}
@@ -106,7 +106,7 @@ class DashboardHosts:
         return self._hosts.past(view.name, self._screen.size.width, self._session.settings.sampling_interval_s)
 
     def show_jobs(self) -> None:
-        """Hand their jobs to the table."""
+        """Hand the remote jobs to the jobs table."""
         self._screen.query_one(JobsFinder).show_far(self._hosts.views)
 
     def _host(self, view: HostView) -> FarHost:
@@ -121,21 +121,21 @@ class DashboardHosts:
 
     @property
     def selected(self) -> tuple[HostView, JobView] | None:
-        """The host and the job under the cursor, where that is not one of this host."""
+        """The host and the job under the cursor, if it is a remote job."""
         at = parse_key(self._screen.query_one(JobsPanel).cursor)
         view = next((view for view in self._hosts.views if at and view.name == at[0]), None)
         job = view and at and view.job(at[1])
         return (view, job) if view and job else None
 
     def offers(self) -> Mapping[str, str]:
-        """Return what can be done to the job under the cursor, where that is one of another host."""
+        """Return the actions on the job under the cursor, if it is a remote job."""
         if (at := self.selected) is None:
             return {}
         offered = offers_for(at[1], readonly=self._session.readonly)
         return {verb: word for verb, word in offered.items() if verb in _VERBS}
 
     def open_log(self) -> bool:
-        """Open the log of the job under the cursor; return False where that is one of this host, or none."""
+        """Open the log of the job under the cursor; return False if it is a local job or there is none."""
         if (at := self.selected) is None:
             return False
         from sae_tui.screens.far_log import FarLogScreen
@@ -144,7 +144,7 @@ class DashboardHosts:
         return True
 
     def act(self, verb: str) -> bool:
-        """Stop, pause or resume the job under the cursor; return False where that is one of this host, or none."""
+        """Stop, pause or resume the job under the cursor; return False if it is a local job or there is none."""
         if (at := self.selected) is None:
             return False
         view, job = at
@@ -171,7 +171,7 @@ class DashboardHosts:
 
 
 def _words(verb: str, job: JobView) -> list[str]:
-    """Return the command of `sae-tui` for this."""
+    """Return the arguments of `sae-tui` for this action."""
     if verb == "continue":
         return ["release" if job.state is JobState.QUEUED else "resume", str(job.id)]
     ends_now = verb == "stop" and _is_stopping(job)
@@ -183,22 +183,22 @@ def _is_stopping(job: JobView) -> bool:
 
 
 def _obstacle(verb: str, job: JobView) -> str:
-    """Return what is in the way in the state that the job has, as it follows its name; "" where nothing is."""
+    """Return why the job's state does not allow the action, as words that follow its name; "" if it does."""
     if verb == "continue":
         return "" if job.state is JobState.QUEUED or job.state.is_final else stands(job)
     return ENDED[job.state] if job.state.is_final else ""
 
 
 def _early_steps(job: JobView) -> int | None:
-    """Return over how many steps a job would cool down; None where it cannot be asked to finish early.
+    """Return the number of cool-down steps; None if the job cannot finish early.
 
-    Hosts send no config. A job with a loss is a training.
+    Hosts do not send the config. A job that has a loss is a training.
     """
     return None if job.loss is None or _is_stopping(job) else steps_to_finish(job)
 
 
 def _stop_question(host: str, job: JobView) -> tuple[str, str]:
-    """Return the question before a job is stopped, and the label for yes."""
+    """Return the question to ask before a job is stopped, and the label of the yes button."""
     which = f"job {job.id} ({job.name}) of {host}"
     if _is_stopping(job):
         return f"J{which[1:]} is stopping. End it at once? What it has not saved is lost.", "End it"

@@ -1,4 +1,4 @@
-"""How many rows each panel of the dashboard gets, so that they fill the window."""
+"""Computes how many rows each panel of the dashboard gets, so that they fill the window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from sae_tui.panels.gpu_map import TALLEST
 from sae_tui.widgets.frame import FRAMES, Frame, frame_of
 
-# Columns from which the totals are four plots, and the preview stands beside the jobs.
+# Minimum widths for four plots as totals, and for the preview next to the jobs.
 PLOTS_FROM, BESIDE_FROM = 100, 160
 _TOTALS = 4  # lines: memory, utilisation, power, heat
 _FEWEST_GPUS, _FEWEST_JOBS = 3, 2
@@ -19,10 +19,10 @@ _MANY_JOBS = 8
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows inside each panel's frame; 0 where it is not shown.
+    """The rows inside each panel's frame; 0 if the panel is hidden.
 
-    `plot` is the rows of each of the four plots of all GPUs, 0 where they are a line each. `per_gpu` is the lines of a
-    GPU; where not all GPUs fit into `gpus`, they scroll. `beside`: the preview has its rows beside the jobs.
+    `plot` is the height of each of the four plots of all GPUs, 0 if each is a single line. `per_gpu` is the lines per
+    GPU; if not all GPUs fit into `gpus`, they scroll. With `beside`, the preview is next to the jobs.
     """
 
     frame: Frame
@@ -58,11 +58,11 @@ def arrange(
     taken: int = 0,
     words: int = 1,
 ) -> Rows:
-    """Return the rows of the panels in a window of so many cells, of which head and foot take a row each.
+    """Return the rows of the panels in a window of `width` x `height` cells; the head and the footer take one row each.
 
-    `cards`: each GPU is a card. `tiles`: `n_gpus` are rows of tiles. `previews`: there is a job to preview. Without
-    jobs their panel says what can be done. `taken` rows are those of a panel that is not of this machine, `words` those
-    that it takes to say why there are no GPUs.
+    With `cards` the GPUs are shown in the card view; with `tiles`, `n_gpus` counts rows of tiles. `previews` means that
+    a job can be previewed. Without jobs their panel explains what to do. `taken` is the rows of the panel of other
+    hosts, `words` the rows needed to explain why there are no GPUs.
     """
     room = max(2, height - 2 - taken)
     empty = Rows(frame_of(width, height), 0, 0, 0, beside=width >= BESIDE_FROM)
@@ -72,7 +72,7 @@ def arrange(
 
 
 def _least(rows: Rows, room: int, n_gpus: int, wanted: int, *, cards: bool) -> Rows:
-    """Give each panel what it can be read with; where not even that fits, jobs go before cards, and totals first."""
+    """Give each panel its minimum. If that does not fit, drop the totals first, then take rows from the jobs."""
     left = room - 2 * rows.chrome
     has_totals = n_gpus > 0 and not (cards and rows.frame != "framed")
     with_totals = left - _TOTALS - rows.chrome
@@ -83,7 +83,7 @@ def _least(rows: Rows, room: int, n_gpus: int, wanted: int, *, cards: bool) -> R
 
 
 def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, tallest: int, previews: bool) -> Rows:
-    """Give out the rows that are left, what tells most first; what is no line is up to `tallest` lines tall."""
+    """Distribute the remaining rows, most useful first; GPUs that are not lines get up to `tallest` rows each."""
     several = bool(rows.totals) and width >= PLOTS_FROM
     wishes = [{"jobs": 1 + min(n_jobs, _MANY_JOBS)}]
     wishes += [_plots(_LEAST_PLOT)] if several else []
@@ -106,5 +106,5 @@ def _grown(rows: Rows, room: int, width: int, n_gpus: int, n_jobs: int, *, talle
 
 
 def _plots(rows: int) -> dict[str, int]:
-    """Return the wish for plots of so many rows, two and two with a heading each."""
+    """Return the request for plots of `rows` rows, in a two by two grid with a heading each."""
     return {"plot": rows, "totals": 2 * (rows + 1)}

@@ -1,5 +1,4 @@
-"""What is in the way of a training here: a row per finding as soon as it is there, the worst first, the chosen one in
-full below."""
+"""The doctor screen: one row per finding as soon as it is found, worst first; the selected one in full below."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _LEVELS = tuple(_STYLES)  # the worst first
 
 
 class DoctorScreen(FramedScreen):
-    """Shows findings as they come from a thread: the driver may not answer, and torch takes seconds to import."""
+    """Shows findings as a thread reports them: the driver may hang, and importing torch takes seconds."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
@@ -40,7 +39,7 @@ class DoctorScreen(FramedScreen):
     """
 
     class Found(Message):
-        """A finding of one look, or, with None, its end."""
+        """A finding of one run of the checks; None marks the end of the run."""
 
         def __init__(self, look: int, finding: Finding | None) -> None:
             super().__init__()
@@ -50,7 +49,7 @@ class DoctorScreen(FramedScreen):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """Take two functions that yield findings; `probe` finds more, for which the GPUs have to work."""
+        """Take two functions that yield findings; `probe` finds more, but runs work on the GPUs."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False
@@ -83,10 +82,10 @@ class DoctorScreen(FramedScreen):
         self._begin(self._probe)
 
     def _begin(self, examine: Callable[[], Iterable[Finding]]) -> None:
-        """Start a new look; what an earlier one still finds is neither waited for nor shown."""
+        """Start a new run of the checks. Findings of an earlier run are ignored."""
         self._look += 1
         self.findings, self.done = [], False
-        # Not a worker: leaving the app would wait for one that is stuck in the driver.
+        # A plain thread, not a worker: on exit the app would wait for a worker that is stuck in the driver.
         threading.Thread(target=self._run, args=(self._look, examine), name="doctor", daemon=True).start()
         self._show()
 
@@ -114,7 +113,7 @@ class DoctorScreen(FramedScreen):
         by_level = sorted(enumerate(self.findings), key=lambda each: _LEVELS.index(each[1].level))
         rows = [Row(str(index), _cells(finding)) for index, finding in by_level]
         table.show_rows(rows)
-        if at_top and rows:  # where nobody has moved it, the cursor is on the worst
+        if at_top and rows:  # keep the cursor on the worst finding until the user moves it
             table.cursor = rows[0].key
         self.entitle(table, f"Doctor · {summary(self.findings)}{'' if self.done else ', looking…'}")
         self._show_chosen()
@@ -133,7 +132,7 @@ def _cells(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def _in_full(finding: Finding, width: int) -> list[Line]:
-    """Return the whole sentence and what to do, wrapped to `width` cells."""
+    """Return the complete sentence and the remedy, wrapped to `width` cells."""
     lines: list[Line] = [
         ((f" {line}", "text"),) for line in textwrap.wrap(finding.sentence, width, break_on_hyphens=False)
     ]
@@ -142,7 +141,7 @@ def _in_full(finding: Finding, width: int) -> list[Line]:
 
 
 def _all_of(examine: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield the findings; if the examination fails, yield the error as the last one."""
+    """Yield the findings; if a check fails, yield the error as the last one."""
     try:
         yield from examine()
     except Exception as error:

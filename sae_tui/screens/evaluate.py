@@ -1,4 +1,4 @@
-"""Asks which parts of a job's SAEs to measure, with how long each takes, before anything starts."""
+"""Asks which parts of a job's SAEs to measure, and shows how long each takes, before anything starts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EvaluateDialog(Dialog[Asked | None]):
             self.dismiss(None)
 
     def action_start(self) -> None:
-        """Start the ticked parts; Enter on the other button cancels."""
+        """Start the ticked parts; if the Cancel button has the focus, cancel instead."""
         focused = self.focused
         if focused is not None and focused.id == "cancel":
             self.dismiss(None)
@@ -80,19 +80,19 @@ class EvaluateDialog(Dialog[Asked | None]):
 
 
 class Evaluates(Screen[None]):
-    """A screen with a key that asks which parts of a job to evaluate."""
+    """A screen with a key that opens the dialog for an evaluation of the job."""
 
     session: Session
     job_id: int
 
     def ask_to_evaluate(self, then: Callable[[], object] = lambda: None) -> None:
-        """Ask, and start the chosen parts; call `then` if there are any."""
+        """Ask which parts to measure and start them; call `then` unless the dialog is cancelled."""
         if not self.session.actions.refused():
             self._offer_evaluation(then)
 
     @work(thread=True, group="evaluate", exclusive=True, exit_on_error=False)
     def _offer_evaluation(self, then: Callable[[], object]) -> None:
-        # It reads the headers of the data and of the model.
+        # This reads the file headers of the data and the model.
         try:
             offer = self.session.actions.offer_evaluation(self.job_id)
         except (UserError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Writes the SAE of a job for other tools: asks for format and folder, and shows progress and result."""
+"""Writes a job's SAE for other tools: asks for format and folder, and shows progress and result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.contract.settings.catalog import WRITTEN_FORMATS
 
 
 class ExportDialog(Dialog[None]):
-    """Asks for format and folder, and shows the answer. Escape closes it; an export that runs then continues."""
+    """Asks for format and folder, and shows the answer. Escape closes it; a running export continues."""
 
     BINDINGS = [Binding("escape", "dismiss(None)", "Close", id="export.close", tooltip="Back to the job")]
     DEFAULT_CSS = """

@@ -1,4 +1,4 @@
-"""What the latents of a job's SAE fire on: a list of them, and beside it the texts in which one fires most."""
+"""The features screen: a list of an SAE's latents next to the texts on which the selected latent fires most."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ WORDS: dict[Order, str] = {
 
 
 class Opened(Message):
-    """The files of a job's SAEs were opened, by their labels.
+    """The feature files of a job's SAEs were opened, by SAE label.
 
-    `problem` says why that was not possible, and `question` offers what would make it so, where something can be done.
+    `problem` says why that failed; `question` offers a way to create the files, if there is one.
     """
 
     def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
@@ -50,7 +50,7 @@ class Opened(Message):
 
 
 def open_features(data: DataDir, job_id: int) -> Opened:
-    """Open the files of a job's SAEs, or find out what to offer where there are none.
+    """Open the feature files of a job's SAEs; if there are none, find out how they could be created.
 
     Raise `UserError` for files that cannot be read.
     """
@@ -61,7 +61,7 @@ def open_features(data: DataDir, job_id: int) -> Opened:
 
 
 class FeaturesScreen(Evaluates, FramedScreen):
-    """Goes through the latents of one SAE at a time."""
+    """Shows the latents of one SAE at a time."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
@@ -112,7 +112,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Read what latents fire on again once an evaluation of the job is over."""
+        """Read the features again after an evaluation of the job has ended."""
         if self._news.has_come():
             self._open()
 
@@ -146,7 +146,7 @@ class FeaturesScreen(Evaluates, FramedScreen):
         return self._opened.get(self.member)
 
     def _show(self, latent: int | None = None) -> None:
-        """List the latents as they are asked for, with the cursor on `latent`."""
+        """List the latents in the chosen order, with the cursor on `latent`."""
         if self._features is not None:
             apart = search(self._features, self.words) if self.words else (self._features.order(self.order), [])
             self._list(*apart, latent)
@@ -230,5 +230,5 @@ class FeaturesScreen(Evaluates, FramedScreen):
         self._show()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for a sweep's SAEs only where there are several."""
+        """Offer the key that switches between SAEs only if there are several."""
         return action != "next_member" or len(self._opened) > 1

@@ -1,4 +1,4 @@
-"""One GPU over the whole window."""
+"""One GPU in the full window."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FACTS_BESIDE_FROM = 76  # columns
 
 
 class GpuScreen(FramedScreen):
-    """Histories, particulars and processes of a card; its particulars are read only while this is shown."""
+    """Shows the histories, details and processes of a GPU. Details are only read while this screen is shown."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="gpu.back", tooltip="To the dashboard"),
@@ -55,7 +55,7 @@ class GpuScreen(FramedScreen):
         super().__init__(name="gpu")
         self.session, self.index = session, index
         self._back = LookBack(self, self._read_store)
-        # When the values are read out; None while they are those of now.
+        # The time at which values are read out; None for the current values.
         self._cursor_time: float | None = None
 
     def compose(self) -> ComposeResult:
@@ -80,11 +80,11 @@ class GpuScreen(FramedScreen):
 
     @property
     def sample(self) -> GpuSample | None:
-        """The newest sample of the card; None where it is not among those shown any more."""
+        """The newest sample of the GPU; None if the GPU is no longer present."""
         return next((one for one in self.session.monitor.latest() if one.index == self.index), None)
 
     def show_gpus(self) -> None:
-        """Draw what is known of the card now."""
+        """Draw the current state of the GPU."""
         sample = self.sample
         if not self.is_mounted:
             return
@@ -92,7 +92,7 @@ class GpuScreen(FramedScreen):
             self.query_one(GpuHistory).show([])
             self.query_one(GpuFacts).show([((" ✗ this GPU is no longer present", "bad"),)])
             return
-        # Again, since the screen of another card, which was left just before, ends its own look when it is gone.
+        # Request the details again: when the screen of another GPU closes, it cancels the request.
         self.session.monitor.look_at(self.index)
         details = self.session.monitor.details(self.index)
         ((holder, style),) = self.session.holders([sample])
@@ -113,7 +113,7 @@ class GpuScreen(FramedScreen):
         history.show_gpu(sample, window, cursor, words)
 
     def _window(self, sample: GpuSample) -> Window:
-        """Return what is to be drawn; have the store read where that is due."""
+        """Return the window to draw; start a read of the store if one is due."""
         n = self.query_one(GpuHistory).n_columns
         span_s = self._back.span_s
         if span_s is None:
@@ -132,7 +132,7 @@ class GpuScreen(FramedScreen):
             self._show_history(sample)
 
     def _cursor_in(self, window: Window) -> int | None:
-        """Return the column of the time that is read out; None where it is not in the window."""
+        """Return the column of the time that is read out; None if it is outside the window."""
         if self._cursor_time is None:
             return None
         column = int((self._cursor_time - window.begin) // window.step_s)
@@ -149,7 +149,7 @@ class GpuScreen(FramedScreen):
         window = self._window(sample)
         column = self._cursor_in(window)
         column = (len(window.jobs) if column is None else column) + by
-        # Beyond the newest the values are those of now.
+        # Past the newest column, show the current values.
         self._cursor_time = window.time_of(max(0, column) + 0.5) if column < len(window.jobs) else None
         self.show_gpus()
 
@@ -161,7 +161,7 @@ class GpuScreen(FramedScreen):
             self._look()
 
     def _look(self) -> None:
-        """Have this card read, and no other."""
+        """Request the details of this GPU and no other."""
         self.session.monitor.look_at(self.index)
         self._title()
         self.call_after_refresh(self.show_gpus)

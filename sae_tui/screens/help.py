@@ -1,4 +1,4 @@
-"""What the keys of a screen do, by subject, from the bindings themselves."""
+"""The help screen: the keys of a screen by topic, taken from the bindings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
 
 _EVERYWHERE = "Everywhere"
-# The subject of a binding without a group, by the first part of its id.
+# The topic of a binding without a group, by the first part of its id.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
            "settings": "Settings",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
@@ -27,14 +27,14 @@ _APART = 3
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A subject and its keys: (keys, name, what they do)."""
+    """A topic and its keys: (keys, name, what they do)."""
 
     title: str
     keys: tuple[tuple[str, str, str], ...]
 
 
 class HelpScreen(Reading):
-    """The introduction of a screen, where it has one, and its keys; escape closes it."""
+    """Shows the introduction of a screen, if it has one, and its keys; escape closes it."""
 
     BINDINGS = [
         Binding("escape,question_mark,f1,q", "dismiss", "Close", id="help.close", tooltip="Back to where you were")
@@ -46,10 +46,10 @@ class HelpScreen(Reading):
 
 
 def topics(screen: Screen[object]) -> list[Topic]:
-    """Return all keys that have a tooltip, by subject: of the focused widget, the screen and the app."""
+    """Return all keys with a tooltip, by topic: keys of the focused widget, the screen and the app."""
     own = {binding.id for binding in type(screen).BINDINGS if isinstance(binding, Binding)}
     by_title: dict[str, dict[str, list[ActiveBinding]]] = {}
-    # A screen's own keys come before the inherited ones.
+    # A screen's own keys come before inherited ones.
     for active in sorted(screen.active_bindings.values(), key=lambda one: one.binding.id not in own):
         if active.binding.tooltip:
             by_title.setdefault(_title(active.binding), {}).setdefault(active.binding.action, []).append(active)
@@ -63,7 +63,7 @@ def topics(screen: Screen[object]) -> list[Topic]:
 
 
 def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[Line]:
-    """Return the text for a width: subjects below each other, or in two columns where these are wide enough."""
+    """Return the help text for a width: topics below each other, or in two columns if the window is wide enough."""
     lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(introduction, max(20, width))]
     lines += [()] if lines else []
     if width < _TWO_COLUMNS_FROM:
@@ -100,7 +100,7 @@ def _column(listed: Sequence[Topic], width: int) -> list[Line]:
 
 
 def _key_lines(key: tuple[str, str, str], width: int) -> list[Line]:
-    """Return the keys, their name, and what they do in as many lines as it takes, below each other."""
+    """Return the keys, their name and the wrapped tooltip as lines."""
     shown, name, tooltip = key
     head = 20
     wrapped = textwrap.wrap(tooltip, max(16, width - head)) or [""]
@@ -109,7 +109,7 @@ def _key_lines(key: tuple[str, str, str], width: int) -> list[Line]:
 
 
 def _halves(blocks: Sequence[list[Line]]) -> tuple[list[Line], list[Line]]:
-    """Split the blocks, in their order, into two columns of about the same height."""
+    """Split the blocks, in order, into two columns of about the same height."""
     total = sum(map(len, blocks))
     best = min(range(len(blocks) + 1), key=lambda cut: abs(2 * sum(map(len, blocks[:cut])) - total))
     left = [line for block in blocks[:best] for line in block]

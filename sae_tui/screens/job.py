@@ -1,4 +1,4 @@
-"""One job: how it stands, its curves, what happened to it, and its log, live."""
+"""The screen of one job: its state, curves, events and log, updated live."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail
 
 
-# In the footer what one came for is first.
+# The footer shows the most useful keys first.
 _KEYS = [
     f"job.{name}"
     for name in ("back", "stop", "pause", "continue", "card", "features", "evaluate", "export", "log", "metrics")
 ] + ["job.all_metrics", "job.clone"]
-_BESIDE_FROM = 120  # columns that the settings need to stand beside the rest
+_BESIDE_FROM = 120  # minimum width for the settings next to the other panels
 
 
 class JobScreen(Evaluates, FramedScreen):
-    """Follows one job; every panel pulls from the detail that the watcher keeps."""
+    """Follows one job; every panel draws from the job details that the watcher keeps."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
@@ -84,10 +84,10 @@ class JobScreen(Evaluates, FramedScreen):
         self.session = session
         self.job_id = job_id
         self._panels = {name: entry.make(name) for name, entry in PANELS.items()}
-        # None until one is chosen; until then rank 0 is shown, or the one that failed.
+        # None until the user chooses a rank; until then show rank 0, or the rank that failed.
         self._rank: int | None = None
         self.member = ""
-        # None until toggled; until then the settings are shown where they have room beside the rest.
+        # None until toggled; until then the settings are shown if the window is wide enough.
         self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
@@ -115,7 +115,7 @@ class JobScreen(Evaluates, FramedScreen):
         self.show_jobs()
 
     def on_screen_resume(self) -> None:
-        """Draw anew: while another screen was above this one, the news went there."""
+        """Draw again: while another screen was on top, this one got no updates."""
         self.show_jobs()
 
     @property
@@ -128,7 +128,7 @@ class JobScreen(Evaluates, FramedScreen):
         return self._rank or 0
 
     def _arrange(self) -> None:
-        """Put the settings beside the rest, or in its place where it is too narrow for both."""
+        """Put the settings next to the other panels, or in place of them if the window is too narrow for both."""
         self.set_class(self.size.width >= _BESIDE_FROM, "-beside")
         self.set_class(self.shows_settings, "-settings")
 
@@ -136,7 +136,7 @@ class JobScreen(Evaluates, FramedScreen):
         """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Draw what is known of the job now."""
+        """Draw the current state of the job."""
         detail = self.session.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
@@ -154,13 +154,13 @@ class JobScreen(Evaluates, FramedScreen):
             panel.show_detail(shown)
 
     def _follow_failed(self, detail: JobDetail) -> None:
-        """Show the log of the rank that failed, unless another was asked for."""
+        """Show the log of the rank that failed, unless the user chose another."""
         if detail.postmortem and self._rank is None:
             self._rank = detail.postmortem.rank or 0
             self.session.watcher.follow(self.job_id, self._rank)
 
     def keys_offered(self) -> Offer:
-        """Return the keys to show: only what can be done to the job in its state."""
+        """Return the keys to show: only actions that are possible in the job's state."""
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return Offer()
@@ -169,7 +169,7 @@ class JobScreen(Evaluates, FramedScreen):
         hidden |= {"job.clone", "job.evaluate", "job.export"} if self.session.readonly else set()
         job, data = detail.view, self.session.data
         has_sae = not extracts(job.config) and data.exported_folder(job.id) is not None
-        # A card is of what a job has left at its end.
+        # A report card exists only for a finished SAE.
         hidden |= set() if has_sae and job.state.is_final else {"job.evaluate", "job.card", "job.export"}
         hidden |= {"job.evaluate"} if job.evaluation else set()
         hidden |= set() if has_features(data, self.job_id) else {"job.features"}
@@ -240,11 +240,11 @@ class JobScreen(Evaluates, FramedScreen):
         self._panels["settings"].focus()
 
     def action_compare(self) -> None:
-        """Open the large curve; of a sweep also what its SAEs differ in."""
+        """Open the large curve; for a sweep also the differences between its SAEs."""
         detail = self.session.detail
         is_one = detail is not None and not is_sweep(detail.view)
         self.app.push_screen(CompareScreen(self.session, [self.job_id], only_curves=is_one))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for a sweep's SAEs only where there are several."""
+        """Offer the key that switches between SAEs only for a sweep."""
         return action != "next_member" or bool(self.member)

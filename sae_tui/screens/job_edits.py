@@ -1,4 +1,4 @@
-"""Keys on a table of jobs that change what is known of them: name, tags, note, place in the queue; and comparing."""
+"""The jobs table with keys that edit jobs (name, tags, note, queue position) and compare them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 
 
 class JobEdits(JobsFinder):
-    """The jobs with keys that change them; tags go to all marked ones, what else changes them to the one under the
-    cursor."""
+    """The jobs table with keys that edit jobs.
+
+    Tags apply to all marked jobs, other edits to the job under the cursor.
+    """
 
     BINDINGS = [
         Binding("c", "compare", "Compare", id="jobs.compare", group=JOBS,

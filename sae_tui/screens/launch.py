@@ -1,4 +1,4 @@
-"""Keys of the launch screen: launching, and job files; always by a review of what is on the screen now."""
+"""The launch screen's keys: launch the form or save it as a job file, always after a review of its content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Looked(Message):
-    """Stored activations were inspected; `problem` says why that was not possible."""
+    """Stored activations were inspected; `problem` says why that failed."""
 
     def __init__(self, place: str, told: Inspected | None, problem: str = "") -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Looked(Message):
 
 
 class LaunchScreen(FramedScreen):
-    """Fills in the form, has it reviewed and launches it."""
+    """Shows the launch form, has it reviewed and launches the job."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
@@ -88,7 +88,7 @@ class LaunchScreen(FramedScreen):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key waits for a review, so that those after it must wait as well."""
+        """True while a key waits for a review; later keys must then wait too."""
         return self.form.has_to_answer
 
     def show_gpus(self) -> None:
@@ -96,11 +96,11 @@ class LaunchScreen(FramedScreen):
         self.form.show_gpus()
 
     def show_jobs(self) -> None:
-        """Draw the GPUs anew, since a job that ends frees its cards."""
+        """Draw the GPUs again, since a job that ends frees its GPUs."""
         self.form.show_gpus()
 
     def keys_offered(self) -> Offer:
-        """Put launching first among the keys, also before those of the focused widget."""
+        """Put the launch keys first, before the keys of the focused widget."""
         return Offer(("launch.go", "launch.each"))
 
     def action_back(self) -> None:
@@ -112,7 +112,7 @@ class LaunchScreen(FramedScreen):
             form.toggle_all()
 
     def action_to_review(self) -> None:
-        """Go to the launch button, or where something is wrong to the first such setting."""
+        """Go to the first wrong setting, or to the launch button if all are correct."""
         wrong = [row.field.path for row in self.query(KnobRow) if row.has_class("-wrong")]
         if wrong:
             self.query_one(KnobForm).focus_field(wrong[0])
@@ -128,27 +128,27 @@ class LaunchScreen(FramedScreen):
         self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
 
     def action_reset(self) -> None:
-        """Take all changes back, after a question."""
+        """Undo all changes after asking."""
         self.form.reset()
 
     def action_find_setting(self) -> None:
-        """Ask for a part of a setting's name, and go there."""
+        """Ask for part of a setting's name, and go to that setting."""
         self.query_one(KnobForm).find()
 
     def action_to_gpus(self) -> None:
         self.query_one("#picker").focus()
 
     def action_to_settings(self) -> None:
-        """Go to the field that had the cursor last, or to the first one."""
+        """Go to the field that last had the cursor, or to the first one."""
         self.query_one(KnobForm).focus_again()
 
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
-        """Launch, asking first where the review warns."""
+        """Launch the job; ask first if the review has warnings."""
         self.form.once_reviewed(self._launch)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
+        """Name the settings to correct, in one line that soon disappears. More text would cover the review."""
         wrong = [problem.path for problem in review.errors if not (review.is_asking and problem.path == SETTING)]
         which = list(dict.fromkeys(wrong))
         why = f"correct {join_words(which)} first" if which else "its Python is still being asked what it has"
@@ -166,18 +166,18 @@ class LaunchScreen(FramedScreen):
             self._go([job])
 
     def _go(self, jobs: list[AnyJob]) -> None:
-        """Launch reviewed jobs, as children of the one that was cloned."""
+        """Launch reviewed jobs, as children of the cloned job if there is one."""
         origin = self.form.origin
         self.session.go.launch(jobs, None if origin is None else origin.job_id)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer the key for the SAEs of a sweep only where there are several, and so that for other hosts."""
+        """Offer the sweep key only if there are several SAEs, and the host key only if there are other hosts."""
         if action == "launch_there":
             return self.session.hosts is not None
         return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
 
     def action_launch_each(self) -> None:
-        """Launch every SAE of a sweep as a job of its own; the jobs wait for GPUs and end one by one."""
+        """Launch every SAE of a sweep as a separate job; the jobs are queued for GPUs and end independently."""
         self.form.once_reviewed(self._launch_each)
 
     def _launch_each(self, review: Review) -> None:
@@ -189,7 +189,7 @@ class LaunchScreen(FramedScreen):
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
 
     def action_launch_there(self) -> None:
-        """Ask for a host, then for its GPUs, and launch what is in the form there."""
+        """Ask for a host and its GPUs, and launch the form's job there."""
         if (hosts := self.session.hosts) is None or self.session.actions.refused():
             return
         offered = [(view.name, _of_host(view)) for view in hosts.views if view.is_connected]
@@ -204,13 +204,14 @@ class LaunchScreen(FramedScreen):
             self.app.push_screen(question, lambda gpus: self._launch_there(host, gpus) if gpus else None)
 
     def _launch_there(self, host: str, gpus: str) -> None:
-        # As it was typed: what is wrong here, such as data that only the other host has, may be right there.
+        # Send the form as typed: values that are wrong here, such as paths to data on the other host, may be right
+        # there.
         if self.session.hosts:
             launch = functools.partial(self.session.hosts.launch, host, self.form.draft_as_text(elsewhere=True), gpus)
             self.session.actions.do(launch)
 
     def action_inspect(self) -> None:
-        """Look at the stored activations that the form names."""
+        """Inspect the stored activations that the form names."""
         self.form.once_reviewed(self._inspect)
 
     def _inspect(self, review: Review) -> None:
@@ -242,7 +243,7 @@ class LaunchScreen(FramedScreen):
             self.notify(event.problem, title="Not inspected", severity="error", markup=False)
 
     def action_edit_text(self) -> None:
-        """Edit the form as a job file in the editor of $VISUAL or $EDITOR, and take the result back."""
+        """Edit the form as a job file in $VISUAL or $EDITOR, and read the result back."""
         self.form.once_reviewed(self._edit_text)
 
     def _edit_text(self, review: Review) -> None:
@@ -260,7 +261,7 @@ class LaunchScreen(FramedScreen):
                 self.form.put_in(table)
 
     def action_save_file(self) -> None:
-        """Ask where to save the form, unless something is wrong with it."""
+        """Ask where to save the form, unless it contains errors."""
         self.form.once_reviewed(self._ask_where)
 
     def _ask_where(self, review: Review) -> None:
@@ -287,11 +288,11 @@ class LaunchScreen(FramedScreen):
 
 
 def _of_host(view: HostView) -> str:
-    """Return what to say of a host when one is chosen."""
+    """Return a short description of a host for the list of choices."""
     idle = sum(card.use == "dim" and card.healthy for card in view.cards)
     return f"{plural(len(view.cards), 'GPU')}, {idle} idle" if view.cards else "no GPU"
 
 
 def _path(text: str) -> Path:
-    """Return what was typed as a path, with `~` replaced; `Path.expanduser` raises for an unknown user."""
+    """Return the typed text as a path, with `~` expanded; `Path.expanduser` would raise for an unknown user."""
     return Path(os.path.expanduser(text))

@@ -1,4 +1,4 @@
-"""A job that is to be launched, in the order of a person's thought: which GPUs, what to do, a last look."""
+"""The launch form, top to bottom: the GPUs, the job's settings, and a review."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
 
-# Filling in a job file changes twenty fields at once, which is one review.
+# Opening a job file changes twenty fields at once, and these should cause one review.
 _SETTLE_S = 0.05
-# What the settings of each kind of job are about.
+# The heading above the settings, for each kind of job.
 HEADINGS = {JobConfig.kind: "Data and training", ExtractJob.kind: "Model and text"}
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The job that is cloned: its settings as they were, and those that the form of the new job begins with."""
+    """The job being cloned: its original settings, and the settings that the new form starts with."""
 
     job_id: int
     was: AnyJob
@@ -58,10 +58,10 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class LaunchForm(VerticalScroll, can_focus=False):
-    """GPUs, form and review below each other; the line at the bottom follows every change."""
+    """GPUs, settings and review below each other; the review follows every change."""
 
     class Reviewed(Message):
-        """A draft has been checked, off the main thread."""
+        """A draft was checked, off the main thread."""
 
         def __init__(self, number: int, review: Review, overridden: dict[str, str]) -> None:
             super().__init__()
@@ -70,7 +70,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self.overridden = overridden
 
     class Known(Message):
-        """The Python that is to train has answered what it has."""
+        """The Python that will run the training has reported its packages."""
 
     def __init__(self, session: Session, origin: Origin | None = None, preset: Path | None = None) -> None:
         super().__init__()
@@ -78,14 +78,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        # What values by path say of the kind of job, which is no field of the form.
+        # The entries that set the kind of job; it has no field in the form.
         self._kind: dict[str, Any] = {}
         self._knobs = job_form.chosen_knobs({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # What the form was filled with, and from which preset; a value that differs was changed by a person.
+        # The values and the preset that filled the form. A value that differs was changed by the user.
         self._start: dict[str, Any] = {}
         self._preset = preset
         self._kept = KeptDraft(session.data)
@@ -117,7 +117,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._entitle()
 
     def _entitle(self) -> None:
-        """Write the titles with their keys into the frames, or where there is none before what is in the panels."""
+        """Write the titles with their keys into the frames, or into the panels themselves if there are no frames."""
         about = f"F3 {HEADINGS[job_form.kind_of(self._kind)]}"
         frame = frame_of(*self.screen.size)
         entitle(self.query_one(GpuPicker), self._gpus_title)
@@ -135,7 +135,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the GPUs as they are now; tick what the settings say when there are any for the first time."""
+        """Draw the GPUs as they are now. When the first GPUs appear, tick those that the settings select."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -149,7 +149,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
+        """Show the memory need and the free memory; check the draft again when it stops fitting or fits again."""
         need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere))
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
@@ -160,16 +160,16 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def changed(self) -> list[str]:
-        """The settings that a person has changed since the form was filled, by path."""
+        """The settings changed by the user since the form was filled, by path."""
         return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     @property
     def is_extraction(self) -> bool:
-        """Whether the job that is filled in is an extraction."""
+        """True if the job in the form is an extraction."""
         return job_form.kind_of(self._kind) == ExtractJob.kind
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
-        """Fill the form with something else, asking first where changes would be lost."""
+        """Fill the form with something else; ask first if changes would be lost."""
         if not self.changed:
             fill()
             return
@@ -177,7 +177,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
-        """Put a job file into the form; where it cannot be read, notify and leave the form as it is."""
+        """Load a job file into the form. If it cannot be read, notify and leave the form unchanged."""
         try:
             table = job_form.read_job_table(path)
         except UserError as error:
@@ -206,12 +206,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.put_in(table)
 
     def _show_preset(self) -> None:
-        """Show in the menu what the form was filled from, whatever was picked there."""
+        """Reset the menu to the preset that filled the form, whatever the user picked."""
         menu = self.query_one("#preset", Menu)
         menu.value = Menu.NULL if self._preset is None else self._preset
 
     def reset(self) -> None:
-        """Take all changes back, after a question."""
+        """Undo all changes after asking."""
         if not self.changed:
             self.notify("No setting was changed.")
             return
@@ -219,14 +219,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
-        """Notify that the form was kept as it was left, and how many of its settings are changed."""
+        """Notify that the draft was kept, and how many of its settings differ from the start values."""
         if self._kept.is_left and not self.changed:
             self.notify("The draft that was left is back; pick a preset to start anew.")
         elif self.changed:
             self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
 
     def put_in(self, table: dict[str, Any]) -> None:
-        """Put a complete job into form and picker."""
+        """Put a complete job into the form and the GPU picker."""
         values = job_form.flatten(table)
         self._kind = {path: values[path] for path in ("kind",) if path in values}
         if job_form.chosen_knobs(values) != self._knobs:
@@ -242,7 +242,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
-        """Tick what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
+        """Tick the GPUs that a job file asks for, if they are available; "auto" leaves the ticks unchanged."""
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
@@ -275,14 +275,14 @@ class LaunchForm(VerticalScroll, can_focus=False):
     @on(GpuPicker.Changed)
     @on(Known)
     def _check(self) -> None:
-        """Have the draft checked once the changes have settled; only the newest answer counts."""
+        """Check the draft once the changes have settled; only the newest result counts."""
         self._asked += 1
         if self._soon is not None:
             self._soon.stop()
         self._soon = self.set_timer(_SETTLE_S, self._review)
 
     def _review(self) -> None:
-        # There is no form while it is being built, or while the screen is taken down.
+        # There is no form while it is being built or the screen is closing.
         forms = list(self.query(KnobForm))
         if self._building or not forms:
             return
@@ -295,7 +295,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         self._kept.follow(candidate, is_changed=bool(self.changed))
-        # A daemon, since a data path on a dead file server must not keep the app from ending.
+        # A daemon thread: a data path on a dead file server must not keep the app from exiting.
         here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
@@ -335,7 +335,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             then(event.review)
 
     def _show_changes(self, form: KnobForm) -> None:
-        """Show how many settings were changed, and offer the key that only a sweep has."""
+        """Show how many settings were changed, and update the key that exists for sweeps only."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
         if form.is_sweep != self._was_sweep:
@@ -344,18 +344,18 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key waits for a review; the keys after it must then wait as well."""
+        """True while a key waits for a review; later keys must then wait too."""
         return self._then is not None
 
     def _typed_into(self, form: KnobForm) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what the form holds with its kind of job, and what is wrong with the rest, both by path."""
+        """Return the form's valid values, including the kind of job, and the errors of the other fields, by path."""
         values, wrong = form.values()
         return self._kind | values, wrong
 
     def draft_as_text(self, *, elsewhere: bool = False) -> str:
-        """Return the form as a job file, with what is wrong in it as it was typed.
+        """Return the form as a job file; invalid values appear as typed.
 
-        For a host elsewhere the Python of the settings is left out: that host has its own settings.
+        With `elsewhere`, leave out the Python of this machine's settings: the other host has its own.
         """
         form = self.query_one(KnobForm)
         values, wrong = self._typed_into(form)
@@ -365,12 +365,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
     def once_reviewed(self, then: Callable[[Review], None]) -> None:
-        """Have the draft checked as it stands now, and call `then` with the review."""
+        """Check the draft in its current state, and call `then` with the review."""
         self._then = then
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Make the form anew, since another architecture or source has other settings; then have it checked."""
+        """Build the form again, since another architecture or source has other settings; then check it."""
         self._knobs, self._building = job_form.chosen_knobs(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
@@ -385,7 +385,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self._check()
 
     def _focused_field(self) -> str:
-        """Return the path of the setting that is being edited; "" where it is something else."""
+        """Return the path of the setting being edited; "" if another widget has the focus."""
         rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 
@@ -393,7 +393,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return self.session.recommend(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
-        """Tick what the settings say."""
+        """Tick the GPUs that the settings select."""
         wish = self.session.settings.default_gpu_selection
         if wish == "available":
             picker.action_available()

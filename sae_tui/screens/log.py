@@ -1,4 +1,4 @@
-"""The logs of a job over the whole screen: of one rank, of all, or of the supervisor."""
+"""The logs of a job in the full window: one rank, all ranks, or the supervisor."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ALL = "all"
 
 
 class Reader(Protocol):
-    """A thread that hands lines over."""
+    """A thread that delivers lines."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
 
 
 class LogScreen(FramedScreen):
-    """Follows the end until one scrolls up; searching keeps the place."""
+    """Follows the end of the log until the user scrolls up; searching keeps the position."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="logs.back", tooltip="Ends a search, or back to the job"),
@@ -52,7 +52,7 @@ class LogScreen(FramedScreen):
     """
 
     class Lines(Message):
-        """Lines were read, for the reader with this number."""
+        """Lines were read by the reader with this number."""
 
         def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
             super().__init__()
@@ -113,18 +113,18 @@ class LogScreen(FramedScreen):
         self._title()
 
     def reader(self, on_lines: Callable[[Sequence[LogLine]], object]) -> Reader:
-        """Return what follows the chosen log and hands its lines over, on any thread."""
+        """Return a reader that follows the chosen log; it calls `on_lines` from any thread."""
         chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
         return LogReader(chosen, on_lines)
 
     @property
     def job(self) -> JobView | None:
-        """The job as last read, where it is in the list."""
+        """The job as last read, if it is in the list."""
         return next((one for one in self.session.jobs if one.id == self.job_id), None)
 
     @property
     def place(self) -> str:
-        """Where the job is, as it follows its number; "" for this host."""
+        """The host of the job, as words that follow its number; "" for this host."""
         return ""
 
     @on(Lines)
@@ -144,7 +144,7 @@ class LogScreen(FramedScreen):
         )
 
     def _title(self) -> None:
-        """Write the title, beginning with whose log it is: the name of a job can be as long as it likes."""
+        """Write the title. The log's source comes first, since the job's name can be long."""
         job = self.job
         state = f" · {describe_state(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
@@ -163,7 +163,7 @@ class LogScreen(FramedScreen):
         self._title()
 
     def _match_count(self) -> str:
-        """Return how many lines of this log have what is searched for, in words; "" without a search."""
+        """Return in words how many lines match the search; "" without a search."""
         (text,) = [search.value for search in self.query("#log-search").results(Input)] or [""]
         count = sum(view.n_found for view in self.query(LogView))
         return f" · {plural(count, 'line') if count else 'no line'} with {text!r}" if text else ""
@@ -175,7 +175,7 @@ class LogScreen(FramedScreen):
         view = self.query_one(LogView)
         view.focus()
         if view.pattern:
-            # First back to the newest match, since one was looking at the end of the log.
+            # Go to the newest match first, since the view was at the end of the log.
             _ = view.jump(-1) or view.jump(1)
 
     def action_jump(self, direction: int) -> None:

@@ -1,4 +1,4 @@
-"""How much of the past a screen shows: the newest intervals, or a span that is read from the store in a thread."""
+"""The time span that a screen shows: the newest samples, or a longer span that a thread reads from the store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from textual.screen import Screen
 from sae_tui.gpu.window import SPANS_S
 from trainer.contract.errors import UserError
 
-_REREAD_S = 5.0  # the store is written as often
+_REREAD_S = 5.0  # the store is written this often
 T = TypeVar("T")
 
 
 def span_keys(
     screen: str, group: Binding.Group | None = None, display: tuple[str, str] = ("+", "-"), *, show: bool = True
 ) -> list[Binding]:
-    """Return the keys of a screen that has `action_longer`; `display` are the two that its foot and help name."""
+    """Return the keys of a screen that has `action_longer`; the footer and the help show them as `display`."""
     longer, shorter = display
     return [
         Binding("plus,greater_than_sign", "longer(1)", "Longer", key_display=longer, id=f"{screen}.longer", show=show,
@@ -32,39 +32,39 @@ def span_keys(
 
 
 class LookBack(Generic[T]):
-    """The span that a screen shows, and what was read of it.
+    """The time span that a screen shows, and the data read for it.
 
-    What is read belongs to a subject, such as a card; what comes late of another subject or span is not shown.
+    Data belongs to a subject, such as a GPU. Data that arrives late for another subject or span is not shown.
     """
 
     class Found(Message):
-        """Something was read, and is to be drawn."""
+        """Data was read and should be drawn."""
 
     def __init__(self, screen: Screen[None], read: Callable[[str, float, int], T]) -> None:
-        """Take who is told and how a span of so many seconds of a subject is read in at most so many columns."""
+        """Take the screen to notify, and a function that reads a subject's last seconds into at most n columns."""
         self._screen, self._read = screen, read
-        self._place = 0  # in `SPANS_S`, counted from 1; 0 is the newest intervals
+        self._place = 0  # 1-based index into `SPANS_S`; 0 is the newest samples
         self._due = 0.0  # when to read next
         self._found: dict[tuple[str, float], T] = {}
-        # Running reads. While a read hangs with its disk, the same read is not started again.
+        # Running reads. While a read hangs on its disk, the same read is not started again.
         self._under_way: set[tuple[str, float]] = set()
 
     @property
     def span_s(self) -> int | None:
-        """How many seconds of the store are shown; None where the newest intervals are."""
+        """The span in seconds that is read from the store; None while the newest samples are shown."""
         return SPANS_S[self._place - 1] if self._place else None
 
     def longer(self, by: int) -> None:
-        """Show so many spans more, or where negative fewer."""
+        """Move `by` steps to longer spans; if negative, to shorter ones."""
         self._place = max(0, min(len(SPANS_S), self._place + by))
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was read, and read anew when it is asked for."""
+        """Discard what was read, so that the next request reads again."""
         self._found, self._due = {}, 0.0
 
     def stored(self, subject: str, n: int) -> T | None:
-        """Return what was read last; have it read, for `n` columns, where that is due. None before it is there."""
+        """Return the data read last, None before the first read; start a new read for `n` columns if it is due."""
         span_s = self.span_s
         if span_s is None:
             return None
@@ -81,7 +81,7 @@ class LookBack(Generic[T]):
         self._under_way.add((subject, span_s))
         try:
             self._found[subject, span_s] = self._read(subject, span_s, n)
-        except UserError:  # told in the status line by those who store it
+        except UserError:  # the status line already shows store errors
             self._due = time.monotonic() + _REREAD_S
         finally:
             self._under_way.discard((subject, span_s))

@@ -1,4 +1,4 @@
-"""Every metric of a job in a grid: found by a regular expression, zoomed, and read out at a step."""
+"""All metrics of a job in a grid: filtered by a regular expression, zoomed, and read out at a step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainer.contract.store.states import JobState
 from trainer.contract.wording import plural
 
 _ZOOM = 2.0
-_STEPS_ACROSS = 60  # presses of an arrow key from one end of what is shown to the other
+_STEPS_ACROSS = 60  # presses of an arrow key from one end of the plot to the other
 
 
 class MetricsList(Filtered):
-    """The grid with the line in which the regular expression is typed."""
+    """The grid of metrics with an input line for the regular expression."""
 
     PLACEHOLDER = "fvu|loss, ^held, rank"
 
@@ -38,7 +38,7 @@ class MetricsList(Filtered):
 
 
 class MetricsScreen(FramedScreen):
-    """All metrics of the job that is followed."""
+    """Shows all metrics of the job that is being followed."""
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="metrics.back", tooltip="To the job; first from one metric to all"),
@@ -70,9 +70,9 @@ class MetricsScreen(FramedScreen):
         super().__init__(name="metrics")
         self.session = session
         self.job_id = job_id
-        self._chosen = 0  # of all that the expression finds
+        self._chosen = 0  # index among the metrics that the expression matches
         self._alone = False
-        # The steps that are shown, None for all; and the one that is read out, None for the newest.
+        # The visible range of steps, None for all; and the step that is read out, None for the newest.
         self._span: tuple[float, float] | None = None
         self._cursor: float | None = None
 
@@ -106,7 +106,7 @@ class MetricsScreen(FramedScreen):
         each = columns * rows
         first = 0 if self._alone else self._chosen - self._chosen % each
         shown = found[self._chosen : self._chosen + 1] if self._alone else found[first : first + each]
-        # The same steps in all plots, so that the cursor is at the same place.
+        # All plots show the same steps, so that the cursor is at the same column.
         span = self._span or self._all_steps()
         grid.show_metrics(shown, span, self._cursor, None if self._alone else self._chosen - first)
         place = f"{first + 1} to {first + len(shown)} of {plural(len(found), 'metric')}" if found else ""
@@ -116,13 +116,13 @@ class MetricsScreen(FramedScreen):
 
     @staticmethod
     def _why_empty(job: JobView) -> str:
-        """Say why a job has no metric."""
+        """Return why a job has no metric."""
         if job.state is JobState.IMPORTED:
             return "its SAE was imported and has not trained here, so it has no curves; e on the job measures it"
         return "it has measured nothing" if job.state.is_final else "no values yet"
 
     def _found(self, pattern: str) -> tuple[list[Metric], str]:
-        """Return the metrics that the expression finds, all of them while it is none, and what is wrong with it."""
+        """Return the metrics that the expression matches, or all while it is invalid, and the error in it."""
         detail = self.session.detail
         assert detail is not None
         try:
@@ -162,7 +162,7 @@ class MetricsScreen(FramedScreen):
         if steps:
             first, last = steps
             at = (last if self._cursor is None else self._cursor) + by * (last - first) / _STEPS_ACROSS
-            # Beyond the newest the values are those of now.
+            # Past the newest step, show the current values.
             self._cursor = max(first, at) if at < last else None
             self.show_jobs()
 

@@ -1,4 +1,4 @@
-"""A table of processes with its keys: filter, order, tree, a look at one, and signals to it."""
+"""A table of processes with keys: filter, sort, tree, details of a process, and signals."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from sae_tui.widgets.reading import Reading
 from sae_tui.widgets.table import KeyedTable
 
 _GROUP = Binding.Group("Processes")
-_READ_EVERY_S = 3.0  # as often as the cards list their processes
+_READ_EVERY_S = 3.0  # as often as the monitor lists the processes of the GPUs
 _SILENT_AFTER_S = 10.0
-_JOB = "job"  # what a rank is offered before any signal
+_JOB = "job"  # offered for a rank before any signal
 
 
 class ProcessPage(Reading):
@@ -62,7 +62,7 @@ class ProcessPage(Reading):
 
 
 class ProcessList(Filtered):
-    """The processes of the cards whose samples it is given."""
+    """The processes on the GPUs of the given samples."""
 
     BINDINGS = [
         Binding("s", "signal", "Signal", id="processes.signal", group=_GROUP,
@@ -79,7 +79,7 @@ class ProcessList(Filtered):
     PLACEHOLDER = "words, user:ada, gpu:1"
 
     class Read(Message):
-        """The processes of some cards were read anew."""
+        """The processes on some GPUs were read again."""
 
         def __init__(self, cards: Sequence[int], processes: Sequence[ProcessDetails]) -> None:
             super().__init__()
@@ -113,20 +113,20 @@ class ProcessList(Filtered):
         return self.query_one(ProcessTable)
 
     def show_samples(self, samples: Sequence[GpuSample], nothing: str) -> None:
-        """Show who is on these cards; `nothing` says why it is nobody."""
+        """Show the processes on these GPUs; `nothing` is the text for an empty list."""
         self._nothing = nothing
         cards = [sample.index for sample in samples]
         pids = [process.pid for sample in samples for process in sample.processes or ()]
         if cards != self._cards:
             self._processes = None
-        # Again, since a list that was left just before ends this when it is gone.
+        # Request the shares again: when the previous list closes, it cancels the request.
         self.session.monitor.want_shares(True)
         shares = {index: self.session.monitor.sm_percents(index) for index in cards}
-        # A newcomer is read at once, and so are the first shares.
+        # Read at once when a new process appears or the first shares arrive.
         is_new = (cards, pids) != (self._cards, self._pids) or (any(shares.values()) and not self._has_shares)
         self._cards, self._pids, self._has_shares = cards, pids, any(shares.values())
         self._is_due |= is_new or time.monotonic() - self._read_at >= _READ_EVERY_S
-        # A hung process can make the read hang too; no second read starts then.
+        # A hung process can make the read hang too; do not start a second read then.
         if self._is_due and not self._one_reading.locked():
             self._read_at, self._is_due = time.monotonic(), False
             self._read(tuple(samples), shares)
@@ -134,7 +134,7 @@ class ProcessList(Filtered):
 
     @work(thread=True, group="processes", exclusive=True, exit_on_error=False)
     def _read(self, samples: Sequence[GpuSample], sm_percents: Mapping[int, Mapping[int, int]]) -> None:
-        # A reading that is still under way when the next begins would take what that one knows.
+        # Two concurrent reads would overwrite each other's state.
         if not self._one_reading.acquire(blocking=False):
             return
         try:
@@ -145,7 +145,7 @@ class ProcessList(Filtered):
 
     @on(Read)
     def _take(self, event: Read) -> None:
-        # Those of a card that was left meanwhile are not this one's.
+        # Ignore processes of GPUs that are no longer shown.
         if event.cards == self._cards:
             self._processes = event.processes
             self._draw()
@@ -167,7 +167,7 @@ class ProcessList(Filtered):
         self.say(" · ".join(filter(None, notes)))
 
     def _silence(self) -> str:
-        """Return how old the list is if the system has not answered for long; "" otherwise."""
+        """Return how old the list is if the system has not answered for a while, else ""."""
         silent_s = time.monotonic() - self._read_at
         if not self._one_reading.locked() or silent_s < _SILENT_AFTER_S:
             return ""
@@ -194,7 +194,7 @@ class ProcessList(Filtered):
 
     @on(KeyedTable.Chosen)
     def _open(self, event: KeyedTable.Chosen) -> None:
-        """Open or fold a job's ranks, or show a process in full."""
+        """Open or fold a job's ranks, or show the full page of a process."""
         event.stop()
         entry = self.table.selected
         if entry and entry.n_below:
@@ -204,7 +204,7 @@ class ProcessList(Filtered):
             self.app.push_screen(ProcessPage(process, may_show=not self.session.readonly))
 
     def action_signal(self) -> None:
-        """Ask which signal, then whether, then send it to the process that was shown."""
+        """Ask for a signal and a confirmation, then send it to the process that was shown."""
         entry = self.table.selected
         if entry is None or self.session.actions.refused():
             return

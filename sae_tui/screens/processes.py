@@ -14,7 +14,7 @@ from trainer.contract.wording import plural
 
 
 class ProcessesScreen(FramedScreen):
-    """Who computes on the GPUs, over the whole window."""
+    """Shows the processes on all GPUs, in the full window."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="processes.back", tooltip="To the dashboard"),
@@ -41,7 +41,7 @@ class ProcessesScreen(FramedScreen):
         self.show_gpus()
 
     def show_gpus(self) -> None:
-        """Show who is on the cards now."""
+        """Show the processes that are on the GPUs now."""
         if not self.is_mounted:
             return
         samples = self.session.monitor.latest()

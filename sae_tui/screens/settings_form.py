@@ -1,4 +1,4 @@
-"""The settings of the app as a form of their knobs, read from the settings file and saved to it."""
+"""The app's settings as a form, read from the settings file and saved to it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trainer.contract.wording import join_words, plural
 
 
 class SettingsScreen(FramedScreen):
-    """Shows what the file says; `draft` keeps what was typed and not saved, by setting, while the screen is closed.
+    """Shows the content of the settings file; `draft` keeps unsaved input, by setting, while the screen is closed.
 
-    Only what was changed is written, so that what another program has changed meanwhile stays.
+    Saving writes only changed settings, so changes made to the file by other programs are kept.
     """
 
     BINDINGS = [
@@ -44,10 +44,10 @@ class SettingsScreen(FramedScreen):
         self.session = session
         self._draft = draft
         self._path = session.data.settings_file
-        # What the file says, right or wrong, and why it cannot be read.
+        # The content of the file, valid or not, and why it cannot be read.
         self._stored: dict[str, Any] = {}
         self._broken = ""
-        # What is not done of what it says, by setting.
+        # Settings in the file that are not applied, with the reason.
         self._warnings: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
@@ -75,7 +75,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def keys_offered(self) -> Offer:
-        """Put saving first among the keys, also before those of the focused widget."""
+        """Put the save key first, before the keys of the focused widget."""
         return Offer(("settings.save", "settings.reset", "settings.find"))
 
     def _read(self) -> None:
@@ -87,14 +87,14 @@ class SettingsScreen(FramedScreen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The settings that were changed and can be saved, by name."""
+        """The settings that were changed and are valid, by name."""
         values, _ = self.query_one(KnobForm).values()
         typed = {name: values.get(name, knob.default) for name, knob in _knobs().items() if name in self._draft}
         return {name: value for name, value in typed.items() if value != self._stored.get(name, _knobs()[name].default)}
 
     @on(KnobForm.Edited)
     def _check(self) -> None:
-        """Check what stands in the form, and keep what was changed."""
+        """Check the form, and keep the changed values as a draft."""
         form = self.query_one(KnobForm)
         self._draft.clear()
         self._draft.update({row.field.path: row.text for row in form.rows if row.is_changed})
@@ -102,7 +102,7 @@ class SettingsScreen(FramedScreen):
         self._entitle()
 
     def _wrong(self) -> dict[str, str]:
-        """Return what is wrong with settings, by name: with those in the form, also before they are changed."""
+        """Return the errors of settings by name, including settings that were not changed."""
         values, wrong = self.query_one(KnobForm).values()
         for name in values.get("hosts", []):
             try:
@@ -121,7 +121,7 @@ class SettingsScreen(FramedScreen):
         self.entitle(self.query_one("#form-scroll"), f"Settings · {self._path}", hint)
 
     def action_back(self) -> None:
-        """Leave the form; what is not saved is there when it is opened again."""
+        """Leave the form; unsaved input is kept for the next time."""
         if self._draft:
             self.notify(f"Draft kept: {plural(len(self._draft), 'setting')} not saved; the key , opens them again.")
         self.app.pop_screen()
@@ -130,14 +130,14 @@ class SettingsScreen(FramedScreen):
         self.query_one(KnobForm).find()
 
     def action_reset(self) -> None:
-        """Put the saved value into the field with the cursor, or where that stands there the default."""
+        """Restore the saved value of the field with the cursor; if it is unchanged, the default."""
         for row in self.query_one(KnobForm).rows:
             if row.has_focus_within:
                 name, default = row.field.path, row.field.knob.default
                 row.set_value(self._stored.get(name, default) if row.is_changed else default)
 
     def action_save(self) -> None:
-        """Write what was changed, unless some of it is wrong, and act on it."""
+        """Save the changes and apply them, unless some are invalid."""
         if self.session.actions.refused():
             return
         wrong = [name for name in self._wrong() if name in self._draft]
@@ -176,7 +176,7 @@ def _knobs() -> dict[str, Knob]:
 
 
 def _fields() -> list[Field]:
-    """Return a field for every setting, those of a group together."""
+    """Return a field for every setting, grouped by section."""
     groups = list(dict.fromkeys(knob.group for knob in knobs_of(Settings)))
     knobs = sorted(knobs_of(Settings), key=lambda knob: groups.index(knob.group))
     return [Field(knob.name, knob, knob.choices, section=knob.group or "Others") for knob in knobs]
