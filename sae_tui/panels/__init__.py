@@ -1,1 +1,1 @@
-"""One panel per file; a panel turns what the sampler and the job store know into lines."""
+"""One panel per file; a panel turns GPU samples or job data into lines of text."""

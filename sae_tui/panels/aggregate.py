@@ -1,4 +1,4 @@
-"""All GPUs as one: memory, utilisation, power and the hottest card, each with its history."""
+"""Totals over all GPUs: memory, utilisation, power and the hottest GPU, each with its history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GAP = 2  # cells between two plots
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One aggregated quantity: its text, how many cards report it, and its share of the total, now and before."""
+    """One aggregated quantity: its text, the number of GPUs that report it, and its share of the maximum over time."""
 
     label: str
     title: str
@@ -30,11 +30,11 @@ class Total:
     share: float | None
     history: Sequence[float | None]
     style: str
-    # Where the axis ends, in the unit of the text.
+    # The upper end of the axis, in the unit of the text.
     ceiling: float | None = None
 
     def words(self, *, short: bool) -> str:
-        """Return `298.7 / 842.4 GiB · 6 of 8 cards`, if short `298.7 / 842.4 GiB · 6 of 8`; no count if of all."""
+        """Return `298.7 / 842.4 GiB · 6 of 8 cards`; if short, without `cards`; no count if all GPUs report."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
@@ -42,19 +42,19 @@ class Total:
 
 
 class AggregatePanel(LineView):
-    """Four quantities: a line each, or four plots, two beside two."""
+    """Four quantities: one line each, or four plots in a two by two grid."""
 
     _plot = 0
     _totals: tuple[Total, ...] = ()
 
     def show_totals(self, totals: Sequence[Total], *, plot: int = 0) -> None:
-        """Draw the quantities as plots of `plot` rows each, or where that is 0 as a line each."""
+        """Draw the quantities as plots of `plot` rows each; if that is 0, as one line each."""
         self._totals, self._plot = tuple(totals), plot
         self._draw()
 
     @property
     def n_columns(self) -> int:
-        """How many intervals each plot shows; 0 where the quantities are a line each."""
+        """Number of intervals that each plot shows; 0 if the quantities are lines."""
         return columns_of((self.width - _GAP) // 2) if self._plot else 0
 
     def on_mount(self) -> None:
@@ -109,7 +109,7 @@ def _area(total: Total, width: int, height: int, others: Sequence[float | None])
 
 
 def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
-    """Return memory, utilisation, power and temperature of the cards that report them, each with its history."""
+    """Return memory, utilisation, power and temperature of the GPUs that report them, each with its history."""
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
     memory = f"{(used or 0) / 2**30:.1f} / {total / 2**30:.1f} GiB" if total else UNKNOWN

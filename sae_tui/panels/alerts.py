@@ -1,4 +1,4 @@
-"""The alerts that last, and those of the last day, as lines to read."""
+"""The active alerts and the alerts of the last day, as lines of text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIME = 14
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> list[Line]:
-    """Return the alerts, newest first: those that last before those that are over."""
+    """Return the alerts, newest first; active ones come before cleared ones."""
     if not alerts:
         return [(("No alert in the last 24 hours.", "dim"),)]
     lasting = [alert for alert in alerts if alert.cleared is None]

@@ -1,4 +1,4 @@
-"""Why a job failed, above its other panels: the error of the first rank that did, its traceback, and what to do."""
+"""Why a job failed, above its other panels: the first failing rank's error, its traceback, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sae_tui.widgets.lines import Line
 
 
 class CausePanel(DetailPanel, can_focus=True):
-    """The cause of a failure; hidden for other jobs. The log panel has the last lines of the rank that failed."""
+    """Shows the cause of a failure; hidden for other jobs. The log panel shows the last lines of the failed rank."""
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 
@@ -29,13 +29,13 @@ class CausePanel(DetailPanel, can_focus=True):
         return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
 
     def _draw(self) -> None:
-        # Without lines it has no size yet.
+        # An empty panel has no size yet, so do not wait for one.
         if self._detail:
             self._redraw(self._detail)
 
 
 def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
-    """Return the error and what to do in full, and as much of the traceback as fits into `most` lines."""
+    """Return the error and the remedy in full, and as much of the traceback as fits into `most` lines."""
     lines = _beside_sign("✗", postmortem.error, width, "bad")
     for advice in filter(None, (postmortem.remedy, postmortem.resumes and f"g {postmortem.resumes}")):
         lines += _beside_sign("→", advice, width, "accent")
@@ -52,7 +52,7 @@ def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
 
 
 def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
-    """Return the text in lines beside its sign."""
+    """Return the text as wrapped lines, with the sign before the first."""
     lines = wrap(text, max(10, width - 3))
     return [((fit(f" {sign if row == 0 else ' '} {line}", width), style),) for row, line in enumerate(lines)]
 

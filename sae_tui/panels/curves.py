@@ -1,4 +1,4 @@
-"""The curves of a job over steps."""
+"""The curves of a job over its steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trainer.contract.store.metrics_store import Point
 
 _LEAST_WIDTH = 32  # of a curve, with its frame
 _MOST_IF_NARROW = 4
-# Of an extraction these are rows.
+# The speed series; for an extraction it counts rows.
 SPEED = "tokens_per_s"
 
 
 class CurvePlot(Plot):
-    """The plot of one series of a job, by its name in the store."""
+    """The plot of one series of a job, selected by the series' name in the store."""
 
     def __init__(self, series_name: str, series: Series) -> None:
         axis = series.curve or Axis()
@@ -43,7 +43,7 @@ class CurvePlot(Plot):
         self.series_name, self.series, self.is_held_out = series_name, series, is_held_out
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the held-out curve of the job, or of the shown SAE of a sweep, with the curve of batches behind it."""
+        """Draw the held-out curve of the job, or of the selected SAE of a sweep, with the training curve behind it."""
         if self.series_name == SPEED:
             self.plot_title = "rows/s" if extracts(detail.view.config) else self.series.title
         of_training, measured = (_points(detail, name) for name in (self.series_name, held_out(self.series_name)))
@@ -59,7 +59,7 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """The curves of a training, in two rows, or the one of an extraction; each in a frame."""
+    """The curves of a training, in two rows, or the single curve of an extraction; each in a frame."""
 
     DEFAULT_CSS = "CurvesPanel { height: 3fr; min-height: 6; }"
 
@@ -80,14 +80,14 @@ class CurvesPanel(Grid):
 
 
 def _points(detail: JobDetail, name: str) -> list[tuple[float, float | None]]:
-    """Return the points of a series of the SAE that is shown, or of the run where its SAEs share it."""
+    """Return the points of a series for the selected SAE, or for the run if its SAEs share the series."""
     is_shared = not any(other.startswith(f"{name}@") for other, _ in detail.series)
     points: Sequence[Point] = detail.series.get((of_member(name, "" if is_shared else detail.member), 0), ())
     return [(point.step, point.value) for point in points]
 
 
 def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None, bool]:
-    """Return the last held-out value of a metric; without one the value of the last batches, and True.
+    """Return a metric's last held-out value and False; if there is none, the last batch value and True.
 
     `member` is an SAE of a sweep.
     """
@@ -101,11 +101,11 @@ def judged(detail: JobDetail, name: str, member: str = "") -> tuple[float | None
 
 
 def of_member(name: str, member: str) -> str:
-    """Return a metric's name in the store: of the run, or of one SAE of a sweep."""
+    """Return a metric's name in the store, for the run or for one SAE of a sweep."""
     return f"{name}@{member}" if member else name
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; empty for a run of one."""
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; empty for a single SAE."""
     labels = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
     return in_order(labels, detail.view.config)

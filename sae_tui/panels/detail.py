@@ -1,4 +1,4 @@
-"""What the panels of a job's screen share: they redraw their lines when the job or the size changes."""
+"""Base class of the panels on a job's screen: it redraws the lines when the job or the size changes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sae_tui.widgets.lines import Line, LineView
 
 
 class DetailPanel(LineView):
-    """Draws the lines that a subclass makes of a job's detail."""
+    """Draws the lines that a subclass makes from a job's details."""
 
     _detail: JobDetail | None = None
 
     @abstractmethod
     def lines(self, detail: JobDetail) -> list[Line]:
-        """Return the lines for the size that the panel has now."""
+        """Return the lines for the panel's current size."""
 
     def title(self, detail: JobDetail) -> Line:
-        """Return what its frame says; nothing for a view without a frame of its own."""
+        """Return the title in the frame; empty for a panel without a frame."""
         return ()
 
     def hint(self) -> str:
-        """Return what the foot of its frame says of its keys."""
+        """Return the key hint at the foot of the frame."""
         return ""
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw what is known of the job now."""
+        """Draw the current state of the job."""
         self._detail = detail
         self._draw()
 

@@ -1,4 +1,4 @@
-"""Tables with a column for each SAE: the settings in which they differ, and their results."""
+"""Tables with one column per SAE: the settings in which they differ, and their results."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _LONGEST_TITLE, _LONGEST_VALUE = 26, 24
-_WITH_ARROWS = 20  # cells of a title that says how many columns are out of view
+_WITH_ARROWS = 20  # cells of a title that shows how many columns are out of view
 
 
 class SaeTable(KeyedTable):
-    """A row for each line of the comparison; left and right shift the columns that do not fit."""
+    """One row per line of the comparison; the left and right keys scroll the columns that do not fit."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),
@@ -38,7 +38,7 @@ class SaeTable(KeyedTable):
 
     @abstractmethod
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
-        """Return the rows of the comparison to show for these SAEs."""
+        """Return the rows to show for these SAEs."""
 
     def show_comparison(self, comparison: Comparison) -> None:
         self._saes, self._lines_shown = comparison.saes, self.lines_of(comparison.saes)
@@ -52,7 +52,7 @@ class SaeTable(KeyedTable):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Choose the columns that fit, and make the rows of these."""
+        """Choose the columns that fit, and build their rows."""
         fitting = self._fitting(self._first)
         shown = range(self._first, min(self._first + fitting, len(self._saes)))
         hidden = len(self._saes) - len(shown)
@@ -74,7 +74,7 @@ class SaeTable(KeyedTable):
         return least if least + 1 + all_columns <= self.size.width else max(least, _WITH_ARROWS)
 
     def _fitting(self, first: int) -> int:
-        """Return how many columns there is room for, from the one at `first` on."""
+        """Return how many columns fit, starting at column `first`."""
         room = self.size.width - self._title_width - 1
         for place in range(first, len(self._saes)):
             room -= self._width(place) + 1
@@ -88,7 +88,7 @@ class SaeTable(KeyedTable):
 
 
 class DifferencesPanel(SaeTable):
-    """The settings in which the SAEs differ."""
+    """Shows the settings in which the SAEs differ."""
 
     heading = "SETTING"
 
@@ -98,7 +98,7 @@ class DifferencesPanel(SaeTable):
 
 
 class ResultsPanel(SaeTable):
-    """The results of each SAE."""
+    """Shows the results of each SAE."""
 
     heading = "RESULT"
 
@@ -116,7 +116,7 @@ class ResultsPanel(SaeTable):
 
 
 def _elsewhere(before: int, after: int) -> str:
-    """Return how many columns are out of view, and on which side, like `← 1 · 3 →`."""
+    """Return how many columns are out of view on each side, like `← 1 · 3 →`."""
     if before and after:
         return f"← {before} · {after} →"
     return f"{after} more →" if after else f"← {before} more" if before else ""

@@ -1,4 +1,4 @@
-"""What happened to a job, the newest at the bottom."""
+"""The events of a job, the newest at the bottom."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sae_tui.widgets.lines import Line
 from trainer.contract.store.rows import Event
 
 _STYLES = {"info": "text", "warning": "warn", "error": "bad"}
-_MOST = 50  # more have no room on any screen
+_MOST = 50  # no screen has space for more
 
 
 class EventsPanel(DetailPanel):
-    """The last events that fit, each whole."""
+    """The last events that fit, each in full."""
 
     DEFAULT_CSS = "EventsPanel { height: 1fr; width: 1fr; }"
 
@@ -36,7 +36,7 @@ class EventsPanel(DetailPanel):
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:
-    """Return the time, and the whole message beside it."""
+    """Return the time and the complete message next to it."""
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
     room = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))

@@ -1,4 +1,4 @@
-"""The GPUs of other hosts: a heading for each host with its state and its totals, and below it a line per GPU."""
+"""The GPUs of other hosts: a heading per host with its state and totals, and a line per GPU below it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class FarHost:
 
 
 class FarGpus(LineView, can_focus=True):
-    """All hosts with a line each, and as many of them with their GPUs as there is room for.
+    """One line per host, and the GPUs of as many hosts as fit.
 
-    While it has the focus, one of them has the cursor: its GPUs are shown first.
+    While the panel has the focus, one host has the cursor: its GPUs take precedence.
     """
 
     BINDINGS = [
@@ -56,12 +56,12 @@ class FarGpus(LineView, can_focus=True):
     _room = _at = 0
 
     def show_hosts(self, hosts: Sequence[FarHost], room: int) -> None:
-        """Draw the hosts in at most `room` lines, if there are not more hosts."""
+        """Draw the hosts in at most `room` lines; every host gets a line even if there are more hosts."""
         self._hosts, self._room = tuple(hosts), room
         self._draw()
 
     def lines_of(self, views: Sequence[HostView], room: int) -> int:
-        """Return how many lines of so many these hosts take: one each, and the GPUs of as many as there is room for."""
+        """Return how many of `room` lines these hosts use: one each, plus the GPUs of as many hosts as fit."""
         counts = [len(view.cards) for view in views]
         return len(counts) + sum(_opened(counts, room, self._at).values())
 
@@ -72,7 +72,7 @@ class FarGpus(LineView, can_focus=True):
             self.scroll_to(y=self._at, animate=False)
 
     def action_choose(self) -> None:
-        """Show who computes on the GPUs of the host under the cursor."""
+        """Show the processes on the GPUs of the host under the cursor."""
         if self._at < len(self._hosts):
             view = self._hosts[self._at].view
             self.app.push_screen(Reading(f"Processes of {view.name}", partial(process_lines, view)))
@@ -102,9 +102,9 @@ class FarGpus(LineView, can_focus=True):
 
 
 def _opened(counts: Sequence[int], room: int, first: int) -> dict[int, int]:
-    """Return how many lines the GPUs of each host have, by its place: those under the cursor, then all that fit whole.
+    """Return how many lines each host's GPUs get, by host index: first host `first`, then all that fit completely.
 
-    Of the first some are shown where not all of them fit.
+    The first host may show only some of its GPUs.
     """
     opened: dict[int, int] = {}
     left = room - len(counts)
@@ -116,7 +116,7 @@ def _opened(counts: Sequence[int], room: int, first: int) -> dict[int, int]:
 
 
 def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, room: int) -> list[Line]:
-    """Return GPUs in so many lines, of which the last says how many there are more."""
+    """Return lines for the GPUs in at most `room` lines; if some do not fit, the last line counts them."""
     if len(rows) <= room or not room:
         return gpu_lines(rows[:room], of, width)
     more = (fit(f"   {len(rows) - room + 1} more", width), "dim")
@@ -124,7 +124,7 @@ def _some(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, room: int) -
 
 
 def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: bool) -> Line:
-    """Return the line of a host: its name, how the connection stands, and its totals or what is wrong."""
+    """Return the line of a host: its name, the connection state, and its totals or the problem."""
     sign, style = _SIGNS[host.view.stage]
     name: Span = (f" {fit(host.view.name, name_width)} ", f"title{mark}")
     words, words_style = state_words(host, is_open=is_open), "dim" if host.view.is_connected else style
@@ -132,7 +132,7 @@ def heading(host: FarHost, width: int, name_width: int, mark: str, *, is_open: b
 
 
 def state_words(host: FarHost, *, is_open: bool = True) -> str:
-    """Say how a host stands: its totals, or why it is not connected."""
+    """Describe the state of a host: its totals, or why it is not connected."""
     view = host.view
     if view.stage is Stage.CONNECTING:
         return "connecting…"
@@ -157,7 +157,7 @@ def _totals(host: FarHost, *, is_open: bool) -> str:
 
 
 def process_lines(view: HostView, width: int) -> list[Line]:
-    """Return the processes on the GPUs of a host, below each GPU those that hold most of its memory."""
+    """Return the processes on the GPUs of a host; below each GPU, the processes with the most memory."""
     lines: list[Line] = []
     for card in view.cards:
         head = f"GPU {card.index} {short_name(card.name)}"

@@ -1,4 +1,4 @@
-"""The jobs of other hosts as rows of the table of jobs: below a heading for each host."""
+"""The jobs of other hosts as rows of the jobs table, below a heading for each host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Row
 from trainer.contract.wording import plural
 
-_SEPARATOR = " "  # between host and id in the key of a row; no name of a host has it
+_SEPARATOR = " "  # between host and id in a row's key; host names contain no space
 
 
 def key_of(host: str, job_id: int) -> str:
@@ -22,19 +22,19 @@ def key_of(host: str, job_id: int) -> str:
 
 
 def parse_key(key: str | None) -> tuple[str, int] | None:
-    """Return the host and the id of a job there by the key of its row; None for any other row."""
+    """Return the host and the job id from a row's key; None for a row that is not a remote job."""
     host, _, job_id = (key or "").rpartition(_SEPARATOR)
     return (host, int(job_id)) if host and job_id.isdecimal() else None
 
 
 class FarRows:
-    """Makes the rows; one whose job is as it was is not made again."""
+    """Makes the rows, and reuses the row of a job that has not changed."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[JobView, Row]] = {}
 
     def rows(self, views: Sequence[HostView], words: str, order: str) -> list[Row]:
-        """Return for each host a heading and the jobs that match, in this order."""
+        """Return for each host a heading and the matching jobs, in the given order."""
         made: dict[str, tuple[JobView, Row]] = {}
         rows: list[Row] = []
         for view in views:
@@ -50,7 +50,7 @@ class FarRows:
 
 
 def heading(name: str, note: str) -> Row:
-    """Return a row that no cursor rests on: the name of a host and a note."""
+    """Return a row that the cursor skips: the name of a host and a note."""
     text: Span = (f" {name}{' · ' if note else ''}{note}", "accent")
     empty: Span = ("", "text")
     return Row(f"{name}{_SEPARATOR}", (text, *[empty] * (len(COLUMNS) - 1)), spill=0, is_heading=True)
@@ -70,5 +70,5 @@ def _note(view: HostView, n_matching: int, *, filtered: bool) -> str:
 
 
 def local_note(n_jobs: int) -> str:
-    """Return what stands behind the name of this host."""
+    """Return the note after this host's name."""
     return f"this host, {plural(n_jobs, 'job')}" if n_jobs else "this host, no jobs yet: n launches one"

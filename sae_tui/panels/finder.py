@@ -1,4 +1,4 @@
-"""The jobs with what finds them: a filter, an order, and marks on some of them."""
+"""The jobs table with a filter, a sort order, and marks on jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIND = Binding.Group("Find")
 
 
 class JobsFinder(Filtered):
-    """A line with filter, order and marks above the table, while there is any of these."""
+    """The jobs table; a line above it shows the filter, the order and the number of marks, if there are any."""
 
     BINDINGS = [
         Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
@@ -57,20 +57,20 @@ class JobsFinder(Filtered):
 
     @property
     def marked(self) -> list[int]:
-        """The marked jobs, also those that the filter hides, oldest first."""
+        """The marked jobs, including those hidden by the filter, oldest first."""
         return sorted(self.table.marked)
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
-        """Show the jobs; `problem` says why no jobs can be read, where that is so."""
+        """Show the jobs; `problem` says why they cannot be read, or is empty."""
         if jobs and not self._jobs and not self.table.was_moved:
-            # Another host may have been quicker.
+            # Another host's jobs may have arrived first and have the cursor.
             self.table.select(str(jobs[0].id))
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
 
     def show_far(self, views: Sequence[HostView]) -> None:
-        """Show the jobs of other hosts as well, below those of this one."""
+        """Show the jobs of other hosts below this host's jobs."""
         if self._far_rows is None:
             from sae_tui.panels.far_jobs import FarRows
 
@@ -80,7 +80,7 @@ class JobsFinder(Filtered):
             self._draw()
 
     def forget_far(self) -> None:
-        """Show no other hosts any more."""
+        """Stop showing other hosts."""
         self._far, self._far_rows = (), None
         self._draw()
 
@@ -102,7 +102,7 @@ class JobsFinder(Filtered):
         self._draw()
 
     def _of_hosts(self, n_matching: int, words: str) -> tuple[Sequence[Row], Sequence[Row]]:
-        """Return the heading of this host and the rows of others; none where only this one is shown."""
+        """Return the heading of this host and the rows of others; none if no other hosts are shown."""
         if self._far_rows is None:
             return (), ()
         from sae_tui.panels.far_jobs import heading, local_note

@@ -1,4 +1,4 @@
-"""GPUs as cards of 2 to 5 lines, in as many columns as fit."""
+"""GPUs in a card view: cards of 2 to 5 lines, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Grid:
     bands: int
 
     def count_fitting(self, room: int) -> int:
-        """Return how many bands fit into `room` lines, of which one is kept to say what does not fit."""
+        """Return how many bands fit into `room` lines; if not all fit, one line is reserved to count the rest."""
         fitting = room // self.height
         return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)
 
 
 def card_grid(count: int, width: int, room: int) -> Grid:
-    """Return the grid of the cards, each as tall as the room allows (2 to 5 lines)."""
+    """Return the grid of the card view; each card is as tall as the space allows, from 2 to 5 lines."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
     return Grid(columns, max(2, min(5, room // max(1, bands))), bands)
@@ -48,7 +48,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: Grid) -> list[Line]:
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and a blank line."""
+    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, temperature and power, and a blank line."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(row, width, height)
@@ -68,7 +68,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 
 
 def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
-    """Return all figures on one line, with a history if there is room."""
+    """Return all figures on one line, with a history if it fits."""
     sample = row.sample
     figures: Line = (
         (fit(percent(sample.utilization), 5, right=True) if util else " mem ", "text" if util else "label"),
@@ -84,7 +84,7 @@ def _figures(row: GpuRow, width: int, *, util: bool = True) -> Line:
 
 
 def _unhealthy(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return the heading, and the reason in as many of the other lines as it takes."""
+    """Return the heading, and the reason wrapped into the remaining lines."""
     sample = row.sample
     words, style = row.fault
     texts = textwrap.wrap(words[2:], max(10, width - 3), max_lines=height - 1, placeholder=" …")

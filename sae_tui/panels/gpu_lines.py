@@ -1,4 +1,4 @@
-"""GPUs as lines: one or two for each, whose columns are the same for all of them."""
+"""GPUs as lines, one or two per GPU, in columns shared by all."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ from sae_tui.widgets.lines import Line, Span
 
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
 _ERROR_TOLD_S = 3600.0
-_LONG_WORD = 8  # by which the first of two lines may be shorter than the second
+_LONG_WORD = 8  # the first of two lines may be up to this much shorter than the second, because words are not split
 
 
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: int = 1) -> list[Line]:
-    """Return `each` lines, one or two, for each GPU in columns that suit all `of` them, so that nothing moves while
-    one scrolls."""
+    """Return `each` lines, one or two, for each of `rows`.
+
+    The column widths suit all GPUs in `of`, so that nothing shifts while the user scrolls.
+    """
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
     if each > 1:
         longest = longest // 2 + _LONG_WORD
@@ -42,10 +44,10 @@ def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int, each: in
 
 
 def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[Line]:
-    """Return a GPU in one line or two; bars and numbers go first where the terminal is narrow, the reason last.
+    """Return a GPU in one or two lines; on a narrow terminal drop bars and numbers first and the fault last.
 
-    Of two lines the second has the lower half of the histories, the power limit, and what there was no room for: who
-    has the card, or if that is said, the processes on it.
+    The second line holds the lower half of the histories, the power limit, and the rest of the holder's name. If the
+    name fits into the first line, the second shows the processes on the GPU.
     """
     sample = row.sample
     # The figures need 30 cells; the name gets what is left.
@@ -97,8 +99,10 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0, each: int = 1) -> list[L
 
 
 def _below(row: GpuRow, rest: str) -> tuple[str, str]:
-    """Return what stands below the holder: an error of the last hour, what slows the card, else the rest of the holder,
-    else the processes."""
+    """Return the text below the holder's name, and its style.
+
+    It is an error of the last hour, else what slows the GPU, else the rest of the holder's name, else the processes.
+    """
     condition = row.sample.condition
     if condition and condition.xid and time.time() - condition.xid.timestamp < _ERROR_TOLD_S:
         return condition.xid.words, "bad"
@@ -109,11 +113,11 @@ def _below(row: GpuRow, rest: str) -> tuple[str, str]:
 
 
 def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
-    """Return the widths of a bar, the power, the two histories and the holder, of which `longest` is wanted."""
+    """Return the widths of a bar, the power, the two histories and the holder, which wants `longest` cells."""
     power = 7 if width >= 60 else 0
     if width < 70:
         return 0, power, (max(0, width - 43 - power), 0), 0
-    # On a narrow terminal, histories say more than bars and the full name of the user.
+    # On a narrow terminal, histories are more useful than bars and the full user name.
     least = 24 if width >= 100 else 13 if width >= 90 else 10
     bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6 if width >= 90 else 0
     left = width - 43 - power - 2 * (bars + bool(bars))

@@ -1,4 +1,4 @@
-"""GPUs as a map of tiles, for more of them than lines fit: a shade and a number each, and signs where needed."""
+"""GPUs as a map of tiles, for more GPUs than fit as lines: each has a shade, a number, and a sign if needed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sae_tui.panels.gpu_row import GpuRow, blank, heat, memory_share, memory_sho
 from sae_tui.widgets.lines import Line, Span
 
 LEGEND = "▶ ours  ● taken  ▲ hot  ✗ lost"
-TALLEST = 4  # lines: utilisation; memory; heat and power; who has it
+TALLEST = 4  # lines: utilisation; memory; temperature and power; holder
 _LEAST_WIDTH = 10  # cells: index, two signs, utilisation and the gap to the next tile
-_OF_A_NODE = 8  # GPUs: rows of as many are read like the machines they are in
-# Up to which share of its time a card has worked for its shade.
+_OF_A_NODE = 8  # GPUs per machine; a row of tiles holds whole machines
+# Upper limit of utilisation in percent, and the shade below it.
 _SHADES = ((5, " load0"), (25, " load1"), (50, " load2"), (75, " load3"), (math.inf, " load4"))
 
 
 def map_grid(count: int, width: int, room: int) -> Grid:
-    """Return the grid of so many tiles, each as tall as `room` lines allow; whole machines to a row where they fit."""
+    """Return the grid for `count` tiles, each as tall as `room` lines allow; rows hold whole machines if they fit."""
     fitting = max(1, width // _LEAST_WIDTH)
     columns = fitting // _OF_A_NODE * _OF_A_NODE or fitting
     if -(-count // columns) > room:
@@ -43,13 +43,13 @@ def map_lines(rows: Sequence[GpuRow], width: int, grid: Grid) -> list[Line]:
 
 
 def _tile(row: GpuRow, width: int, height: int) -> list[Line]:
-    """Return a GPU in 1 to 4 lines; a card that is not healthy says why in those below the first."""
+    """Return a GPU in 1 to 4 lines; for an unhealthy GPU the lines after the first show the reason."""
     below = _figures(row, width) if row.sample.healthy else _reason(row.sample, width, height - 1)
     return [_first(row, width), *below[: height - 1], *[blank(width)] * (height - 1 - len(below))]
 
 
 def _figures(row: GpuRow, width: int) -> list[Line]:
-    """Return memory, heat and power, and who has the card."""
+    """Return memory, temperature and power, and the holder."""
     sample = row.sample
     full, used = memory_short(sample), memory_share(sample)
     memory = full if len(full) < width else f"mem {percent(None if used is None else 100 * used)}"
@@ -57,7 +57,7 @@ def _figures(row: GpuRow, width: int) -> list[Line]:
     return [
         ((fit(memory, width, right=True), "dim"),),
         ((warm, heat(sample)), (fit(drawn, width - len(warm), right=True), "dim")),
-        # That it is somebody else's the sign says.
+        # The sign already shows that another user holds the GPU.
         ((fit(row.holder.removeprefix("used by "), width), row.holder_style),),
     ]
 
@@ -68,7 +68,7 @@ def _reason(sample: GpuSample, width: int, height: int) -> list[Line]:
 
 
 def _first(row: GpuRow, width: int) -> Line:
-    """Return index, signs and utilisation over their shade; of the tile with the cursor, all of it swapped."""
+    """Return index, signs and utilisation on the shade; the tile with the cursor has its colours swapped."""
     sample = row.sample
     shade = " swapped" if row.has_cursor else _shade(sample)
     index = f"{sample.index:>3}"
@@ -86,7 +86,7 @@ def _first(row: GpuRow, width: int) -> Line:
 
 
 def _sign(row: GpuRow) -> Span:
-    """Return whose a card is: a job's, somebody else's, nobody's, or that it is out of order."""
+    """Return a sign for a GPU used by a job, used by another process, free (blank), or unhealthy."""
     if not row.sample.healthy:
         return "✗", "bad"
     return {"good": ("▶", "good"), "warn": ("●", "warn")}.get(row.holder_style, (" ", "text"))

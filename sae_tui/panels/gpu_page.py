@@ -1,4 +1,4 @@
-"""One GPU in full: its histories and its particulars."""
+"""The page of one GPU: its histories and its details."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sae_tui.panels.gpu_row import HOT_C, short_name
 from sae_tui.widgets.area import area, columns_of, time_axis
 from sae_tui.widgets.lines import Line, LineView
 
-_NAME = 13  # cells of the name of a particular
+_NAME = 13  # cells of a detail's name
 _HEAT_AXIS_C = 100.0
-_LEAST_WIDTH = 12  # cells in which a history says something
+_LEAST_WIDTH = 12  # cells; a narrower history shows nothing useful
 
 
 class GpuHistory(LineView):
-    """Utilisation, memory, power and heat over time, below each other; a cursor reads them out."""
+    """Utilisation, memory, power and temperature over time, below each other; a cursor reads out their values."""
 
     DEFAULT_CSS = "GpuHistory { height: 1fr; width: 1fr; }"
 
     @property
     def n_columns(self) -> int:
-        """Columns that a history has here."""
+        """Number of columns of a history."""
         return columns_of(self.size.width)
 
     def show_gpu(self, sample: GpuSample, window: Window, cursor: int | None, words: str) -> None:
-        """Draw a card's past, with a cursor on a column or None; `words` say what of it is shown."""
+        """Draw a GPU's history, with an optional cursor on a column; `words` describes the visible part."""
         height, width = self.size.height, self.size.width
         quantities = _quantities(sample)
         rows, spare = divmod(height - len(quantities) - 1, len(quantities))
@@ -66,7 +66,7 @@ class GpuHistory(LineView):
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """What a plot shows: its field, title, value now, where its axis ends, how a value is written, and its style."""
+    """A plotted quantity: its field, title, current value, end of the axis, formatter, and style."""
 
     name: str
     title: str
@@ -90,7 +90,7 @@ def _quantities(sample: GpuSample) -> list[_Quantity]:
 
 
 class GpuFacts(LineView):
-    """The particulars of a card in groups; what it does not tell is left out."""
+    """The details of a GPU in groups; values that the GPU does not report are left out."""
 
     DEFAULT_CSS = "GpuFacts { height: 1fr; }"
 
@@ -98,7 +98,7 @@ class GpuFacts(LineView):
         self._shown: tuple[GpuSample, GpuDetails | None, str, str] | None = None
 
     def show_gpu(self, sample: GpuSample, details: GpuDetails | None, holder: str, style: str) -> None:
-        """Draw who has the card and what it tells of itself."""
+        """Draw the GPU's holder and its details."""
         self._shown = sample, details, holder, style
         self._draw()
 
@@ -126,7 +126,7 @@ class GpuFacts(LineView):
 
 
 def facts(sample: GpuSample, details: GpuDetails) -> list[list[tuple[str, str, str]]]:
-    """Return the particulars in groups, each as (name, value, style); those that are not known are left out."""
+    """Return the details in groups, each as (name, value, style); unknown values are left out."""
     found = (
         _speed(details),
         _heat(sample, details),
@@ -194,7 +194,7 @@ def _faults(details: GpuDetails) -> list[tuple[str, str, str]]:
 
 
 def _unread(sample: GpuSample, details: GpuDetails) -> list[tuple[str, str, str]]:
-    """Return each sensor that fails or returns an impossible value once."""
+    """Return each failing sensor once, including sensors with impossible values."""
     failed = {name: words for name, words in sample.failed.items() if name not in ("uuid", "processes")}
     lines = [f"{_sensor_words(name)}: {words}" for name, words in {**failed, **dict(details.failed)}.items()]
     return [("" if place else "not read", line, "warn") for place, line in enumerate(lines)]
@@ -239,7 +239,7 @@ def _rate(bytes_s: float | None) -> str:
 
 
 def _entry(name: str, value: str, style: str, width: int) -> Iterator[Line]:
-    """Yield the lines of a particular; a long value goes on below itself."""
+    """Yield the lines of a detail; a long value continues on the next lines."""
     room = max(8, width - _NAME - 2)
     for row, part in enumerate(wrap(value, room)):
         yield (f" {fit(name if row == 0 else '', _NAME)}", "label"), (fit(part, room), style)

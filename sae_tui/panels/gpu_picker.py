@@ -1,4 +1,4 @@
-"""The list from which GPUs are chosen: what each is, what is free, and why one cannot be taken."""
+"""The list for choosing GPUs: what each is, what is free, and why one is not available."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ COLUMNS = (
 
 
 _ANY = "any"
-# No node is sold with more GPUs than this.
+# No vendor sells nodes with more GPUs.
 MOST_PER_NODE = 16
 
 
 class GpuPicker(KeyedTable):
-    """Space toggles, `a` takes all available, `r` the recommended ones; a busy card asks first."""
+    """Space toggles a GPU, `a` takes all that are available, `r` the recommended ones; a busy GPU asks first."""
 
     BINDINGS = [
         Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Choose this GPU, or leave it"),
@@ -43,7 +43,7 @@ class GpuPicker(KeyedTable):
     DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 
     class Changed(Message):
-        """Another set of GPUs is chosen."""
+        """The choice of GPUs has changed."""
 
     def __init__(self, recommend: Callable[[], Collection[int]], *, several: bool, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
@@ -57,7 +57,7 @@ class GpuPicker(KeyedTable):
         self._needed_bytes = 0
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
-        """Draw the GPUs as they are now; a card that got lost is no longer chosen."""
+        """Draw the GPUs as they are now; a GPU that was lost is no longer chosen."""
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
@@ -65,18 +65,21 @@ class GpuPicker(KeyedTable):
         self._show()
 
     def show_elsewhere(self, elsewhere: str) -> None:
-        """Set which cluster chooses the GPUs, "" for none; of one, only their number on each node can be chosen."""
+        """Set the cluster that chooses the GPUs, or "" for none.
+
+        For a cluster, only the number of GPUs per node can be chosen.
+        """
         if elsewhere == self.elsewhere:
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
-        # A number chosen for a node of the cluster says nothing about the GPUs of this machine.
+        # A number of GPUs chosen per cluster node does not apply to this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
     @property
     def gpus(self) -> list[int] | str:
-        """The choice as `launch.gpus` has it; an empty list where nothing is chosen."""
+        """The choice in the form of `launch.gpus`; an empty list if nothing is chosen."""
         if self.cpu_processes:
             return f"cpu:{self.cpu_processes}" if self.cpu_processes > 1 else "cpu"
         if self.any_gpus:
@@ -84,21 +87,21 @@ class GpuPicker(KeyedTable):
         return sorted(self.chosen)
 
     def choose_cpu(self, processes: int) -> None:
-        """Take this many CPU processes and no GPU; 0 takes none."""
+        """Choose this many CPU processes and no GPU; 0 chooses none."""
         if processes != self.cpu_processes:
             self.cpu_processes, self.any_gpus, self.chosen = processes, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Take any `count` GPUs that fit, for which the job waits; 0 takes none."""
+        """Choose any `count` GPUs that fit; the job waits for them. 0 chooses none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose(self, indices: Collection[int]) -> None:
-        """Take these GPUs, or the first of them where only one is allowed."""
+        """Choose these GPUs, or only the first if a job may use only one."""
         allowed = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(allowed))
 
@@ -152,7 +155,7 @@ class GpuPicker(KeyedTable):
             words = f"{ranges([choice.index for choice in withheld])}: {withheld[0].reason}"
             cells = (" – ", "other", "", "", "", words)
             rows.append(Row("withheld", tuple((text, "dim") for text in cells)))
-        # The number of a GPU is never cut, since one chooses by it.
+        # Never cut a GPU's number, since the user chooses by it.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
         self.show_rows(rows)
@@ -173,7 +176,7 @@ class GpuPicker(KeyedTable):
         )
 
     def _state_text(self, choice: GpuChoice) -> tuple[str, str]:
-        """Return why a card is no good choice, or that it is available, and the style for it."""
+        """Return why a GPU is not a good choice, or that it is available, with the style of the text."""
         if choice.state == "unhealthy":
             return choice.reason, "bad"
         short = fit(choice, self._needed_bytes)

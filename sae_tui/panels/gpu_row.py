@@ -1,4 +1,4 @@
-"""A GPU as it is drawn: its row of data, and the words and bars of which lines, cards and maps consist."""
+"""The data of one GPU, and the texts and bars shared by lines, cards and maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_CONDITION = Condition()
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """What is drawn of one GPU: its sample, who holds it, and its history by name."""
+    """The data to draw for one GPU: its sample, its holder, and its history by field name."""
 
     sample: GpuSample
     holder: str
@@ -27,7 +27,7 @@ class GpuRow:
 
     @property
     def fault(self) -> Span:
-        """Why the GPU cannot be read, since when if it could be read before, and the style."""
+        """The reason why the GPU cannot be read, with the time of the failure if known, and the style."""
         sample = self.sample
         if sample.withheld:
             return f"– {sample.reason}", "dim"
@@ -36,12 +36,12 @@ class GpuRow:
 
     @property
     def mark(self) -> str:
-        """What is added to the style of the name of a GPU that has the cursor."""
+        """The addition to the name's style while the GPU has the cursor."""
         return " cursor" if self.has_cursor else ""
 
 
 def fold_withheld(rows: Sequence[GpuRow]) -> list[GpuRow]:
-    """Return the rows; GPUs that only other users may use share one row at the end."""
+    """Return the rows; GPUs reserved for other users share one row at the end."""
     withheld = [row for row in rows if row.sample.withheld]
     if len(withheld) < 2:
         return list(rows)
@@ -62,13 +62,13 @@ def fan(condition: Condition) -> str:
 
 
 def free(sample: GpuSample) -> str:
-    """Return `2.1Gi free`, which a job could have."""
+    """Return the memory that a job could use, like `2.1Gi free`."""
     size = sample.memory_free_bytes
     return "" if size is None else f"{size / 2**30:.{0 if size >= 100 << 30 else 1}f}Gi free"
 
 
 def processes(sample: GpuSample) -> str:
-    """Return who computes on a card, those who hold most first: `31415 mallory python 21.0 GiB`."""
+    """Return the processes on a GPU, the largest first: `31415 mallory python 21.0 GiB`."""
     largest = sorted(sample.processes or (), key=lambda each: -(each.memory_used_bytes or 0))
     words = ((str(one.pid), one.user, one.name, gibibytes(one.memory_used_bytes)) for one in largest)
     return ", ".join(" ".join(filter(None, each)) for each in words)
@@ -109,12 +109,12 @@ def meter(text: str, text_width: int, share: float | None, width: int, style: st
 
 
 def history(row: GpuRow, name: str, width: int, top: float | None, height: int) -> list[str]:
-    """Return the rows of a history, whose highest block leaves an eighth of a cell free below the row above."""
+    """Return the rows of a history; its highest block leaves an eighth of a cell free below the row above."""
     if not width:
         return [""] * height
     eighths = 8 * height
     above = top and top * eighths / (eighths - 1)
-    # An NVIDIA driver remembers utilisation and power of the seconds before the app was started, but not the rest.
+    # NVIDIA drivers buffer utilisation and power of the seconds before the app started, but no other quantity.
     return tall_sparkline(row.column(name, width), width, height, above, row.column("utilization", width))
 
 

@@ -1,4 +1,4 @@
-"""Every GPU: a line or two each, or a card or a tile each, in as many columns as fit."""
+"""All GPUs: one or two lines each, or a card or a tile each, in as many columns as fit."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Shape = Literal["lines", "cards", "map"]
 
 
 class GpuPanel(LineView, can_focus=True):
-    """Lines, cards or a map; everything is one widget, so that a tick of 8 GPUs costs one repaint.
+    """Draws GPUs as lines, cards or a map; it is one widget, so that a tick of 8 GPUs costs one repaint.
 
-    Where not all fit, the last line says how many there are above and below. While it has the focus, one GPU has the
-    cursor.
+    If not all GPUs fit, the last line counts the hidden GPUs above and below. While the panel has the focus, one GPU
+    has the cursor.
     """
 
     BINDINGS = [
@@ -37,14 +37,14 @@ class GpuPanel(LineView, can_focus=True):
     ]
 
     class Chosen(Message):
-        """Enter or a second click on a GPU."""
+        """The user pressed Enter or clicked a second time on a GPU."""
 
         def __init__(self, index: int) -> None:
             super().__init__()
             self.index = index
 
     def on_mount(self) -> None:
-        self._cursor = 0  # place in the rows
+        self._cursor = 0  # index into the rows
         self._rows: tuple[GpuRow, ...] = ()
         self._shape: Shape = "lines"
         self._room = 0
@@ -52,29 +52,29 @@ class GpuPanel(LineView, can_focus=True):
         self._first = 0
 
     def show_gpus(self, rows: Sequence[GpuRow], *, shape: Shape, room: int, lines_each: int = 1) -> None:
-        """Draw the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to.
+        """Draw the GPUs that fit into `room` lines, starting at the scroll position.
 
-        As lines they have one or two each.
+        In the shape "lines" each GPU has `lines_each` lines.
         """
-        # One line per GPU says more than a few large cards that leave no room for the others.
+        # One line per GPU is more useful than a few large cards with no space for the others.
         is_crowded = shape == "cards" and len(rows) <= room < 2 * card_grid(len(rows), self.width, room).bands
         self._rows, self._shape = tuple(rows), "lines" if is_crowded else shape
         self._room, self._lines_each = room, lines_each
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
-        """Say why there are no GPUs, in as many lines as it takes."""
+        """Show why there are no GPUs, wrapped into lines."""
         self._rows = ()
         self.show([((fit(f" {line}", self.width), style),) for line in self.wrapped(words, self.width)])
 
     @staticmethod
     def wrapped(words: str, width: int) -> list[str]:
-        """Return the lines that sentences take here, each from a new line on."""
+        """Return the sentences wrapped to the width, each on a new line."""
         room = max(20, width - 2)
         return [line for each in words.splitlines() for line in textwrap.wrap(each, room, break_on_hyphens=False)]
 
     def scroll_gpus(self, pages: int) -> None:
-        """Scroll so many pages down, or up where negative."""
+        """Scroll this many pages down, or up if negative."""
         if self._rows:
             grid = self._grid()
             self._first += pages * grid.count_fitting(self._room) * grid.columns

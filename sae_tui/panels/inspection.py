@@ -1,4 +1,4 @@
-"""What stored activations are like, in lines: figures, then each finding in a sentence with its remedy."""
+"""The result of an inspection of stored activations: figures, then each finding with its remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STYLES = {"error": "bad", "warning": "warn"}
 
 
 def inspection_lines(place: str, told: Inspected, width: int) -> list[Line]:
-    """Return an inspection for a width; findings are told whole."""
+    """Return the inspection wrapped to a width, with every finding in full."""
     looked = "all" if told.n_looked_at == told.n_tokens else f"{told.n_looked_at:,} of them looked at"
     facts = (
         f"{told.n_tokens:,} rows ({looked}), d_in {told.d_in}, {told.dtype}",

@@ -1,4 +1,4 @@
-"""The table of jobs: what they train, state, progress, held-out values, speed, time left; and the marks on some."""
+"""The jobs table: architecture, state, progress, held-out values, speed, remaining time, and marks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.contract.settings.series import OF_BATCH, series_named
 from trainer.contract.store.states import JobState
 
 MARK = "●"
-# How the key of the row of an evaluation ends; it begins with the id of its job.
+# Suffix of an evaluation row's key, after the id of its job.
 _EVALUATION = " evaluation"
 _STEP_WIDTH = 9
 _EMPTY: Span = ("", "text")
@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The table of jobs; its keys are job ids. `marked` are those to which an action applies together."""
+    """The jobs table; the keys of its rows are job ids. `marked` are the jobs that a bulk action applies to."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, id=id)
@@ -51,9 +51,9 @@ class JobsPanel(KeyedTable):
     def show_jobs(
         self, jobs: Sequence[JobView], nothing: str = "", above: Sequence[Row] = (), below: Sequence[Row] = ()
     ) -> None:
-        """Show the jobs; `nothing` says why there are none, where it is not that none was launched.
+        """Show the jobs; `nothing` explains an empty table, and is "" if no job was launched yet.
 
-        `above` is the heading of this host and `below` what other hosts have, where there are any.
+        `above` is the heading of this host and `below` the rows of other hosts, if there are any.
         """
         self.empty = nothing or self.steps
         made = {job.id: self._row(job) for job in jobs}
@@ -62,13 +62,13 @@ class JobsPanel(KeyedTable):
         self.show_rows([*above, *rows, *below])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
-        """Return the row made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
+        """Return the previous row if nothing has changed: formatting the cells of a thousand jobs takes 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
 
     def show_steps(self, steps: Sequence[Line]) -> None:
-        """Show these lines in place of jobs, while there are none."""
+        """Show these lines in place of jobs while there are none."""
         if tuple(steps) != self.steps:
             if self.empty == self.steps:
                 self.empty = tuple(steps)
@@ -77,13 +77,13 @@ class JobsPanel(KeyedTable):
 
     @property
     def selected(self) -> int | None:
-        """The id of the job under the cursor, or of the one that is evaluated there; None for one of another host."""
+        """The id of the job under the cursor, also on its evaluation's row; None for a remote job."""
         job_id = (self.cursor or "").removesuffix(_EVALUATION)
         return int(job_id) if job_id.isdecimal() else None
 
 
 def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> list[Line]:
-    """Return what can be done where nothing was done yet, each with its key, in lines of at most 78 cells."""
+    """Return the first steps for a new user, each with its key, in lines of at most 78 cells."""
     if has_gpus:
         see = _step("See", "0…9", ": one GPU in full · ", "t", ": who computes on them · ", "v", ": other views")
     else:
@@ -101,7 +101,7 @@ def first_steps(*, has_gpus: bool, has_torch: bool, readonly: bool = False) -> l
 
 
 def _step(name: str, *keys_and_words: str) -> Line:
-    """Return a line of a name, and then of keys and words in turn."""
+    """Return a line with a name, then alternating keys and words."""
     styles = ("accent", "dim")
     return ((name.ljust(_STEP_WIDTH), "title"), *((text, styles[at % 2]) for at, text in enumerate(keys_and_words)))
 
@@ -140,13 +140,13 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def _spread(job: JobView, head: Sequence[Span], words: Span) -> Row:
-    """Return the row of a job without figures, with words in their place."""
+    """Return the row of a job without figures, with words in place of them."""
     cells = (*head, words, *[_EMPTY] * (len(COLUMNS) - len(head) - 2), (devices(job), "label"))
     return Row(str(job.id), cells, spill=len(head))
 
 
 def _progress(job: JobView) -> tuple[Span, Span]:
-    """Return the bar with its share; of a job that has made all its steps how long it took, where that is known."""
+    """Return the progress bar and the percentage; for a finished job the duration replaces the bar, if known."""
     whole: Span = (wording.done(job.progress), "text")
     # `started` of a resumed job is its latest start.
     if job.state != JobState.FINISHED or job.started is None or job.ended is None or was_resumed(job):
@@ -155,14 +155,14 @@ def _progress(job: JobView) -> tuple[Span, Span]:
 
 
 def judged_span(job: JobView, name: str) -> Span:
-    """Return a metric of a job on held-out data; before an evaluation the value of the last batches, dim and marked."""
+    """Return a held-out metric of a job; before an evaluation, the value of the last batches, dim and marked."""
     value, is_of_batch = judged_value(job, name)
     text = measure(value, series_named(name))
     return (f"{OF_BATCH}{text}", "dim") if is_of_batch and value is not None else (text, "text")
 
 
 def evaluation_rows(job: JobView) -> list[Row]:
-    """Return the row of the running evaluation of a job, if there is one."""
+    """Return the row of a job's running evaluation, if there is one."""
     if (now := job.evaluation) is None:
         return []
     words, style = (f"◌ {now.words}", "dim") if now.waits_for else (f"▶ {now.words}", "good")
@@ -173,7 +173,7 @@ def evaluation_rows(job: JobView) -> list[Row]:
 
 
 def devices(job: JobView) -> str:
-    """Return `0,1`, `any 2` for a job in line, or `cpu` with the number of processes."""
+    """Return `0,1`, `any 2` for a queued job, or `cpu` with the number of processes."""
     if job.any_gpus and not job.gpu_ids:
         return f"any {job.gpus_wanted}"
     if job.gpu_ids:

@@ -1,4 +1,4 @@
-"""The latents of an SAE as a list, of which only what is on the screen is read, and one of them with its contexts."""
+"""The list of an SAE's latents, which only reads visible rows, and the page of one latent with its contexts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import Context, Feature, Features
 from trainer.contract.wording import bars
 
-# Columns from which on a line of the list has room for the largest activation too.
+# Minimum width of the list for a column with the largest activation.
 _WIDE = 44
-# How strongly a latent fires on a token, as a share of its largest activation, up to which a shade goes.
+# Upper limits of the shades, as a share of the latent's largest activation.
 SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
-# Where the strongest tokens stand below each other, as a share of the width beside their activations.
+# The position of the strongest tokens in their lines, as a share of the width next to the activations.
 _MIDDLE = 0.6
 _ACT_CELLS = 9
 
 
 class LatentList(LineView, can_focus=True):
-    """Tells a latent in a line; posts `Moved` when the cursor comes to another one."""
+    """Shows one latent per line; posts `Moved` when the cursor moves to another latent."""
 
     BINDINGS = [*MOVES]
     fixed_lines = 1
@@ -35,7 +35,7 @@ class LatentList(LineView, can_focus=True):
     cursor: reactive[int] = reactive(0)
 
     class Moved(Message):
-        """The cursor is on another latent; None where there is none."""
+        """The cursor is on another latent; None if the list is empty."""
 
         def __init__(self, latent: int | None) -> None:
             super().__init__()
@@ -45,15 +45,15 @@ class LatentList(LineView, can_focus=True):
         super().__init__(id=id)
         self._features: Features | None = None
         self.latents: Sequence[int] = ()
-        # From which latent on they only have what is searched for in their texts.
+        # Latents from this index on have the search words in their texts but do not fire on them.
         self._n_firing = 0
 
     def show_latents(
         self, features: Features, firing: Sequence[int], others: Sequence[int] = (), latent: int | None = None
     ) -> None:
-        """Replace the list; put the cursor on `latent`, or on the first where that is not in it.
+        """Replace the list; put the cursor on `latent`, or on the first latent if it is not in the list.
 
-        A line stands between the latents that fire on what is searched for and the `others`.
+        A line separates the latents that fire on the search words from the `others`.
         """
         latents = [*firing, *others]
         self._features, self.latents, self._n_firing = features, latents, len(firing)
@@ -82,7 +82,7 @@ class LatentList(LineView, can_focus=True):
 
     @property
     def _border(self) -> int | None:
-        """The line between the latents that fire on the search words and the others; None without others."""
+        """The line that separates the latents that fire on the search words from the others; None without others."""
         return self._n_firing if self._n_firing < len(self.latents) else None
 
     def _line_of(self, place: int) -> int:
@@ -135,7 +135,7 @@ def _row(cells: tuple[str, str, str, str], width: int) -> str:
 
 
 class LatentDetail(LineView, can_focus=True):
-    """How often and how strongly a latent fires, its nearest others, and the texts in which it fires most."""
+    """How often and how strongly a latent fires, the most similar latents, and the texts on which it fires most."""
 
     palette = PALETTE | {
         "faint": "underline on $warning 12%",
@@ -155,7 +155,7 @@ class LatentDetail(LineView, can_focus=True):
         self._draw()
 
     def show_instead(self, text: str) -> None:
-        """Show a text where there is no latent to show."""
+        """Show a text if there is no latent to show."""
         self._shown, self._instead = None, text
         self._draw()
 
@@ -175,7 +175,7 @@ class LatentDetail(LineView, can_focus=True):
 
 
 def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
-    """Return what is known of a latent; its strongest tokens stand below each other."""
+    """Return the data of a latent; the strongest tokens of its contexts are aligned."""
     share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
     often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
     near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
@@ -195,21 +195,21 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
 
 
 def _moved_lines(feature: Feature, width: int) -> list[Line]:
-    """Return the tokens that the latent's direction promotes and suppresses; nothing where they are not known."""
+    """Return the tokens that the latent's direction promotes and suppresses; no lines if unknown."""
     rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
     room = max(0, width - 12)
     return [((name, "label"), (visible(fit(in_row(moved), room)), "text")) for name, moved in rows if moved]
 
 
 def _context_line(context: Context, largest: float, width: int) -> Line:
-    """Return a context with each token shaded by how strongly the latent fires on it, cut at both ends to the width."""
+    """Return a context, cut at both ends to the width, with each token shaded by the latent's activation."""
     room = max(0, width - _ACT_CELLS)
     spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
     return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *cut_around(spans, context.at, room))
 
 
 def cut_around(spans: Sequence[Span], at: int, width: int) -> list[Span]:
-    """Return the spans around one of them in at most so many cells; that one always begins in the same."""
+    """Return the spans around index `at` in at most `width` cells; that span always starts in the same column."""
     left = _last_cells(spans[:at], round(width * _MIDDLE))
     return [*left, *_first_cells(spans[at:], width - sum(cell_len(text) for text, _ in left))]
 
@@ -221,7 +221,7 @@ def _shade(act: float, largest: float) -> str:
 
 
 def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
-    """Return the end of the spans in exactly so many cells, filled with spaces at the left."""
+    """Return the end of the spans in exactly `width` cells, padded with spaces at the left."""
     kept: list[Span] = []
     room = width
     for whole, style in reversed(spans):
@@ -230,14 +230,14 @@ def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
             text = text[1:]
         kept.insert(0, (text, style))
         room -= cell_len(text)
-        # Where a wide character was cut, a cell is left, and what comes next does not belong there.
+        # Cutting a wide character leaves a free cell, which the next span must not fill.
         if not room or text != whole:
             break
     return [(" " * room, "text"), *kept]
 
 
 def _first_cells(spans: Sequence[Span], width: int) -> list[Span]:
-    """Return the beginning of the spans in at most so many cells."""
+    """Return the beginning of the spans in at most `width` cells."""
     kept: list[Span] = []
     for whole, style in spans:
         text = whole

@@ -1,4 +1,4 @@
-"""The tail of a rank's log, following what is written."""
+"""The end of a rank's log, updated live."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sae_tui.widgets.log_view import HINT, shift
 
 
 class LogPanel(DetailPanel, can_focus=True):
-    """Follows the end while it is in view; scrolled up, it stays where it is. Long lines are cut, not wrapped."""
+    """Follows the end of the log while it is visible; scrolled up, it stays. Long lines are cut, not wrapped."""
 
     BINDINGS = [
         Binding("left", "shift(-1)", show=False),
@@ -38,22 +38,22 @@ class LogPanel(DetailPanel, can_focus=True):
         return [((fit(f" {line}", width), "text"),) for line in texts]
 
     def action_shift(self, direction: int) -> None:
-        """Shift the lines sideways, to bring into view what is beyond the edge."""
+        """Scroll the lines sideways to show what is beyond the edge."""
         self._left = shift(self._left, direction, self._detail.log if self._detail else (), self.size.width)
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Stop following only when somebody scrolls up: a smaller window or a new line moves the end away itself."""
+        """Stop following only when the user scrolls up: resizing or a new line also moves the view off the end."""
         super().watch_scroll_y(old_value, new_value)
         self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
 
     def _draw(self) -> None:
         super()._draw()
         self._go_to_end()
-        # Once more when the frame is there, which takes a row: till then the end is a line further up.
+        # Scroll again after the frame is drawn: it takes a row, so the end is one line further down.
         self.call_after_refresh(self._go_to_end)
 
     def _go_to_end(self) -> None:
         if self._follows:
-            # By force, since Textual scrolls only with a scrollbar, which may not be there yet.
+            # Force it: Textual only scrolls if there is a scrollbar, which may not exist yet.
             self.scroll_end(animate=False, immediate=True, force=True)

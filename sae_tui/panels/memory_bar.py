@@ -1,4 +1,4 @@
-"""What a job takes of its device's memory, part by part, beside what is free there."""
+"""The memory that a job needs on its device, part by part, and the free memory there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sae_tui.jobs.launch.memory_need import Need, Room
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 
-# The first letter of a part's name stands in the bar, so that the names are the legend; short ones are for 80 columns.
+# The first letter of each name appears in the bar, so that the names are its legend. Short names are for 80 columns.
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
@@ -34,17 +34,17 @@ COLOURS = {
     "slack": "label",
     "context": "text",
 }
-# A small job on a large card is drawn larger than it is, since its parts could not be told apart.
+# Draw a small job on a large GPU larger than to scale, since its parts would be too small to distinguish.
 MOST_ROOM = 3
 WIDE = 116
 
 
 class MemoryBar(LineView):
-    """The bar beside its heading, the legend and, where known, what was measured and what would fit."""
+    """The bar with its heading, a legend and, if known, the measured memory and changes that would fit."""
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
-    # Before the bar.
+    # Shown before the bar.
     heading: reactive[str] = reactive(" ")
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
@@ -62,7 +62,7 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, room: Room) -> None:
-        """Draw what a job takes and what is free now; only the heading where no job could be checked."""
+        """Draw the memory that a job needs and the free memory; if no job could be checked, draw only the heading."""
         self._need, self._room = need, room
         self._draw()
 
@@ -73,7 +73,7 @@ class MemoryBar(LineView):
 
 
 def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> list[Line]:
-    """Return at least two lines, so that the form below does not move while somebody types."""
+    """Return at least two lines, so that the form does not move while the user types."""
     first: Line = ((heading, "title accent"),)
     if need is None:
         return [first, ((" ", "text"),)]
@@ -88,7 +88,7 @@ def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> lis
 
 
 def bar(need: Need, room: Room, width: int) -> Line:
-    """Return a bar with a segment for every part, a letter at its head, and a mark where the free memory ends."""
+    """Return a bar with a segment for every part, its letter at the start, and a mark at the end of the free memory."""
     free = None if room.free_bytes is None else room.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
     drawn: list[Span] = []
@@ -103,7 +103,7 @@ def bar(need: Need, room: Room, width: int) -> Line:
 
 
 def _verdict(need: Need, room: Room) -> Span:
-    """Return what the job takes and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
+    """Return the need and if it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
     if room.free_bytes is None:
@@ -126,7 +126,7 @@ def _legend(need: Need, width: int) -> Line:
 
 
 def short(n_bytes: int) -> str:
-    """Return `82Mi`, `1.2Gi` or `12Gi`: at most five cells, so that all parts go into a line."""
+    """Return `82Mi`, `1.2Gi` or `12Gi`: at most five cells, so that all parts fit on one line."""
     size = n_bytes / 2**30
     if size < 0.1:
         return f"{max(1, round(n_bytes / 2**20))}Mi"
@@ -142,7 +142,7 @@ def _measured(need: Need) -> list[Span]:
 def _remedies(need: Need, room: Room) -> list[Span]:
     if not need.lacks(room):
         return []
-    # Without the section of the setting, as the form shows it.
+    # Name the setting without its section, as the form does.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
     return [(f"fits with {', or '.join(cures)}" if cures else f"fits with {need.otherwise}", "warn")]
 

@@ -1,4 +1,4 @@
-"""All metrics of a job, as many plots at once as fit; each can be had alone."""
+"""All metrics of a job in a grid of plots; each can be shown alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_COLUMNS, _LEAST_ROWS = 38, 8  # of a plot with its frame
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A series of a job by its name in the store, `fvu`, `fvu@k=16` of a sweep, of a rank; with its points."""
+    """A series of a job with its points, by name in the store (`fvu`, or `fvu@k=16` in a sweep) and rank."""
 
     name: str
     rank: int
@@ -30,16 +30,16 @@ class Metric:
 
     @property
     def title(self) -> str:
-        """What the plot says: with the rank where other ranks have values too."""
+        """The title of the plot, with the rank if it is not 0."""
         return f"{title_of(self.name)} · rank {self.rank}" if self.rank else title_of(self.name)
 
     def is_found(self, seek: re.Pattern[str]) -> bool:
-        """Return whether an expression matches its title, or its name in the store."""
+        """Return True if the expression matches the title or the name in the store."""
         return bool(seek.search(self.title) or seek.search(self.name))
 
 
 def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
-    """Return the series that the regular expression finds; raise `re.error` where it is none."""
+    """Return the series that the regular expression matches; raise `re.error` if it is invalid."""
     seek = re.compile(pattern, re.IGNORECASE)
     # In a sweep, the series without a label repeat the series of its first SAE.
     labelled = {name.partition("@")[0] for name, _ in detail.series if "@" in name}
@@ -49,20 +49,20 @@ def metrics_of(detail: JobDetail, pattern: str) -> list[Metric]:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Return where a metric stands: those with a curve on the job's screen as they are there, then the others."""
+    """Return a sort key: metrics with a curve on the job's screen come first, in the same order."""
     base, order = name.partition("@")[0], [each for metric in curves() for each in with_held_out(metric)]
     return (order.index(base), name) if base in order else (len(order), name)
 
 
 class MetricPlot(Plot):
-    """A plot of one metric after another."""
+    """A plot that can be reused for any metric."""
 
     def __init__(self) -> None:
         super().__init__("")
         self.add_class("panel")
 
     def show_metric(self, metric: Metric, span: tuple[float, float] | None, cursor: float | None) -> None:
-        """Draw the part of a metric between two steps, or all of it."""
+        """Draw a metric, or the part of it between two steps."""
         series = series_named(metric.name.partition("@")[0])
         axis = series.curve or Axis(from_zero=False)
         self.plot_title, self.word = metric.title, functools.partial(measure, series=series)
@@ -74,7 +74,7 @@ class MetricPlot(Plot):
 
 
 class MetricGrid(Grid, can_focus=True):
-    """Plots beside and below each other; those that do not fit are on the next page."""
+    """A grid of plots; plots that do not fit are on the next page."""
 
     DEFAULT_CSS = "MetricGrid { height: 1fr; }"
 
@@ -83,15 +83,15 @@ class MetricGrid(Grid, can_focus=True):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The columns and rows of plots that there is room for."""
+        """The number of columns and rows of plots that fit."""
         return max(1, self.size.width // _LEAST_COLUMNS), max(1, self.size.height // _LEAST_ROWS)
 
     def show_metrics(
         self, metrics: Sequence[Metric], span: tuple[float, float] | None, cursor: float | None, chosen: int | None
     ) -> None:
-        """Draw these metrics, which fit; number `chosen` has the mark of what Enter shows alone."""
+        """Draw these metrics, which must fit; highlight number `chosen`, which Enter shows alone."""
         if not self.display:
-            # Its screen is leaving, and takes no more plots: one without a screen has no styles.
+            # The screen is closing and accepts no more plots: a plot without a screen has no styles.
             return
         columns, _ = self.shape
         n_columns = max(1, min(columns, len(metrics)))

@@ -1,4 +1,4 @@
-"""The curves of several runs over each other."""
+"""The curves of several runs in one plot."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[L
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
-    """Return where a curve has its glyph: at its newest point and every few cells, off the next one's places."""
+    """Return the cells of a curve's glyphs: its newest point, and one every few cells, offset from the next curve's."""
     chosen, due = [places[-1]], (3 + 5 * number) % _BETWEEN
     for x, y in places:
         if x >= due:

@@ -1,4 +1,4 @@
-"""FVU against L0: which SAEs no other beats in both."""
+"""FVU against L0, with the Pareto front: the SAEs that no other SAE beats in both."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.plot import braille, place
 
 Point = tuple[float, float]
-# The axes where no SAE was evaluated.
+# Axis titles if no SAE was evaluated.
 OF_BATCHES = ("batch L0", "batch FVU")
 
 
 class ParetoPanel(Chart):
-    """A point for each SAE, by held-out values or report cards where all have them; the front is a line.
+    """A point for each SAE; the Pareto front is a line. Points use held-out values or report cards if all SAEs have
+    them.
 
-    Only SAEs of finished runs are on the front, and none by values of their training batches.
+    The front only includes SAEs of finished runs, and never uses values of training batches.
     """
 
     def on_mount(self) -> None:
@@ -63,13 +64,13 @@ class ParetoPanel(Chart):
 
 
 def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both, or not held out yet."""
+    """Return the names of the axes, and (L0, FVU) of every SAE; None for an SAE that lacks one of these values."""
     for prefix, title in (("heldout_", "held-out"), ("card_", "report card")):
         measured = _points(comparison, f"{prefix}l0", f"{prefix}fvu")
         if measured and None not in measured:
             return (f"{title} L0", f"{title} FVU"), measured
     if any(measured := _points(comparison, "heldout_l0", "heldout_fvu")):
-        # The others are not evaluated yet, and their batches would flatter them.
+        # The other SAEs are not evaluated yet, and their batch values would make them look too good.
         return ("held-out L0", "held-out FVU"), measured
     return OF_BATCHES, _points(comparison, "l0", "fvu")
 
@@ -88,7 +89,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
     xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The front is placed first, in its true cells; a point whose cell is taken goes beside it.
+    # The front is placed first, in its true cells; a point whose cell is taken goes next to it.
     taken: set[tuple[int, int]] = set()
     for at in sorted(points, key=lambda at: at not in best):
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
@@ -98,7 +99,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
 
 
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:
-    """Return the cell, or the nearest free one of its row, so that runs that are alike do not hide each other."""
+    """Return the cell, or the nearest free one in its row, so that similar runs do not hide each other."""
     x, y = cell
     beside = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
     return next(((other, y) for other in beside if (other, y) not in taken), cell)
@@ -115,7 +116,7 @@ def _stairs(points: Sequence[Point]) -> list[Point]:
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:
-    """Return a range with some room about the values, and none below 0."""
+    """Return a range with a margin around the values, but not below 0."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     return max(0.0, low - room), high + room

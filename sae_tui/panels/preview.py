@@ -1,4 +1,4 @@
-"""The job under the cursor at a glance: its curve, what was set, and the end of its log."""
+"""The preview of the job under the cursor: its curve, its settings, and the end of its log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.settings.series import CRITERION, curves, series_named
 
 _ENTRY = 30  # columns of a setting with its value
 _NAME = 14
-_LEAST_SETTINGS = 1  # lines that stay if a warning is long
+_LEAST_SETTINGS = 1  # lines that remain if a warning is long
 FVU = series_named(CRITERION)
 
 
@@ -31,7 +31,7 @@ class PreviewPanel(Horizontal):
         yield PreviewText(id="preview-text")
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the job as it is now; of a sweep, the best SAE."""
+        """Draw the current state of the job; for a sweep, of its best SAE."""
         entitle(self, f"Job {detail.view.id} · {detail.view.name}")
         of_extraction = extracts(detail.view.config)
         for plot in self.query(CurvePlot):
@@ -66,7 +66,7 @@ class PreviewText(DetailPanel):
 
 
 def _overfitting(job: JobView, width: int, height: int) -> list[str]:
-    """Return how the job overfitted, in few words where the whole sentence does not fit into `height` lines."""
+    """Return the overfitting warning in the most detailed wording that fits into `height` lines."""
     if not job.overfitting:
         return []
     both = f"overfits: FVU {measure(job.fvu, FVU)} in training, {measure(job.heldout_fvu, FVU)} held out"
@@ -75,7 +75,7 @@ def _overfitting(job: JobView, width: int, height: int) -> list[str]:
 
 
 def _settings(detail: JobDetail, width: int) -> list[Line]:
-    """Return what was set, side by side; of a sweep which SAE is shown first."""
+    """Return the changed settings in columns; for a sweep, the first entry names the SAE."""
     entries = [("SAE", detail.member)] if detail.member in members_of(detail) else []
     entries += summary(detail.view.config, settled(detail.plan, detail.view.total_steps))[0]
     columns = max(1, width // _ENTRY)

@@ -1,4 +1,4 @@
-"""A process in full: who started it and where, what it uses, and its environment."""
+"""The page of one process: what started it and where, what it uses, and its environment."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sae_tui.format import UNKNOWN, clock_time, duration, fit, gibibytes, percen
 from sae_tui.gpu.processes import ProcessDetails, Surroundings
 from sae_tui.widgets.lines import Line
 
-_NAME = 13  # cells of the name of a fact
-_MOST_OF_A_PARENT = 160  # characters: it says where a process comes from
+_NAME = 13  # cells of a fact's name
+_MOST_OF_A_PARENT = 160  # characters; enough to identify what started a process
 _AIR: Line = ((" ", "text"),)
 
 
 def process_lines(process: ProcessDetails, around: Surroundings, width: int, *, whole: bool = False) -> Sequence[Line]:
-    """Return the page on a process for a width; with `whole`, include values that may be secret."""
+    """Return the page of a process, wrapped to a width; with `whole`, include values that may be secret."""
     known = ((name, value) for name, value in _facts(process, around) if value and value != UNKNOWN)
     lines = [line for name, value in known for line in _entry(name, value, width)]
     for place, (name, value) in enumerate(around.shown(whole=whole)):

@@ -1,4 +1,4 @@
-"""The table of processes on cards."""
+"""The table of processes on GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNSEEN = "cannot be seen from here"
 
 
 class ProcessTable(KeyedTable):
-    """Processes, jobs with their ranks folded below them, and parents of processes; the keys are those of `Entry`."""
+    """Processes, jobs with their ranks folded below them, and parent processes; rows have the keys of their `Entry`."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         columns = (
@@ -72,13 +72,13 @@ def _row(entry: Entry, now: float) -> Row:
 
 
 def describe(entry: Entry) -> tuple[str, str]:
-    """Return what a row is, in words, and the style of them."""
+    """Return a description of the row, with its style."""
     process = entry.process
     if entry.job and entry.n_below:
         sign = "▾" if entry.is_open else "▸"
         return f"{sign} job {entry.job.id}, {plural(entry.n_below, 'rank')}: {entry.job.name}", "good"
     if entry.job:
-        # The name comes last, since it is what a narrow column cuts.
+        # The name comes last, since a narrow column cuts the end.
         return f"rank {entry.rank} of job {entry.job.id}: {entry.job.name}", "good"
     text = f"[{process.container}] " if process.container else ""
     if entry.is_parent:

@@ -1,4 +1,4 @@
-"""Every rank's speed and what it spends its steps on, so that a slow one is seen."""
+"""Every rank's speed and how its step time is spent, to reveal a slow rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# Columns by their width, of which there are as many as leave room for the history of the speed.
+# The columns with their widths. A panel shows the columns that leave space for the history of the speed.
 COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5
 
 
 class RanksPanel(DetailPanel):
-    """A line per rank: tokens per second now and before on one axis for all, and the milliseconds of its own work.
+    """One line per rank: tokens per second, with a history on a shared axis, and the time of its work in milliseconds.
 
-    The time a rank waits for the others is left out of both, so that a slow one shows; it is marked.
+    Both exclude the time that a rank waits for others, so that a slow rank shows up; it is marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 36%; }"
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the job as it is now; hidden for an extraction, which counts rows and takes no steps."""
+        """Draw the current state of the job; hide the panel for an extraction, which counts rows and has no steps."""
         self.display = not extracts(detail.view.config)
         super().show_detail(detail)
 
@@ -40,7 +40,7 @@ class RanksPanel(DetailPanel):
         ranks = sorted(rank for name, rank in detail.series if name == RATE)
         rates = {rank: [point.value for point in detail.series[RATE, rank]] for rank in ranks}
         top = max((value or 0 for values in rates.values() for value in values), default=None)
-        # An eighth of a row stays free above the fastest, so that rows are apart.
+        # Leave an eighth of a row free above the fastest rank, to separate the rows.
         top = None if top is None else top * 8 / 7
         late = late_ranks(detail.series, ranks)
         rank_lines = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
@@ -48,7 +48,7 @@ class RanksPanel(DetailPanel):
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
-    """Return title, metric and width of the columns that a panel of this width in cells has room for."""
+    """Return title, metric and width of the columns that fit into a panel of this width in cells."""
     fitting, left = [], width - SIGN - LEAST_SPARK
     for column in COLUMNS:
         left -= column[2]
@@ -62,7 +62,7 @@ def column_titles(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Return the ranks whose own work and waiting for data take over `LATE` times as long as the median rank's."""
+    """Return the ranks whose work and data waits take more than `LATE` times as long as the median rank's."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()
@@ -88,7 +88,7 @@ def rank_line(
     *,
     is_late: bool,
 ) -> Line:
-    """Return `▲ 1    7.3k    98.2` and what else there is room for; the sign stands before a rank that is late."""
+    """Return a line like `▲ 1    7.3k    98.2` with as many columns as fit; the sign marks a slow rank."""
     cells = {name: latest(series, name, rank) for _, name, _ in columns(width)} | {RATE: values[-1] if values else None}
     text = "".join(fit(_cell_text(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
     return (

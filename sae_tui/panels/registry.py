@@ -1,7 +1,7 @@
-"""THE REGISTRY of the panels of a job's screen, as strings, so that listing imports nothing.
+"""THE REGISTRY of the panels of a job's screen, as strings, so that listing them imports nothing.
 
-A new panel is one new file here, with its widget and the size it takes in its `DEFAULT_CSS`, and one entry in `PANELS`:
-the screen composes it and has it draw whatever is new. A `DetailPanel` with a `title` has a frame round it.
+To add a panel, add one file in this folder, with the widget and its size in `DEFAULT_CSS`, and one entry in `PANELS`.
+The screen then composes and redraws it. A `DetailPanel` with a `title` has a frame.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import msgspec
 
 from sae_tui.jobs.view.watcher import JobDetail
 
-# From top to bottom: above all; below that as wide as the screen; beside each other; at the bottom. Beside those three,
-# or in their place where the screen is narrow, is what the key for settings shows.
+# From top to bottom: "top"; "live", as wide as the screen; "middle", side by side; "bottom". The settings key shows
+# "side" next to the last three, or in place of them if the screen is narrow.
 Place = Literal["top", "live", "middle", "bottom", "side"]
 
 
 class JobPanel(Protocol):
-    """A widget that draws what is known of a job."""
+    """A widget that draws the state of a job."""
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draw the job as it is now."""
+        """Draw the current state of the job."""
         ...
 
 
 class PanelEntry(msgspec.Struct, frozen=True):
-    """The class of a panel, as `module:name`, and where on the screen it is; in a place panels are in their order."""
+    """A panel's class, as `module:name`, and its place on the screen; entries with the same place keep their order."""
 
     target: str
     place: Place

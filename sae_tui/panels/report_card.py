@@ -1,4 +1,4 @@
-"""The report card of an SAE in lines: its figures, and some of its latents with the texts in which they fire most."""
+"""The report card of an SAE as lines: its figures, and some of its latents with the texts on which they fire most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LATENT_CELLS = 18
 
 
 class CardPanel(LineView, can_focus=True):
-    """Shows a card, or a text where there is none; the keys of the cursor scroll it."""
+    """Shows a report card, or a text if there is none; the cursor keys scroll it."""
 
     DEFAULT_CSS = "CardPanel { height: 1fr; }"
 
@@ -30,7 +30,7 @@ class CardPanel(LineView, can_focus=True):
         self._draw()
 
     def _draw(self) -> None:
-        # A column is left for the bar that comes where there are more lines than rows.
+        # Reserve a column for the scrollbar, which appears if there are more lines than rows.
         width = max(20, self.size.width - 1)
         if isinstance(self._shown, Card):
             self.show(card_lines(self._shown, width))
@@ -39,7 +39,7 @@ class CardPanel(LineView, can_focus=True):
 
 
 def card_lines(card: Card, width: int) -> list[Line]:
-    """Return a card in lines of at most so many cells."""
+    """Return a report card as lines of at most `width` cells."""
     told = facts(card)
     column = max(len(title) for title, _ in told) + 2
     lines: list[Line] = [((f" {line}", "label"),) for text in title_lines(card) for line in wrap(text, width - 1)]
@@ -54,7 +54,7 @@ def card_lines(card: Card, width: int) -> list[Line]:
 
 
 def _latent_line(one: SampledLatent, width: int) -> Line:
-    """Return a latent with how often it fires and its first text, the strongest token of which stands out."""
+    """Return a latent with its density and its first text, in which the strongest token is highlighted."""
     spans: list[Span] = [(fit(f" {one.latent:>6} {one.density:>8.3%}", _LATENT_CELLS), "label")]
     if one.texts:
         text = one.texts[0]

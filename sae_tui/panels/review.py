@@ -1,4 +1,7 @@
-"""What the review says of a job, in whole sentences: one that does not fit is shortened or left to the question."""
+"""The text of a review in complete sentences.
+
+If they do not all fit, they are shortened or the last ones are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _WITHOUT_LIMIT = 1000
 
 
 class ReviewText(Static):
-    """The summary, and what is wrong with the job, within the lines that its row leaves to it."""
+    """The summary and the problems of the job, within the lines available in its row."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__("", markup=False, id=id)
@@ -34,7 +37,7 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """Return all of it where it fits; else every problem without its cure, or the first ones and how many more."""
+    """Return the review in full if it fits; else without remedies; else the first problems and a count of the rest."""
     in_full = review.told
     for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]

@@ -1,4 +1,4 @@
-"""What was set for a job, and what people have written to it: tags and a note."""
+"""The settings of a job, and its tags and note."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_NAME, _LONGEST_DEFAULT = 16, 22
 
 
 class SettingsPanel(DetailPanel, can_focus=True):
-    """A line per setting, long values below each other; scrolls where there are more than fit."""
+    """One line per setting, with long values wrapped; scrolls if there are more than fit."""
 
     DEFAULT_CSS = "SettingsPanel { height: 1fr; width: 1fr; }"
 
@@ -53,12 +53,12 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _hooks(job: JobView) -> list[tuple[str, str]]:
-    """Return for each hook of an extraction, with its name, the other names of its place."""
+    """Return each hook of an extraction that has other names, with these names."""
     return [(hook, ", ".join(names)) for hook, names in names_of_hooks(job).items() if names]
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:
-    """Return (name, value) of what else is known of a job, each where there is any."""
+    """Return (name, value) of the job's other fields that are not empty."""
     fields = [
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),

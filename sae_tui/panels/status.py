@@ -1,4 +1,4 @@
-"""The line at the top: which box, how many GPUs and jobs, and what is degraded."""
+"""The line at the top: the host, the numbers of GPUs and jobs, and any problem."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ ASKING = "asking the driver…"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """`problem` is empty while all is well; `load` is what the machine does, `alerts` how many last."""
+    """The content of the status line. `problem` is empty if all is well; `load` is the machine's load.
+
+    `alerts` is the number of active alerts.
+    """
 
     host: str
     summary: str
@@ -36,7 +39,7 @@ class Status:
 
 
 class StatusLine(LineView):
-    """One line; a problem takes the place of the summary."""
+    """One line; a problem replaces the summary."""
 
     DEFAULT_CSS = "StatusLine { height: 1; background: $panel; }"
 
@@ -67,7 +70,7 @@ class StatusLine(LineView):
 
 
 def load_spans(load: HostLoad, room: int) -> list[Span]:
-    """Return what the machine does as labels and values, as many as fit into `room` cells."""
+    """Return the machine's load as labels and values, limited to `room` cells."""
     memory = f"{gibibytes(load.memory_used_bytes)} of {gibibytes(load.memory_total_bytes)}"
     values = (
         ("CPU", fit(percent(load.cpu_percent), 4, right=True), load.cpu_percent),
@@ -98,10 +101,10 @@ def summary(
     hidden: str = "",
     others: Sequence[HostView] = (),
 ) -> str:
-    """Return `8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
+    """Return `8 GPUs, 1 lost · 0 running · 2 waiting`; held and paused jobs count as waiting.
 
-    `hidden` takes the place of the number of GPUs where some are hidden. With other hosts it is about all of them:
-    `3 hosts · 12 GPUs · 2 running · 0 waiting`.
+    `hidden` replaces the number of GPUs if some are hidden. With other hosts the counts cover all hosts: `3 hosts · 12
+    GPUs · 2 running · 0 waiting`.
     """
     gpus = ASKING if opening else _gpus(samples, hidden)
     if others:
