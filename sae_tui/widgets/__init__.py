@@ -1,1 +1,1 @@
-"""Widgets that know Textual and nothing of ours but the contract's knobs."""
+"""Widgets that depend on Textual and, from this project, only on the settings of the contract."""

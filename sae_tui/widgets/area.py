@@ -1,4 +1,4 @@
-"""A history as an area over a fixed axis: one column for each interval, the newest at the right."""
+"""A history as an area over a fixed axis: one column per interval, the newest at the right."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.format import count, fit, tall_sparkline
 from sae_tui.widgets.lines import SHADES, Line, Span
 
 _AXIS = 5  # cells for the numbers left of the plot
-_TALL = 5  # rows from which the axis has its middle
+_TALL = 5  # minimum height to label the middle of the axis
 
 
 def area(
@@ -24,8 +24,8 @@ def area(
 ) -> list[Line]:
     """Return the heading and `height` rows below it, of `width` cells each.
 
-    `history` is in shares, 0 to 1, of `ceiling`, with which the axis ends; None leaves a gap, marked where another
-    quantity, `others`, has a value. `cursor` is a column of the plot that is marked.
+    `history` has values from 0 to 1, as a share of `ceiling`, the end of the axis. None leaves a gap, which is marked
+    if another quantity, `others`, has a value there. `cursor` is a column to mark.
     """
     rows = tall_sparkline(history, columns_of(width), height, 1.0, others)
     body: list[Line] = [
@@ -40,19 +40,19 @@ def area(
 
 
 def shaded(rows: Sequence[str], style: str) -> list[Span]:
-    """Return the rows of a history, uppermost first, each in its shade of a style: the lower the darker."""
+    """Return the rows of a history, top row first, each in a shade of the style; lower rows are darker."""
     n = len(SHADES) + 1
     styles = [*(f"{style}-{shade}" for shade in SHADES), style]
     return [(row, styles[n - 1 - place * n // len(rows)]) for place, row in enumerate(rows)]
 
 
 def columns_of(width: int) -> int:
-    """Return how many columns an area of so many cells has for its history."""
+    """Return the number of history columns of an area that is `width` cells wide."""
     return max(0, width - _AXIS - 2)
 
 
 def time_axis(begin: str, end: str, width: int) -> Line:
-    """Return the line below areas of so many cells: when they begin and end."""
+    """Return the time axis below areas that are `width` cells wide: their begin and end."""
     room = columns_of(width)
     return ((fit(" " * (_AXIS + 1) + begin + end.rjust(max(0, room - len(begin))), width), "dim"),)
 
@@ -65,12 +65,12 @@ def _marked(row: str, style: str, cursor: int | None) -> Line:
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], gap: int) -> list[Line]:
-    """Return two plots of the same height beside each other."""
+    """Return two plots of the same height side by side."""
     return [(*one, (" " * gap, "text"), *other) for one, other in zip(left, right, strict=True)]
 
 
 def _axis(ceiling: float | None, height: int) -> list[str]:
-    """Return a label for each row of an axis that begins with 0: its ends, and its middle where there is room."""
+    """Return a label for each row of an axis that starts at 0: its ends, and its middle if it fits."""
     if not ceiling:
         return [""] * height
     labels = [count(ceiling), *[""] * (height - 2), "0"][:height]

@@ -1,4 +1,4 @@
-"""Asks for one line of text."""
+"""A dialog that asks for one line of text."""
 
 from __future__ import annotations
 

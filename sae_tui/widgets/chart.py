@@ -1,4 +1,4 @@
-"""Several curves or points in one picture of characters: each has a glyph and a colour of its own."""
+"""A plot of several curves or points as text: each has its own glyph and colour."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from sae_tui.format import fit
 from sae_tui.widgets.lines import PALETTE, Line, LineView, Span, cut
 
-# Colours come again after eight curves, glyphs do not.
+# Colours repeat after eight curves, glyphs after 34.
 GLYPHS = "●▲■◆○△□◇abcdefghijklmnopqrstuvwxyz"
 AXIS = 9  # cells for the numbers left of the plot, and its edge
 _COLOURS = ("$primary", "$warning", "$success", "$error", "$secondary", "$accent", "$foreground", "$text-muted")
@@ -27,18 +27,18 @@ class Chart(LineView):
 
 
 def glyph(number: int) -> Span:
-    """Return the sign of a curve, in its colour."""
+    """Return the glyph of a curve, in its colour."""
     return GLYPHS[number % len(GLYPHS)], f"curve{number % len(_COLOURS)}"
 
 
 class Canvas:
-    """Cells that are drawn over each other."""
+    """A grid of cells; later drawings cover earlier ones."""
 
     def __init__(self, width: int, height: int) -> None:
         self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
 
     def draw(self, rows: Sequence[str], style: str) -> None:
-        """Lay braille over what is there; a cell of two curves has the dots of both and the later's colour."""
+        """Draw braille over existing cells; a cell with two curves has the dots of both and the later colour."""
         for cells, row in zip(self._cells, rows, strict=True):
             for x, char in enumerate(row):
                 if ord(char) > _BRAILLE:
@@ -59,20 +59,20 @@ class Canvas:
 
 
 def frame(rows: Sequence[Line], low: str, high: str) -> list[Line]:
-    """Return the rows with their y axis at the left, labelled at both ends."""
+    """Return the rows with a y axis at the left, labelled at both ends."""
     labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
     return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]
 
 
 def x_axis(first: str, last: str, title: str, width: int) -> Line:
-    """Return the line below a plot: both ends of the axis, and between them what it measures."""
+    """Return the line below a plot: both ends of the axis, and its title between them."""
     room = max(0, width - AXIS - len(first))
     middle = title.center(room - len(last)) if len(title) < room - len(last) - 2 else " " * max(0, room - len(last))
     return cut(((" " * AXIS + first + middle + last, "dim"),), width)
 
 
 def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
-    """Return the entries in as many columns as there is room for; count what does not fit into `most_rows` rows."""
+    """Return the entries in as many columns as fit; if they need more than `most_rows` rows, count the rest."""
     longest = max((_length(entry) for entry in entries), default=0)
     columns = max(1, min((width + 1) // (longest + 3), len(entries)))
     each = max(1, width // columns)
@@ -92,7 +92,7 @@ def _row(entries: Sequence[Line], each: int) -> Line:
 
 
 def _squeeze(entry: Line, width: int) -> Line:
-    """Cut the longest part of an entry, which is a name, to `width` cells in all: the values after it stay whole."""
+    """Cut an entry to `width` cells. Only its longest part, the name, is cut; the values after it stay complete."""
     excess = _length(entry) - width
     longest = max(range(len(entry)), key=lambda place: cell_len(entry[place][0]))
     text, style = entry[longest]

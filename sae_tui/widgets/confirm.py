@@ -1,4 +1,4 @@
-"""A dialog that asks for a yes before anything is harmed."""
+"""A dialog that asks for confirmation before a destructive action."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
 
-# Of a question in fewer columns or rows nobody can read what is asked.
+# A question with less space than this is not readable.
 LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
 
 
 class _Question(Static):
-    """Knows whether it can be read on the terminal: no key is handled between asking for its lines and writing them.
+    """The question's text; `painted` is True once it is readable on the terminal.
 
-    Behind another dialog, which may cover it, they are asked for as well; so they are while the app holds back what it
-    draws until several widgets are changed.
+    Textual handles no key between rendering the lines and writing them. It also renders a question behind another
+    dialog, which may cover it, and while the app batches updates; `painted` is False then.
     """
 
     painted = False
@@ -33,7 +33,7 @@ class _Question(Static):
 class Confirm(Dialog[bool]):
     """Asks a question; Escape and the default button mean no.
 
-    `also` is the label of another way to say yes; `took_other` is set if the user chose it.
+    `also` is the label of an alternative to yes; `took_other` is set if the user chose it.
     """
 
     BINDINGS = [
@@ -96,6 +96,6 @@ class Confirm(Dialog[bool]):
         self.action_answer(True)
 
     def action_answer(self, answer: bool) -> None:
-        """Take an answer, but no yes that was typed before the question could be read."""
+        """Accept an answer, but ignore a yes typed before the question was readable."""
         if not answer or any(question.painted for question in self.query(_Question)):
             self.dismiss(answer)

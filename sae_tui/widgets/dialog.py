@@ -1,4 +1,4 @@
-"""What all dialogs share."""
+"""The base class of all dialogs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from textual.screen import ModalScreen, ScreenResultType
 
 
 class Dialog(ModalScreen[ScreenResultType]):
-    """A screen over another that is left only once: a second press of the key that leaves it does nothing."""
+    """A modal screen that can be dismissed only once: pressing the key a second time does nothing."""
 
     def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
         return super().dismiss(result) if self.app.screen is self else AwaitComplete()

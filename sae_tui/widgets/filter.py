@@ -1,4 +1,4 @@
-"""A line above a table in which words are typed that its rows must have, with what was found at its right."""
+"""An input line above a table that filters its rows by words, with the number of results at the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sae_tui.widgets.table import KeyedTable
 
 
 class Filter(Input):
-    """Enter keeps the text and goes back to the table, Escape takes it away."""
+    """The filter's input: Enter keeps the text and returns to the table, Escape clears it."""
 
     BINDINGS = [
         Binding("escape", "leave(False)", "Clear", id="filter.clear", tooltip="All rows again"),
@@ -23,12 +23,12 @@ class Filter(Input):
 
     def action_leave(self, keep: bool) -> None:
         self.value = self.value if keep else ""
-        # At once, since the next key is for the table.
+        # At once, since the next key is meant for the table.
         self.query_ancestor(Filtered).focus_rows()
 
 
 class Found(LineView):
-    """The number of rows found, the order and the like, at the right."""
+    """The text at the right of the filter line, such as the number of rows found and the order."""
 
     text = ""
 
@@ -41,7 +41,7 @@ class Found(LineView):
 
 
 class Filtered(Vertical):
-    """A table with a line above it that is seen while there is a filter or something to say."""
+    """A table with a line above it, which is visible while there is a filter or a text to show."""
 
     DEFAULT_CSS = """
     Filtered { height: 1fr; min-height: 1; }
@@ -55,23 +55,23 @@ class Filtered(Vertical):
     PLACEHOLDER = ""
 
     def filter_line(self) -> Widget:
-        """Return the line to be put above the table."""
+        """Return the line to put above the table."""
         return Horizontal(
             Label(" /"), Filter(placeholder=self.PLACEHOLDER, compact=True, id="filter"), Found(id="found")
         )
 
     @property
     def words(self) -> str:
-        """What the rows must have."""
+        """The text of the filter."""
         return self.query_one(Filter).value
 
     @property
     def filtering(self) -> bool:
-        """Whether there is a filter, or one is being typed."""
+        """True if there is a filter, or one is being typed."""
         return bool(self.words) or self.query_one(Filter).has_focus
 
     def say(self, text: str) -> None:
-        """Say something at the right of the line, which is gone where there is neither that nor a filter."""
+        """Show a text at the right of the line; hide the line if there is neither a text nor a filter."""
         self.set_class(self.filtering or bool(text), "-in-use")
         # Hide the input while nothing is filtered, since an empty one would look like a filter.
         self.set_class(not self.filtering, "-unfiltered")
@@ -85,5 +85,5 @@ class Filtered(Vertical):
         self.query_one(Filter).value = ""
 
     def focus_rows(self) -> None:
-        """Go from the filter to what it filters."""
+        """Move the focus from the filter to the table."""
         self.query_one(KeyedTable).focus()

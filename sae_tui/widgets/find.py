@@ -1,4 +1,4 @@
-"""Finds one of many things by parts of its name."""
+"""A dialog that finds one of many items by parts of its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class Find(Dialog[str | None]):
-    """Returns the key that Enter takes, None for Escape; `things` are (key, description) pairs."""
+    """Returns the key of the item chosen with Enter, None for Escape; `things` are (key, description) pairs."""
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to where you were"),
@@ -77,7 +77,7 @@ class Find(Dialog[str | None]):
 
 
 def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
-    """Return the things with all words: first names that begin with the first, then keys with all, then the rest."""
+    """Return the items with all words, sorted: exact names, names starting with the first word, then the rest."""
     words = text.lower().split()
     matches = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
 

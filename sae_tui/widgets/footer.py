@@ -1,4 +1,4 @@
-"""The line of keys at the bottom: what can be done now at the left, leaving and help at the right."""
+"""The line of keys at the bottom: current actions at the left, quit and help at the right."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sae_tui.widgets.lines import Line, LineView, Span
 
 # Never left out, however narrow the terminal is.
 _ALWAYS = ("quit", "help")
-# Keys whose characters a text field takes, which Textual 8.2 does not know to be printable.
+# Keys that type a character into a text field, but that Textual 8.2 does not treat as printable.
 _TYPED = ("slash", "plus", "minus", "less_than_sign", "greater_than_sign")
 _APART = "  "
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Which of a screen's keys to show now, by the ids of their bindings: an order, what to leave out, other words."""
+    """The screen's key offers, by binding id: those to show first, those to hide, and replacement labels."""
 
     first: Sequence[str] = ()
     hidden: frozenset[str] = frozenset()
@@ -32,7 +32,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key as it is shown, what it does, and the key to press."""
+    """A key as displayed, its label, and the key to press."""
 
     shown: str
     word: str
@@ -50,9 +50,9 @@ class Entry:
 
 
 class Footer(LineView):
-    """Shows the active bindings with `show`; a screen's `keys_offered` says which of them, and in which order.
+    """Shows the active bindings that have `show`; the screen's `keys_offered` can hide, order and rename them.
 
-    What does not fit is left out whole, from the end.
+    Entries that do not fit are left out completely, starting from the end.
     """
 
     DEFAULT_CSS = "Footer { dock: bottom; height: 1; background: $panel; }"
@@ -67,7 +67,7 @@ class Footer(LineView):
         self._draw()
 
     def _bindings_updated(self, screen: Screen[object]) -> None:
-        # While the terminal is in the background nothing has the focus, and nothing is meant to change.
+        # While the terminal is in the background nothing has the focus, and the footer should not change.
         if self.is_attached and screen is self.screen and self.app.app_focus:
             self.call_after_refresh(self._draw)
 
@@ -83,7 +83,10 @@ class Footer(LineView):
 
 
 def arrange(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
-    """Return each entry with its column: the right ones as words or as keys alone, before them what fits."""
+    """Return each entry with its column.
+
+    The right entries lose their labels if space is short; the left ones fill the rest.
+    """
     if _length(right) + 2 > width:
         right = [Entry(entry.shown, "", entry.key, entry.enabled) for entry in right]
     end = max(0, width - 1 - _length(right))
@@ -114,7 +117,7 @@ def _line(places: Sequence[tuple[int, Entry]], width: int) -> Line:
 
 
 def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
-    """Return the entries for what is active now, for the left and for the right end."""
+    """Return the entries of the active bindings, for the left and for the right end."""
     offer = screen.keys_offered() if hasattr(screen, "keys_offered") else Offer()
     typing = isinstance(screen.focused, Input)
     active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
@@ -122,7 +125,7 @@ def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
     shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
     right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
     order = {name: place for place, name in enumerate(offer.first)}
-    # Without a given order, bindings of the focused widget come before its screen's, and those before the app's.
+    # Without a given order, bindings of the focused widget come before the screen's, and these before the app's.
     left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
     left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
     return [_entry(screen.app, one, offer.words) for one in left], right

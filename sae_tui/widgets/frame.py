@@ -1,4 +1,4 @@
-"""Frames round panels: how much of one there is room for, and the title in it."""
+"""Frames around panels: how much of a frame fits, and its title."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from textual.widgets import Label
 
 Frame = Literal["framed", "ruled", "bare"]
 
-FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # and the rows that each takes
-# Below these the sides and feet of frames cost more than they tell, and below the third the titles too.
+FRAMES: dict[Frame, int] = {"framed": 2, "ruled": 1, "bare": 0}  # with the rows that each takes
+# In smaller windows the sides and feet of frames are not worth their space; with fewer rows than the third value,
+# neither are the titles.
 FRAMED_FROM_COLUMNS, FRAMED_FROM_ROWS, RULED_FROM_ROWS = 100, 30, 18
 
 
 def frame_of(width: int, height: int) -> Frame:
-    """Return how much of a frame there is room for: all of it, its top line with the title, or none."""
+    """Return how much of a frame fits: all of it, only its top line with the title, or none."""
     if width >= FRAMED_FROM_COLUMNS and height >= FRAMED_FROM_ROWS:
         return "framed"
     return "ruled" if height >= RULED_FROM_ROWS else "bare"
 
 
 class HeadingLine(Label):
-    """Has the title of a screen's main panel where there is no frame to hold it."""
+    """Shows the title of a screen's main panel if there is no frame to hold it."""
 
     DEFAULT_CSS = """
     HeadingLine { display: none; width: 100%; height: 1; background: $panel; text-style: bold; }
@@ -34,10 +35,10 @@ class HeadingLine(Label):
 
 
 class FramedScreen(Screen[None]):
-    """A screen whose panels, the widgets of class `panel`, have as much of a frame as there is room for."""
+    """A screen whose panels (widgets of class `panel`) have as much of a frame as the window size allows."""
 
     def on_compose(self) -> None:
-        # Before there are widgets, whose styles would all have to be found once more.
+        # Set the classes before there are widgets: setting them later would make Textual compute all styles again.
         self._fit_frames(self.app.size)
 
     def on_resize(self) -> None:
@@ -49,14 +50,14 @@ class FramedScreen(Screen[None]):
             self.set_class(name == frame, f"-{name}")
 
     def entitle(self, panel: Widget, title: str, hint: str = "") -> None:
-        """Write what the screen shows into the frame of its main panel, or into the heading line."""
+        """Write the title into the frame of the main panel and into the heading line."""
         entitle(panel, title, hint)
         for line in self.query(HeadingLine):
             line.update(_with_hint(Content(title), hint, self.size.width))
 
 
 def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
-    """Write a title into the panel's frame, and a hint into its foot; without a foot, behind the title."""
+    """Write a title into the panel's frame and a hint into its foot; without a foot, append the hint to the title."""
     title = title if isinstance(title, Content) else Content(title)
     framed = frame_of(*panel.screen.size) == "framed"
     over = title if framed else _with_hint(title, hint, panel.outer_size.width)
@@ -69,9 +70,9 @@ def entitle(panel: Widget, title: Content | str, hint: str = "") -> None:
 
 
 def _with_hint(title: Content, hint: str, width: int) -> Content:
-    """Return the title with a hint behind it, for which a long title makes room, and a free cell at both ends."""
-    room = width - len(hint) - 6  # for two cells before the hint, and a free one and one of the frame at both ends
+    """Return the title followed by a hint, with a space at both ends; a long title is cut to fit the hint."""
+    room = width - len(hint) - 6  # two cells before the hint; a space and a frame cell at each end
     if hint and 0 < room < title.cell_length:
         title = title.truncate(room, ellipsis=True)
-    # Textual leaves a cell free beside a title only where the frame has corners.
+    # Textual leaves a cell free next to a title only if the frame has corners.
     return Content.assemble(" ", title, "  " if hint else "", (hint, "not bold $text-muted"), " ")

@@ -1,4 +1,4 @@
-"""A form generated from knobs: one line each, checked as it is typed."""
+"""A form generated from settings: one line each, validated while the user types."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainer.contract.settings.knobs import Knob
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A knob at its place in the job file: `train.lr`; `several` where a list of values makes a sweep.
+    """A setting and its path in the job file, such as `train.lr`; with `several`, a list of values makes a sweep.
 
-    `label` is what stands before it, the knob's name unless another field has the same; `section` the heading that it
-    stands under, by default the section of its path.
+    `label` is shown before the field; it is the setting's name unless another field has the same name. `section` is the
+    heading above it, by default the section of the path.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Field:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The words to choose from; none where the value is typed."""
+        """The words to choose from; empty if the value is typed."""
         return self.choices or (("true", "false") if self.knob.is_bool else ())
 
     def show(self, value: Any) -> str:
@@ -49,7 +49,7 @@ class Field:
         return ", ".join(value) if self.knob.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
-        """Return the value that was entered, None for the default; raise `ValueError` with what would be right."""
+        """Return the entered value, None for the default; raise `ValueError` with a description of valid values."""
         if not text.strip() and not self.knob.required:
             return None
         value = self.knob.read(text, several=self.several)
@@ -57,7 +57,7 @@ class Field:
 
     @property
     def typing(self) -> str:
-        """What can be typed beside a plain value."""
+        """A hint on what can be typed besides a plain value."""
         if self.options or not self.knob.is_number:
             return self.knob.wanted if self.knob.is_list and self.knob.default == [] else ""
         lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"
@@ -69,9 +69,9 @@ class Field:
 
 
 class KnobRow(Horizontal):
-    """Label, input and, at the right, the help or what is wrong.
+    """Label, input and, at the right, the help or the problem.
 
-    A row that is hidden is empty until it is `fill`ed: with all its editors a form takes four times as long to open.
+    A hidden row is empty until `fill` is called: with all editors, a form takes four times as long to open.
     """
 
     DEFAULT_CSS = """
@@ -103,7 +103,7 @@ class KnobRow(Horizontal):
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
-        """Create label, input and help, where they are not there yet; not in a form that is taken down meanwhile."""
+        """Create label, input and help, unless they exist or the form is being removed."""
         if self._editor is None and self.is_attached:
             hint = Static(self._hint_text(), classes="hint", markup=False)
             self.mount(Label(self.field.label or self.field.knob.name), self.editor, hint)
@@ -134,7 +134,7 @@ class KnobRow(Horizontal):
         return str(self.editor.value) if there else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
-        """Put a value in without making it count as typed."""
+        """Set a value without counting it as typed."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
@@ -144,7 +144,7 @@ class KnobRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "", warning: str = "") -> None:
-        """Show what is wrong, or else what to be warned of, what another setting makes of the value, and the help."""
+        """Show the problem, else the warning, else the effect of another setting and the help."""
         self._problem, self._overridden, self._warning = problem, overridden, warning
         self.set_class(bool(warning and not problem), "-warned")
         self.set_class(bool(problem), "-wrong")
@@ -173,7 +173,7 @@ class KnobRow(Horizontal):
 
     @property
     def is_unusual(self) -> bool:
-        """Whether the value differs from the default, or is wrong."""
+        """True if the value is invalid or differs from the default."""
         try:
             value = self.field.parse(self.text)
         except ValueError:
@@ -182,27 +182,28 @@ class KnobRow(Horizontal):
 
     @property
     def is_changed(self) -> bool:
-        """Whether the value differs from the original, if there is an original to compare with."""
+        """True if there is an original value and the value differs from it."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[Text, str]]:
-        """Return the words to choose from, and with them what else a file says, which may be several or none of them.
+        """Return the words to choose from, plus the current value, which a file may set to several words or an unknown
+        one.
 
-        A word is no markup, whoever wrote it.
+        Words are never parsed as markup, since a file may contain anything.
         """
         words = dict.fromkeys((*self.field.options, self.field.show(self.start)))
         return [(Text(visible(word)), word) for word in words]
 
     def _placeholder(self) -> str:
-        """Return what an empty field stands for."""
+        """Return the text for an empty field."""
         return "required" if self.field.knob.required else self.field.show(self.field.knob.default) or "none"
 
 
 class KnobForm(Vertical):
-    """Rows of knobs; without the class `-all` the advanced ones and the names of the sections are hidden.
+    """Rows of settings; without the class `-all`, advanced settings and section names are hidden.
 
-    Posts `Edited` after every change; `values` gives what has been entered, hidden rows included. What differs from
-    `original`, where there is one, is highlighted; with `marks_usual` also what differs from its default.
+    Posts `Edited` after every change; `values` returns the entered values, including hidden rows. Values that differ
+    from `original`, if given, are highlighted; with `marks_usual`, also values that differ from the default.
     """
 
     BINDINGS = [
@@ -216,7 +217,7 @@ class KnobForm(Vertical):
     """
 
     class Edited(Message):
-        """Something was changed."""
+        """A value was changed."""
 
     def __init__(
         self,
@@ -266,7 +267,7 @@ class KnobForm(Vertical):
         return [row for row in self.children if isinstance(row, KnobRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the values that were entered, and what is wrong with the others, both by path."""
+        """Return the valid values, and the problems of the other fields, both by path."""
         values: dict[str, Any] = {}
         problems: dict[str, str] = {}
         for row in self.rows:
@@ -281,29 +282,29 @@ class KnobForm(Vertical):
 
     @property
     def texts(self) -> dict[str, str]:
-        """What stands in every field, by path."""
+        """The text of every field, by path."""
         return {row.field.path: row.text for row in self.rows}
 
     @property
     def is_sweep(self) -> bool:
-        """Whether a field has several values, as far as can be told from its commas and brackets."""
+        """True if a field seems to have several values, judging by commas and brackets."""
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
-        """Return the paths of the settings that are wrong or differ from `values`."""
+        """Return the paths of the settings that are invalid or differ from `values`."""
         now, problems = self.values()
         usual = {field.path: field.knob.default for field in self._fields}
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
-        """Put the cursor into the field of this path, if there is one, and show it from then on."""
+        """Put the cursor into the field with this path, if there is one, and keep that field visible."""
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
                 row.focus_editor()
 
     def find(self) -> None:
-        """Ask for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
+        """Ask for part of a setting's name; focus the chosen setting and show it if it was hidden."""
 
         def go(path: str | None) -> None:
             if path is not None:
@@ -312,7 +313,7 @@ class KnobForm(Vertical):
         self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in self.rows]), go)
 
     def focus_again(self) -> None:
-        """Put the cursor into the field that had it last, or into the first one."""
+        """Put the cursor into the field that last had it, or into the first one."""
         row = self._last if self._last in self.rows else self.rows[0]
         row.focus_editor()
 
@@ -325,13 +326,13 @@ class KnobForm(Vertical):
             row.set_value(values.get(row.field.path, row.field.knob.default))
 
     def start_from(self, original: dict[str, Any]) -> None:
-        """Put these values in, from which what is changed from now on differs."""
+        """Fill in these values and use them as the original for later changes."""
         self.set_values(original)
         for row in self.rows:
             row.original = row.field.show(original.get(row.field.path, row.field.knob.default))
 
     def say(self, problems: Mapping[str, str], overridden: Mapping[str, str], warnings: Mapping[str, str]) -> None:
-        """Show at each field what is wrong with it, what to be warned of, or what another setting makes of it."""
+        """Show at each field its problem, its warning, or the effect of another setting on it."""
         for row in self.rows:
             path = row.field.path
             row.say(problems.get(path, ""), overridden.get(path, ""), warnings.get(path, ""))

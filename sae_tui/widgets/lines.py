@@ -1,7 +1,7 @@
 """A view of styled lines that repaints only the spans that changed.
 
-Bytes to the terminal are the floor of a monitor over SSH: a whole row costs ten times the two
-digits in it that changed. One such view draws what would else take dozens of widgets.
+Over ssh, the cost of a monitor is the bytes that it sends: a whole row costs ten times the two digits in it that
+changed. One such view also replaces dozens of widgets.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ PALETTE = {
     "trough": "on $panel",
     "rail": "$foreground 30%",
     "swapped": "bold",
-    # How much of its time a card works.
+    # Shades of GPU utilisation.
     "load0": "on $surface",
     "load1": "on $primary 10%",
     "load2": "on $primary 20%",
     "load3": "on $primary 30%",
     "load4": "on $primary 40%",
 }
-# An area is the brighter the higher it reaches: in shares of its colour, from its lowest row up.
+# An area gets brighter with height: opacities of its colour, from the lowest row up.
 GRAPHS = {"spark": "$primary", "bar": "$success", "memory": "$secondary", "heat": "$warning"}
 SHADES = (45, 56, 67, 78, 89)
 PALETTE |= {f"{name}-{shade}": f"{colour} {shade}%" for name, colour in GRAPHS.items() for shade in SHADES}
-BEFORE_TITLE: Span = (" ", "text")  # where there is no frame
-# The terminal's own colours have no surfaces, and no shades.
+BEFORE_TITLE: Span = (" ", "text")  # used if there is no frame
+# The terminal's own 16 colours include no surfaces and no shades.
 _OF_16 = {
     "trough": "on ansi_bright_black",
     "rail": "ansi_bright_black",
@@ -65,7 +65,7 @@ _OF_16 = {
 
 
 class LazyLines(Sequence[Line]):
-    """Lines that are made as they are looked at: of a thousand rows only those on the screen cost anything."""
+    """Lines that are created when accessed: of a thousand rows only the visible ones cost time."""
 
     def __init__(self, count: int, make: Callable[[int], Line]) -> None:
         self._count, self._make = count, make
@@ -86,10 +86,10 @@ class LazyLines(Sequence[Line]):
 
 
 class LineView(ScrollView, can_focus=False):
-    """Draws lines of (text, style name) spans; `show` compares with what stands there."""
+    """Draws lines of (text, style name) spans; `show` repaints only the differences."""
 
-    # Not component classes: Textual 8.2 works out each of them anew for every change of a widget's classes, which was
-    # a third of all that the app does while somebody types.
+    # Do not use component classes: Textual 8.2 computes each of them again whenever a widget's classes change, which
+    # was a third of the app's work while the user types.
     palette: ClassVar[Mapping[str, str]] = PALETTE
     DEFAULT_CSS = """
     LineView {
@@ -103,13 +103,13 @@ class LineView(ScrollView, can_focus=False):
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)
         self._lines: Sequence[Line] = ()
-        # What the frame says.
+        # The title and the hint in the frame.
         self._framed: Line = ()
         self._hint = ""
         self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Replace the lines and mark for repainting what differs."""
+        """Replace the lines and mark the differences for repainting."""
         lines = lines if isinstance(lines, LazyLines) else tuple(lines)
         old, self._lines = self._lines, lines
         if len(old) != len(self._lines):
@@ -122,11 +122,11 @@ class LineView(ScrollView, can_focus=False):
 
     @property
     def has_title(self) -> bool:
-        """Whether it is a panel with a frame that can hold a title."""
+        """True if the view is a panel with a frame that can hold a title."""
         return self.has_class("panel") and frame_of(*self.screen.size) != "bare"
 
     def show_titled(self, title: Line, lines: Sequence[Line], hint: str = "") -> None:
-        """Draw lines with a title in the frame, or where there is none in a line that stays above the others."""
+        """Draw lines with a title in the frame or, if there is no frame, in a fixed line above the others."""
         if self.has_title:
             self._framed, self._hint, self.fixed_lines = title, hint, 0
             self._write_title()
@@ -136,15 +136,15 @@ class LineView(ScrollView, can_focus=False):
             self.show([cut((BEFORE_TITLE, *title, _behind(hint)), self.width), *lines])
 
     def _write_title(self) -> None:
-        """Write the title into the frame, in the colours of now."""
-        # The title proper has the colour that the frame gives to it, which tells the focus.
+        """Write the title into the frame, in the current colours."""
+        # The title itself has the colour of the frame, which shows the focus.
         plain = Style(bold=False)
         parts = [text if style == "title" else (text, plain + self._look(style)) for text, style in self._framed]
         entitle(self, Content.assemble(*parts), self._hint)
 
     @property
     def width(self) -> int:
-        """Cells to draw in; while the view has no lines it has no size, and the screen's width stands in."""
+        """The width to draw in; a view without lines has no size yet, so use the screen's width."""
         return self.size.width or (self.screen.size.width if self.is_attached else 0)
 
     @property
@@ -179,12 +179,12 @@ class LineView(ScrollView, can_focus=False):
             self._write_title()
 
     def _style(self, names: str) -> RichStyle:
-        """Return the style of a name, or of several over each other: `"good cursor"`."""
+        """Return the style of a name, or of several combined names, such as `"good cursor"`."""
         if names not in self._styles:
             look = self.visual_style
             for name in names.split():
                 look += self._look(name)
-            # Textual 8.2 leaves `reverse` out of a visual style.
+            # Textual 8.2 omits `reverse` from a visual style.
             swapped = RichStyle(reverse=True) if "swapped" in names else RichStyle.null()
             self._styles[names] = look.rich_style + swapped
         return self._styles[names]
@@ -194,7 +194,7 @@ class LineView(ScrollView, can_focus=False):
             return Style.parse(_OF_16[name])
         variables = self.app.theme_variables
         style = variables.get(f"style-{name}", self.palette[name])
-        # Of a variable with several words, Textual 8.2 takes the first.
+        # If a variable has several words, Textual 8.2 uses only the first.
         return Style.parse(style.replace("$text-muted", variables["text-muted"]))
 
 
@@ -203,7 +203,7 @@ def _behind(hint: str) -> Span:
 
 
 def _apart(text: str, style: str) -> tuple[Span, ...]:
-    """Return a bar, of a style like `"memory rail cursor"`, and its rail as spans of their own."""
+    """Split a bar with a style like `"memory rail cursor"` into two spans, the bar and its rail."""
     if "rail" not in style:
         return ((text, style),)
     filled, (own, others) = len(text.rstrip(f"{RAIL} ")), style.split(" rail")

@@ -1,4 +1,4 @@
-"""Thousands of lines of a log: drawn when seen, searched, filtered, and followed at the end."""
+"""A view of thousands of log lines: draws only visible lines, searches, filters, and follows the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STEP = 16
 
 
 class LogView(LineView, can_focus=True):
-    """Lines of a log, each after the name of its source where `names` is on; `pattern` is what is searched for."""
+    """The lines of a log, each prefixed with its source if `names` is set; `pattern` is the search pattern."""
 
     BINDINGS = [
         Binding("end", "follow", "End", show=False, id="log.end", tooltip="To the end, and follow it"),
@@ -39,9 +39,9 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
-        # How many lines have what is searched for.
+        # Number of lines that match the search.
         self.n_found = 0
-        # What is shown where there are no lines.
+        # The text to show if there are no lines.
         self._nothing = ""
 
     @property
@@ -50,7 +50,7 @@ class LogView(LineView, can_focus=True):
 
     @property
     def has_long_lines(self) -> bool:
-        """Whether a line that can be seen goes on beyond the edge, or was shifted."""
+        """True if a visible line extends past the edge, or the view is scrolled sideways."""
         top = round(self.scroll_y)
         texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
         return self._left > 0 or any(cell_len(text) > self._room for text in texts)
@@ -62,7 +62,7 @@ class LogView(LineView, can_focus=True):
         self._count()
 
     def say_if_empty(self, text: str) -> None:
-        """Set what to show where no line has come."""
+        """Set the text to show if there are no lines."""
         self._nothing = text
         self.refresh()
 
@@ -75,7 +75,7 @@ class LogView(LineView, can_focus=True):
         return self.size.width - (11 if self.names else 1)
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Add (source, text) lines; the oldest make room."""
+        """Add (source, text) lines, and drop the oldest beyond the limit."""
         self._all += lines
         if len(self._all) > MOST_LINES:
             del self._all[: len(self._all) - MOST_LINES * 9 // 10]
@@ -88,7 +88,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> None:
-        """Look for a text, ignoring case; not for patterns, of which some take minutes for one line."""
+        """Search for a text, ignoring case. Regular expressions are not supported: some take minutes on one line."""
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()
@@ -98,7 +98,7 @@ class LogView(LineView, can_focus=True):
         self.n_found = self._matches_from(0)
 
     def _matches_from(self, first: int) -> int:
-        """Count the lines from `first` on that have what is searched for."""
+        """Return the number of matching lines from index `first` on."""
         return sum(map(self._matches, range(first, len(self._all)))) if self.pattern else 0
 
     def show_only_matches(self, only: bool) -> None:
@@ -106,7 +106,7 @@ class LogView(LineView, can_focus=True):
         self._arrange()
 
     def jump(self, direction: int) -> bool:
-        """Go to the next line with what is searched for (1), or the one before (-1); return False without one."""
+        """Go to the next matching line (1) or the previous one (-1); return False if there is none."""
         start = self._at if self._at is not None else round(self.scroll_y) - (direction > 0)
         rows = range(start + 1, len(self._shown)) if direction > 0 else range(start - 1, -1, -1)
         target = next((row for row in rows if self._matches(self._shown[row])), None)
@@ -122,7 +122,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def action_shift(self, direction: int) -> None:
-        """Shift the lines sideways: long ones are cut, not wrapped."""
+        """Scroll the lines sideways: long ones are cut, not wrapped."""
         self._left = shift(self._left, direction, [text for _, text in self._all], self._room)
         self.refresh()
 
@@ -177,6 +177,6 @@ class LogView(LineView, can_focus=True):
 
 
 def shift(left: int, direction: int, lines: Sequence[str], width: int) -> int:
-    """Return how many columns are out of view at the left after a step, as far as the longest line goes."""
+    """Return the number of columns hidden at the left after one step, limited by the longest line."""
     longest = max(map(len, lines), default=0)
     return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

@@ -1,4 +1,4 @@
-"""A menu of a few words, opened by enter or space; the arrow keys go past it, as they go past a text field."""
+"""A drop-down menu, opened by enter or space; the arrow keys move past it, as they do for a text field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from textual.widgets._select import SelectCurrent, SelectOverlay
 
 
 class Words(SelectOverlay):
-    """The open menu. It ignores the page keys without room, as in a very small window: Textual 8.2 fails on them."""
+    """The open menu.
+
+    It ignores the page keys if it has no visible area, as in a tiny window: Textual 8.2 would fail.
+    """
 
     def action_page_up(self) -> None:
         if self.scrollable_content_region.area:
@@ -25,7 +28,7 @@ class Words(SelectOverlay):
 
 
 class Menu(Select[Any], inherit_bindings=False):
-    """A `Select` that posts `Picked` even where the value is the one that it shows already."""
+    """A `Select` that posts `Picked` even if the user picks the value that it already shows."""
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False)]
 
@@ -34,7 +37,7 @@ class Menu(Select[Any], inherit_bindings=False):
         yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
 
     class Picked(Message):
-        """A person has chosen a value from the open menu."""
+        """The user picked a value from the open menu."""
 
         def __init__(self, menu: Menu, value: Any) -> None:
             super().__init__()

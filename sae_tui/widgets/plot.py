@@ -1,4 +1,4 @@
-"""A line plot in braille: 2 x 4 dots per cell, the axis with round numbers."""
+"""A line plot in braille: 2 x 4 dots per cell, on an axis with round numbers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sae_tui.widgets.lines import Line, LineView
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _AXIS = 8  # cells for the numbers left of the plot
 _MOST_STEPS, _ROUND = 4, (1.0, 2.0, 2.5, 5.0)
-_NEAR = 1e-9  # by which a sum of floats may miss a round number
+_NEAR = 1e-9  # relative rounding error allowed between a sum of floats and a round number
 _BLANK = chr(0x2800)  # a braille character without dots
 
 
 class Plot(LineView):
-    """One series over steps. Points are (x, y); the axis starts at 0 where `from_zero`, so that size can be judged.
+    """One series over steps, as (x, y) points; with `from_zero` the axis starts at 0, to show absolute size.
 
-    It goes to `least_top` at least, so that small values look small; `word` writes a value as text.
+    The axis reaches at least `least_top`, so that small values look small; `word` formats a value.
     """
 
     DEFAULT_CSS = "Plot { height: 1fr; width: 1fr; min-height: 3; }"
@@ -56,10 +56,10 @@ class Plot(LineView):
         behind: Sequence[tuple[float, float | None]] = (),
         span: tuple[float, float] | None = None,
     ) -> None:
-        """Draw the finite points of a series, oldest first; `note` stands beside the newest value.
+        """Draw the finite points of a series, oldest first; `note` is shown after the newest value.
 
-        A `cursor` at a step reads out the value there in its place. The points `behind` are another curve, drawn dim on
-        the same axes. `span` is the range of steps; the default is the range of the points.
+        A `cursor` at a step shows the value there instead of the newest. The points `behind` are a second curve, drawn
+        dim on the same axes. `span` is the range of steps; the default is the range of the points.
         """
         self._note, self._nothing, self._cursor, self._span = note, nothing, cursor, span
         self._points, self._behind = _finite(points), _finite(behind)
@@ -78,7 +78,7 @@ class Plot(LineView):
             self.show_titled(self._heading(), self._plotted(width, height))
 
     def _plotted(self, width: int, height: int) -> list[Line]:
-        """Return the curve over its axis in so many cells, and the ends of the steps below it."""
+        """Return the curve with its y axis in `width` x `height` cells, and the first and last step below it."""
         values = [y for _, y in (*self._points, *self._behind)]
         low, high = y_range(values, from_zero=self.from_zero, least_top=self.least_top)
         low, high, ticks = round_axis(low, high, height)
@@ -100,7 +100,7 @@ class Plot(LineView):
         return self._span or (min(xs), max(xs))
 
     def _row(self, front: str, back: str) -> Line:
-        """Return a row of the plot: the curve, where it is blank the one behind it, and the cursor over both."""
+        """Return a row of the plot: the curve, the curve behind it in blank cells, and the cursor over both."""
         cells = [(back[at], "dim") if cell == _BLANK else (cell, "spark") for at, cell in enumerate(front)]
         if self._cursor is not None:
             first, last = self._steps
@@ -133,7 +133,7 @@ def _finite(points: Sequence[tuple[float, float | None]]) -> tuple[tuple[float, 
 
 
 def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:
-    """Return the range of the axis, up to `least_top` at least; a flat series gets room above and below."""
+    """Return the range of the axis, which reaches at least `least_top`; a flat series gets a margin above and below."""
     low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
@@ -142,7 +142,7 @@ def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -mat
 
 
 def round_axis(low: float, high: float, rows: int) -> tuple[float, float, dict[int, float]]:
-    """Return an axis that begins and ends with round numbers, and which of its `rows`, from above, has which number."""
+    """Return an axis with round ends, and the number to print at each labelled row (row 0 is the top)."""
     most = max(2, min(_MOST_STEPS, (rows - 1) // 2))
     if rows < 3 or not math.isfinite(high - low) or high - low < _NEAR * max(abs(high), abs(low)):
         return low, high, {rows - 1: low, 0: high}
@@ -166,7 +166,7 @@ def braille(
 ) -> list[str]:
     """Draw the points as `height` rows of `width` braille characters, joined by vertical strokes.
 
-    `span` is the range of x, else the points' own.
+    `span` is the range of x, by default the range of the points.
     """
     columns, dots = 2 * width, 4 * height
     span = span or (points[0][0], points[-1][0])
@@ -184,14 +184,14 @@ def braille(
 def place(
     point: tuple[float, float], columns: int, rows: int, xs: tuple[float, float], ys: tuple[float, float]
 ) -> tuple[int, int]:
-    """Return the column and row of a point among so many of each, the uppermost row being 0."""
+    """Return the column and row of a point on a grid of `columns` x `rows`; row 0 is the top."""
     (x, y), (first, last), (low, high) = point, xs, ys
     column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
     return column, round((high - max(low, min(high, y))) / (high - low) * (rows - 1))
 
 
 def _strokes(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """Return for each column between two dots the rows that the line passes: (column, top, bottom)."""
+    """Return the rows that the line between two dots covers in each column, as (column, top, bottom)."""
     if start is None or start[0] >= end[0]:
         rows = (end[1], end[1]) if start is None else sorted((start[1], end[1]))
         return [(end[0], rows[0], rows[1])]

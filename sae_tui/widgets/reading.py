@@ -1,4 +1,4 @@
-"""A text over the screen below, to be read and left again."""
+"""A dialog that shows a text over the screen below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Lines = Callable[[int], Sequence[Line]]
 
 
 class Page(LineView, can_focus=True):
-    """Lines made for the width there is; the keys of the cursor scroll them."""
+    """Lines generated for the available width; the cursor keys scroll them."""
 
     DEFAULT_CSS = "Page { height: auto; max-height: 100%; background: $surface; }"
 
@@ -30,12 +30,12 @@ class Page(LineView, can_focus=True):
 
     def draw_again(self) -> None:
         """Build the lines again after their content has changed."""
-        # A column is left for the bar that comes where there are more lines than rows.
+        # Reserve a column for the scrollbar, which appears if there are more lines than rows.
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
 
 class Reading(Dialog[None]):
-    """Shows what `lines` makes of a width; Escape closes it."""
+    """Shows the lines that `lines` returns for the width; Escape closes it."""
 
     BINDINGS = [
         Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to where you were"),
@@ -57,7 +57,7 @@ class Reading(Dialog[None]):
         yield box
 
     def hide_values(self) -> None:
-        """Hide what must not appear in a screenshot; most texts have nothing to hide."""
+        """Hide text that must not appear in a screenshot; most texts have nothing to hide."""
 
     def draw_again(self) -> None:
         """Build the lines again after their content has changed."""

@@ -1,6 +1,6 @@
-"""A table whose cursor belongs to a row's key, so that a list that re-sorts never selects another row.
+"""A table whose cursor belongs to a row's key, so that re-sorting never selects another row.
 
-Built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" would hit another job.
+The built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" would stop another job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: title, least width, whether it takes the spare room, and what to drop first (highest `drop`)."""
+    """A column: its title, its least width, whether it takes spare space, and its `drop` priority (highest first)."""
 
     title: str
     width: int
@@ -33,9 +33,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a key that outlives sorting, and a span per column; cell number `spill` runs over empty ones.
+    """A row: a key that does not change with sorting, and a span per column. Cell `spill` extends over empty cells
+    after it.
 
-    The cursor passes over a heading.
+    The cursor skips headings.
     """
 
     key: str
@@ -44,7 +45,7 @@ class Row:
     is_heading: bool = False
 
 
-# The keys of every list with a cursor, which has an `action_move`.
+# The keys of every list that has a cursor and an `action_move`.
 MOVES = (
     Binding("up,k", "move(-1)", "Up", show=False),
     Binding("down,j", "move(1)", "Down", show=False),
@@ -56,7 +57,7 @@ MOVES = (
 
 
 class KeyedTable(LineView, can_focus=True):
-    """Rows of spans with a heading line and a cursor that follows its key."""
+    """Rows of spans with a heading line, and a cursor that follows its row's key."""
 
     BINDINGS = [*MOVES]
     DEFAULT_CSS = "KeyedTable { height: 1fr; }"
@@ -65,7 +66,7 @@ class KeyedTable(LineView, can_focus=True):
     cursor: reactive[str | None] = reactive(None)
 
     class Chosen(Message):
-        """Enter or a click on a row."""
+        """The user pressed Enter on a row or clicked the row under the cursor."""
 
         def __init__(self, table: KeyedTable, key: str) -> None:
             super().__init__()
@@ -81,11 +82,11 @@ class KeyedTable(LineView, can_focus=True):
         self.columns = tuple(columns)
         self.empty = empty
         self.rows: tuple[Row, ...] = ()
-        self.was_moved = False  # whether somebody has put the cursor somewhere
+        self.was_moved = False  # True once the user has moved the cursor
         self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Replace the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
+        """Replace the rows; the cursor stays on its key, or goes to the nearest row if the key is gone."""
         keys = [row.key for row in rows if not row.is_heading]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
@@ -98,7 +99,7 @@ class KeyedTable(LineView, can_focus=True):
         self._draw()
 
     def select(self, key: str) -> None:
-        """Put the cursor on a row; one that is not there yet gets it when it comes."""
+        """Put the cursor on a row; if the row does not exist yet, do so when it appears."""
         if any(row.key == key for row in self.rows):
             self.cursor = key
         else:
@@ -154,7 +155,7 @@ class KeyedTable(LineView, can_focus=True):
         widths = _fit_columns(self.columns, self.size.width)
         heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
         if self.rows or not self.empty:
-            # Bind rows and cursor as they are now: both may change before a line is drawn again.
+            # Bind the current rows and cursor: both may change before a line is drawn again.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
             rows, columns = self.rows, self.columns
 
@@ -167,7 +168,7 @@ class KeyedTable(LineView, can_focus=True):
 
 
 def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
-    """Return what stands in place of rows: lines as they are where they fit, all else wrapped."""
+    """Return the lines shown instead of rows: unchanged if they fit, else wrapped."""
     room = max(10, width - 2)
     lines: list[Line] = [((text, "dim"),) for text in empty.splitlines()] if isinstance(empty, str) else list(empty)
     found: list[Line] = []
@@ -181,7 +182,7 @@ def _indented(empty: str | Sequence[Line], width: int) -> list[Line]:
 
 
 def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
-    """Return the columns that fit and their widths; drop the most expendable, give the rest to the growing one."""
+    """Return the columns that fit and their widths: drop the least important, give spare space to the growing one."""
     fitting = list(columns)
     while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
         fitting.remove(max(fitting, key=lambda column: column.drop))
