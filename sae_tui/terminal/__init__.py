@@ -1,1 +1,1 @@
-"""Between Textual and the terminal: keys as they come, and bytes as they go."""
+"""The layer between Textual and the terminal: key input and screen output."""

@@ -1,4 +1,4 @@
-"""The driver of the app in a browser: packets on standard output and input, which the server passes on."""
+"""The app's driver in a browser: packets on standard output and input, which the server relays."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from textual.drivers.web_driver import WebDriver
 
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 
-# Textual's input thread takes the classes of its parser and decoder from these names of its module.
+# Textual's input thread looks up its parser and decoder classes by these names in its module.
 vars(web_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
-# What only this process is told by its environment, and not the jobs that it launches.
+# Environment variables for this process only; jobs that it launches must not inherit them.
 _OF_A_LOOK = ("TEXTUAL_DRIVER", "COLUMNS", "ROWS")
 
 
 class BrowserDriver(WebDriver):
-    """Textual's own driver for browsers; it counts what it writes, and takes keys as the terminal's does."""
+    """Textual's driver for browsers, which also counts written bytes and handles keys like our terminal driver."""
 
     n_written = 0  # bytes
 
@@ -27,6 +27,6 @@ class BrowserDriver(WebDriver):
             os.environ.pop(name, None)
 
     def write(self, data: str) -> None:
-        """Write to the browser, and count it."""
+        """Write to the browser, and count the bytes."""
         self.n_written += len(data if data.isascii() else data.encode("utf-8", "replace"))
         super().write(data)

@@ -1,4 +1,4 @@
-"""The terminal driver of Textual, which restores the terminal only once all output of the app is written.
+"""Textual's terminal driver, changed to restore the terminal only after all output of the app is written.
 
 While the app has the terminal, nothing else writes there: standard error goes to a log. Signals that end programs quit
 the app, so that the terminal is restored.
@@ -26,16 +26,16 @@ from textual.drivers.linux_driver import LinuxDriver
 from sae_tui.terminal.key_parser import PacketParser, TerminalDecoder
 from trainer.contract.paths import open_private
 
-# Textual's input thread takes the classes of its parser and decoder from these names of its module.
+# Textual's input thread looks up its parser and decoder classes by these names in its module.
 vars(linux_driver).update(XTermParser=PacketParser, getincrementaldecoder=lambda encoding: TerminalDecoder)
 
 _STDERR = 2
-# Without a handler these would end the app at once, with the terminal in its hands.
+# Without a handler these would end the app at once and leave the terminal in application mode.
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 # Seconds to quit after such a signal. systemd and container runtimes send SIGKILL after 10 s or more.
 _QUIT_LIMIT_S = 5.0
-# Ends a sequence that was cut off, and then is what Textual writes to leave: paste, wrap, resize reports, mouse,
-# keyboard protocol, alternate screen, cursor, focus.
+# End an unfinished sequence, then switch off what Textual switched on: paste, wrap, resize reports, mouse, keyboard
+# protocol, alternate screen, cursor, focus.
 _LEAVE = "\x18\x1b[?2004l\x1b[?7h\x1b[?2048l\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u"
 _LEAVE += "\x1b[?1049l\x1b[?25h\x1b[?1004l"
 # Bytes. The log is emptied at this size; the size is checked each time this much was drawn.
@@ -45,11 +45,11 @@ _MOST_LOGGED, _DRAWN_PER_LOOK = 1 << 20, 1 << 16
 class StderrAside:
     """The original standard error, on which the app draws, while descriptor 2 goes to a log.
 
-    Libraries such as NVML and the C library write to descriptor 2 directly, which would spoil the screen.
+    Libraries such as NVML and the C library write to descriptor 2 directly, which would corrupt the screen.
     """
 
     def __init__(self, log: Path | None) -> None:
-        """Redirect descriptor 2 to this file, or to /dev/null if it is None or cannot be written."""
+        """Redirect descriptor 2 to this file, or to /dev/null if it is None or not writable."""
         before = sys.__stderr__
         assert before is not None
         self.screen = open(  # noqa: SIM115
@@ -64,7 +64,7 @@ class StderrAside:
         os.close(sink)
 
     def keep_short(self) -> None:
-        """Empty the log if it has grown too large, as with a driver that complains all day."""
+        """Empty the log if it is too large, for example if a driver logs errors all day."""
         with contextlib.suppress(OSError):
             if os.fstat(_STDERR).st_size > _MOST_LOGGED:
                 os.ftruncate(_STDERR, 0)
@@ -77,13 +77,13 @@ class StderrAside:
 
 
 class Quitter:
-    """Quits the app on SIGTERM, SIGHUP or SIGINT, and ends the process if that takes too long or a second one comes.
+    """Quits the app on SIGTERM, SIGHUP or SIGINT; ends the process if that takes too long or a second signal arrives.
 
-    The app may be busy, its disk may hang, or the terminal may take no output.
+    The app may be busy, its disk may hang, or the terminal may accept no output.
     """
 
     def __init__(self, quit_app: Callable[[int], object], restore: Callable[[], object]) -> None:
-        """Take what quits the app with an exit code, and what restores the terminal without waiting for the app."""
+        """Take a function that quits the app with an exit code, and one that restores the terminal at once."""
         self.code = 0
         self._quit_app, self._restore = quit_app, restore
         self._signalled, self._signal = os.pipe()
@@ -91,19 +91,19 @@ class Quitter:
         threading.Thread(target=self._end_late, name="quitter", daemon=True).start()
 
     def take(self) -> None:
-        """Handle the signals from now on, unless they are ignored, as SIGHUP after `nohup`."""
+        """Handle the signals from now on, except ignored ones, such as SIGHUP after `nohup`."""
         for number in _END_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        # Starts no thread and takes no lock: this breaks in anywhere in the main thread.
+        # Start no thread and take no lock here: a handler can interrupt the main thread anywhere.
         is_first, self.code = not self.code, 128 + number
         self._hurry()
         if is_first:
             try:
                 self._quit_app(self.code)
-            except RuntimeError:  # the app has ended, and what follows must not wait
+            except RuntimeError:  # the app has ended, and the rest must not wait
                 self._hurry()
 
     def _hurry(self) -> None:
@@ -113,7 +113,7 @@ class Quitter:
     def _end_late(self) -> None:
         os.read(self._signalled, 1)
         select.select([self._signalled], [], [], _QUIT_LIMIT_S)
-        # The terminal may take no output, which must not keep the process.
+        # The terminal may accept no output, which must not block the exit.
         restoring = threading.Thread(target=self._restore, name="restore", daemon=True)
         restoring.start()
         restoring.join(1.0)
@@ -121,10 +121,10 @@ class Quitter:
 
 
 class TerminalDriver(LinuxDriver):
-    """Restores the settings of the terminal once the last line is written.
+    """Restores the terminal settings after the last line is written.
 
-    Textual 8.2 restores them first. A ctrl+s that is typed then stops the output, and the app would wait for its own
-    last line for ever.
+    Textual 8.2 restores them first. If the user then types ctrl+s, the output stops, and the app would wait forever for
+    its own last line.
     """
 
     _settings_before: list[Any] | None = None
@@ -133,7 +133,7 @@ class TerminalDriver(LinuxDriver):
     n_written = 0  # bytes
 
     def write(self, data: str) -> None:
-        """Write to the terminal, and count it."""
+        """Write to the terminal, and count the bytes."""
         before = self.n_written
         self.n_written += len(data if data.isascii() else data.encode("utf-8", "replace"))
         if self._aside and self.n_written // _DRAWN_PER_LOOK > before // _DRAWN_PER_LOOK:
@@ -141,10 +141,10 @@ class TerminalDriver(LinuxDriver):
         super().write(data)
 
     def start_application_mode(self) -> None:
-        """Take the terminal; from here on ctrl+z and what follows it wait for the app to be between two things.
+        """Take the terminal. From now on the event loop handles ctrl+z and SIGCONT, between two callbacks.
 
-        A handler of Python breaks in anywhere. One that breaks into a write, and writes, waits for itself for ever:
-        the queue of the output has one lock. Of stops while the app drew, one in some hundred hung it.
+        A Python signal handler can interrupt any code. If it interrupts a write and writes itself, it deadlocks on the
+        single lock of the output queue: about one in a hundred stops while the app was drawing hung.
         """
         if os.isatty(_STDERR):
             self._aside = StderrAside(getattr(self._app, "log_file", None))
@@ -176,17 +176,17 @@ class TerminalDriver(LinuxDriver):
         loop.call_soon_threadsafe(functools.partial(self._app.exit, return_code=code))
 
     def _restore_at_once(self) -> None:
-        """Restore the terminal, if the app has it, from any thread; discard the output that it has not taken."""
+        """Restore the terminal, if the app has it, from any thread; discard output that it has not accepted."""
         settings = self._settings_before or self.attrs_before
         if settings is None:
             return
-        # A program in the background that changes the terminal is stopped otherwise.
+        # Otherwise the kernel would stop a background process that changes the terminal.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
         with contextlib.suppress(termios.error, OSError):  # the terminal is gone
             drawn_on = self._file.fileno()  # type: ignore[union-attr]
             terminal = os.dup(drawn_on)
-            # A thread may be stuck in a write, and no other can write before it. A signal cuts it short, and what is
-            # left goes nowhere.
+            # A thread may be stuck in a write, which blocks all other writes. A signal interrupts it, and its remaining
+            # output goes to /dev/null.
             os.dup2(os.open(os.devnull, os.O_WRONLY), drawn_on)
             if (writer := self._writer_thread) and writer.ident and writer.is_alive():
                 signal.pthread_kill(writer.ident, signal.SIGWINCH)
@@ -196,9 +196,9 @@ class TerminalDriver(LinuxDriver):
             os.write(terminal, _LEAVE.encode())
 
     def _sigtstp_application(self, *args: Any) -> None:
-        """Stop the app; where it does not have the terminal, as the kernel stops any program.
+        """Suspend the app; if it does not have the terminal, let the kernel stop the process as usual.
 
-        While it starts or ends, Textual would stop it even where no shell is there to go on with it, and take the
+        While the app starts or ends, Textual would stop it even if no shell can continue it, and would take the
         terminal for an app that has ended.
         """
         if self.attrs_before is not None:
@@ -208,16 +208,16 @@ class TerminalDriver(LinuxDriver):
         _stop()
 
     def _sigcont_application(self, *args: Any) -> None:
-        """Take the terminal back if it was given up: Textual would read it twice after any other stop.
+        """Take the terminal back if it was given up; after any other stop Textual would start reading it twice.
 
-        An app that is to quit leaves it, since the shell of a stopped app has it now.
+        An app that is quitting leaves the terminal alone, since the shell has it now.
         """
         if self._must_signal_resume and not (self._quitter and self._quitter.code):
             super()._sigcont_application(*args)
 
 
 def _stop() -> None:
-    """Stop this process as the kernel does; return when it is continued, or at once if no shell could do that."""
+    """Stop this process as the kernel would; return when it is continued, or at once if no shell could continue it."""
     before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.signal(signal.SIGTSTP, before)
@@ -227,7 +227,7 @@ def _stop() -> None:
 def _at_rest(app: App[Any]) -> Iterator[None]:
     """Close the GPU driver while the app is stopped, so that GPUs can be reset.
 
-    The main thread that sends itself a stop continues only after the stop.
+    This works because the main thread sends itself the stop signal and continues only after the stop.
     """
     pause, resume = (getattr(app, name, None) for name in ("pause_reading", "resume_reading"))
     with contextlib.suppress(Exception):  # an error must not prevent the stop
@@ -241,7 +241,7 @@ def _at_rest(app: App[Any]) -> Iterator[None]:
 
 
 def has_shell() -> bool:
-    """Return whether a shell with job control started this process, which can continue it after a stop."""
+    """Return True if a shell with job control started this process and can continue it after a stop."""
     import psutil
 
     group, session = os.getpgrp(), os.getsid(0)
@@ -256,10 +256,11 @@ def has_shell() -> bool:
 
 @contextlib.contextmanager
 def give_away(app: App[None]) -> Iterator[None]:
-    """Give the terminal to another program; raise `SuspendNotSupported` where the app has none.
+    """Give the terminal to another program; raise `SuspendNotSupported` if the app has none.
 
-    Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no
-    shell is there to go on with it. Textual takes the terminal back only where nothing is raised.
+    ctrl+c and ctrl+\\ in that program do not end the app, and ctrl+z is handled by the shell: Textual would stop the
+    app even if no shell can continue it. Exceptions are raised after the block, since Textual takes the terminal back
+    only if nothing is raised.
     """
 
     def stop(*_: object) -> None:
@@ -278,7 +279,7 @@ def give_away(app: App[None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
-    # The other program does not inherit a handler, but would inherit that a signal is ignored.
+    # The other program does not inherit a handler, but would inherit an ignored signal.
     # While the app waits for the other program, it cannot quit.
     acts: dict[int, Any] = dict.fromkeys((*_END_SIGNALS, signal.SIGCONT), signal.SIG_DFL)
     acts |= dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
@@ -288,7 +289,7 @@ def _leave_signals(stop: Callable[..., None]) -> Iterator[None]:
         for number, act in acts.items()
         if signal.getsignal(number) is not signal.SIG_IGN
     }
-    # The event loop would handle the same signals again afterwards.
+    # Otherwise the event loop would handle the same signals again afterwards.
     loop = signal.set_wakeup_fd(-1)
     try:
         yield

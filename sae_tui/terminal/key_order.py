@@ -1,8 +1,8 @@
-"""Keys take effect in the order in which they were typed, however many of them arrive at once.
+"""Handles keys in the order in which they were typed, even if many arrive at once.
 
-Textual 8.2 hands a character to the focused field at once, while a key that is bound bubbles to the app through the
-queue of every widget in between, and a screen or field that it opens gets the keys only some messages later. Over a
-slow line, where several keys arrive in one read, `/quick` would quit the app.
+Textual 8.2 passes a character to the focused field at once, but a bound key first bubbles up to the app through the
+queue of every widget in between. A screen or field that it opens only gets keys some messages later. Over a slow
+connection several keys arrive in one read, and `/quick` would quit the app.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from textual.message_pump import MessagePump
 
 from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 
-# A key that is not handled after this time no longer keeps back those behind it.
+# A key that is not handled after this time no longer delays the keys after it.
 _LONGEST_S = 5.0
-# A key that quits the app is dispatched after this time even if it is not its turn.
+# A key that quits the app is dispatched after this time even if keys before it are waiting.
 _URGENT_AFTER_S = 1.0
-# How often to look whether a screen has answered.
+# Polling interval for a screen that has to answer.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
 
@@ -31,12 +31,12 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key once the one before it has been handled: the focus moved, the screen opened.
+    """Dispatches a key after the previous one is handled: the focus has moved, the screen is open.
 
-    A text that is pasted where no field takes it, in a terminal that does not mark pasted text, is not taken for keys.
+    Text pasted while no field has the focus is not treated as keys, even if the terminal does not mark pasted text.
     """
 
-    # Ids of bindings after which what follows is text.
+    # Ids of bindings that are followed by text input.
     BEFORE_TEXT: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ class KeysInOrder(App[None]):
         self._pasted: tuple[events.Key, ...] = ()
 
     async def on_event(self, event: events.Event) -> None:
-        """Queue what is typed until its turn; dispatch it then, and every other event at once."""
+        """Queue typed keys until their turn, then dispatch them; dispatch all other events at once."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
-            return  # what comes while the app is being left has no screen
+            return  # there is no screen for input that arrives while the app exits
         if not isinstance(event, Typed) or event.is_forwarded:
             await super().on_event(event)
         elif event is self._dispatched:
@@ -65,7 +65,7 @@ class KeysInOrder(App[None]):
                 self._feeder = asyncio.create_task(self._feed(), name="keys in order")
 
     async def _feed(self) -> None:
-        # What is typed while the app is being left finds no screen.
+        # There is no screen for keys typed while the app exits.
         with contextlib.suppress(ScreenStackError):
             await self._feed_all()
 
@@ -86,13 +86,13 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Dispatch a key that quits the app before its turn, where one ahead of it is stuck."""
+        """Dispatch a key that quits the app before its turn, if an earlier key is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
 
     async def _wait_until_handled(self, event: Typed) -> None:
-        """Wait until the key has been handled, and so has what it caused."""
+        """Wait until the key and everything that it caused have been handled."""
         await _wait_for_queue(self)
         for pump in self._path:
             if event._stop_propagation:
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._wait_until_settled()
 
     async def _wait_until_settled(self) -> None:
-        """Wait until focus and screen stay what they are, and the screen has nothing left to answer."""
+        """Wait until focus and screen no longer change, and the screen has nothing left to answer."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:
@@ -116,14 +116,14 @@ class KeysInOrder(App[None]):
         return self.focused is not None and self.focused.check_consume_key("a", "a")
 
     def _refuses(self, event: Typed) -> bool:
-        """Tell whether a text is pasted where no field takes it; notify where it is."""
+        """Return True if text is pasted while no field accepts it, and notify the user."""
         if not isinstance(event, events.Paste) or self._takes_text():
             return False
         self._tell_pasted()
         return True
 
     def _judge(self, packet: Packet) -> None:
-        """Drop the keys of a packet that is pasted text rather than commands: some character is bound to nothing."""
+        """Drop the keys of a packet that looks like pasted text: at least one character is not bound to a command."""
         bound = self.screen.active_bindings
         text = []
         for key in packet.keys:
@@ -143,7 +143,7 @@ class KeysInOrder(App[None]):
 
 
 async def _wait_for_queue(pump: MessagePump) -> None:
-    """Wait until a widget has handled all that is in its queue; return at once where it is being removed."""
+    """Wait until a widget has handled everything in its queue; return at once if it is being removed."""
     reached = asyncio.Event()
     if pump.call_later(reached.set):
         await reached.wait()

@@ -1,4 +1,4 @@
-"""Turns terminal input into messages: which keys arrived together, and pasted text in any number of pieces.
+"""Turns terminal input into messages: reports which keys arrived together, and joins pasted text from several reads.
 
 A terminal may send any bytes: text in another encoding, mouse reports that an earlier program enabled, replies to its
 queries. Textual 8.2 stops at the first byte that is not UTF-8 and at some sequences, and reads an unknown sequence as
@@ -28,17 +28,17 @@ from textual._xterm_parser import (
 )
 from textual.message import Message
 
-# This many characters in one read are taken for pasted text if some of them are bound to nothing.
+# If at least this many characters arrive in one read and some are not bound to a command, treat them as pasted text.
 FEWEST_PASTED = 4
-# A paste of which nothing more comes for this time is taken for complete.
+# A paste that receives no more text for this long counts as complete.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
-# Escape and a key in one read, except what terminals send for one key: alt with backspace, tab, b and f, which move and
-# delete in text fields.
+# Escape followed by another key in one read, except the combinations that terminals send for a single key: alt with
+# backspace, tab, b and f, which move and delete in text fields.
 _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1bbf\x7f\t]|\\Z)")
 # A complete ECMA-48 sequence: keys, mouse reports and replies. In this order: function keys of the Linux console; the
-# old mouse report (see `TerminalDecoder`); shifted keys of rxvt, which have no final letter; any other; keypad keys;
-# strings up to their terminator or to what interrupts them; a terminator without a string.
+# old mouse report (see `TerminalDecoder`); shifted keys of rxvt, which have no final letter; any other control
+# sequence; keypad keys; strings up to their terminator or an interrupting escape; a terminator without a string.
 _SEQUENCE = re.compile(
     r"(\x1b\[(?:\[(?:[A-E]|(?=[^A-E]))|M(?: {3}| {0,2}(?=[^ ]))|\d+\$(?![@-~])|(?![M\[])[ -?]*(?:[@-~]|(?=[^ -~])))"
     r"|\x1bO(?:[ -~]|(?=[^ -~]))"
@@ -57,7 +57,7 @@ _OLD_REPORT = b"\x1b[M"
 
 
 class Packet(events.Event, bubble=False):
-    """Announces several keys that were read at once; they follow one by one."""
+    """Announces several keys that arrived in one read; the keys follow as separate events."""
 
     def __init__(self, keys: Iterable[events.Key]) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class Packet(events.Event, bubble=False):
 class TerminalDecoder:
     """Decodes terminal input: UTF-8, with U+FFFD for any other byte.
 
-    An old mouse report has three bytes that are not text, from 32 to 255: button, column and line. They become spaces,
+    An old mouse report has three bytes from 32 to 255 that are not text: button, column and line. They become spaces,
     so that the report stays three characters long.
     """
 
     def __init__(self) -> None:
         self._decode = getincrementaldecoder("utf-8")("replace").decode
-        # The trailing bytes that may begin a report, and how many bytes of a report are still missing.
+        # Trailing bytes that may begin a report, and the number of missing bytes of a report.
         self._begun, self._n_left = b"", 0
         self._read_at = 0.0
 
@@ -98,21 +98,21 @@ class TerminalDecoder:
 
 
 class PacketParser(XTermParser):
-    """Tells which keys arrived together, and takes pasted text out of what it hands to Textual.
+    """Reports which keys arrived together, and removes pasted text before Textual parses the input.
 
-    Where the marker that ends a paste comes in two parts, 100 ms apart, Textual 8.2 takes all that is typed from then
-    on for pasted text: no key does anything any more.
+    If the end marker of a paste arrives in two parts, 100 ms apart, Textual 8.2 treats everything typed afterwards as
+    pasted text: no key works any more.
     """
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
-        # The text that is being pasted, or what may become the marker before one.
+        # The text of a paste so far, or characters that may become its start marker.
         self._pending = ""
         self._pasting = False
         self._read_at = 0.0
 
     def feed(self, data: str) -> Iterable[Message]:
-        """Return the messages for what the terminal sent, first a `Packet` for several keys; "" ends the input."""
+        """Return the messages for terminal input, after a `Packet` if there are several keys; "" ends the input."""
         if not data:
             return super().feed(data)
         messages = list(self._messages(data))
@@ -120,7 +120,7 @@ class PacketParser(XTermParser):
         return [Packet(keys), *messages] if len(keys) >= FEWEST_PASTED else messages
 
     def tick(self) -> Iterator[Message]:
-        """Stop waiting for the rest of a sequence or paste that has not come in time, and yield what there is."""
+        """Stop waiting for the rest of a sequence or paste that is overdue, and yield what has arrived."""
         yield from super().tick()
         longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
         if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
@@ -132,7 +132,7 @@ class PacketParser(XTermParser):
         elif pending == _ESC:
             yield events.Key("escape", _ESC)
         elif len(pending) == 2:
-            yield from super().feed(pending)  # alt and a key that also begins sequences
+            yield from super().feed(pending)  # alt with a key that also begins sequences
 
     def parse_mouse_code(self, code: str) -> Message | None:
         """Return the event of a mouse report; None if its position is on no screen."""
@@ -192,9 +192,10 @@ class PacketParser(XTermParser):
         return bool(self._sequence_to_key_events(sequence))
 
     def _typed(self, data: str) -> Iterator[Message]:
-        """Take escape and a key for two: over a slow line they arrive together, and Textual drops the first.
+        """Split escape and a key into two keys: over a slow connection they arrive together, and Textual would drop the
+        escape.
 
-        A digit after escape is alt with that digit.
+        Escape followed by a digit is alt with that digit.
         """
         first, *rest = _ESCAPE_AND_KEY.split(data)
         yield from super().feed(first) if first else ()
@@ -208,5 +209,5 @@ class PacketParser(XTermParser):
 
 
 def _paste_event(text: str) -> events.Paste:
-    """Return a paste of the text without what steers a terminal."""
+    """Return a paste event for the text, without control characters."""
     return events.Paste("".join(char for char in text if char.isprintable() or char in "\t\r\n"))

@@ -1,7 +1,7 @@
 """Sends to the terminal only the cells that differ from what it shows.
 
-Textual 8.2 repaints a changed span from the left edge of its widget and repeats the whole style for
-every segment: 19 KB per second for 8 GPUs, where the cells that change make less than 3 KB.
+Textual 8.2 repaints a changed span from the left edge of its widget and repeats the whole style for every segment: 19
+KB per second for 8 GPUs, although the changed cells need less than 3 KB.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from trainer.contract.printable import MARK
 Codes = tuple[str, str, str]  # SGR codes of attributes, foreground, background
 Cell = tuple[str, Codes]  # the right half of a wide character is ""
 
-# Moving the cursor costs about 7 bytes, so that a gap of two unchanged cells is cheaper written again.
+# Moving the cursor costs about 7 bytes, so writing a gap of two unchanged cells again is cheaper.
 _GAP = 2
 
 
 class Printable(LineFilter):
-    """Lets no text through that could steer the terminal, whichever widget it stands in.
+    """Blocks text that could control the terminal, whichever widget draws it.
 
-    Textual 8.2 takes BEL, BS, VT, FF and CR out, and leaves escapes, C1 and the marks of right-to-left text. A text
-    keeps its width, by which it is laid out: what takes no cell goes, and what takes one becomes a mark.
+    Textual 8.2 removes BEL, BS, VT, FF and CR, but keeps escapes, C1 and the marks of right-to-left text. The filter
+    keeps the width of a text, since the layout depends on it: zero-width characters are removed, others become a mark.
     """
 
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:
@@ -52,18 +52,18 @@ def _mark_unprintable(text: str) -> str:
 
 
 class Painter:
-    """Remembers what stands in every cell it has written."""
+    """Remembers the content of every cell that it has written."""
 
     def __init__(self) -> None:
         self._shown: dict[int, dict[int, Cell]] = {}
-        self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
+        self._whole: tuple[Screen[object], Size] | None = None  # last complete paint, and its size
 
     def lighten(self, screen: Screen[object], renderable: Any) -> Any:
-        """Return what to send instead of what is to be displayed: of an update, only the cells that differ."""
+        """Return what to send instead of `renderable`; an update is reduced to the cells that differ."""
         if isinstance(renderable, ChopsUpdate):
             return self.lean(renderable)
         if isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
-            # Textual 8.2 repaints the whole screen whenever something changes behind a dialog, 18 KB a second.
+            # Textual 8.2 repaints the whole screen whenever something changes behind a dialog, 18 KB per second.
             return self.lean_whole(renderable)
         if renderable is not None:
             self.forget()
@@ -71,21 +71,21 @@ class Painter:
         return renderable
 
     def forget(self) -> None:
-        """Forget what the terminal shows; to be called when anything else has written to it."""
+        """Forget what the terminal shows; call this after anything else has written to it."""
         self._shown.clear()
 
     def lean(self, update: ChopsUpdate) -> CompositorUpdate:
-        """Return the update, to be rendered as only the cells that differ."""
+        """Return an update that renders only the cells that differ."""
         return _LeanUpdate(self, update)
 
     def lean_whole(self, update: LayoutUpdate) -> CompositorUpdate:
-        """Return the update of a whole screen, to be rendered as only the cells that differ from those shown."""
+        """Return an update of the whole screen that renders only the cells that differ."""
         width = update.region.width
         chops = [{0: Strip.join(list(line))} for line in update.strips]
         return self.lean(ChopsUpdate(chops, [(y, 0, width) for y in range(len(chops))], [[width]] * len(chops)))
 
     def render(self, update: ChopsUpdate, console: Console) -> str:
-        """Return the escape sequences that bring the terminal from what it shows to the update."""
+        """Return the escape sequences that change the terminal from its current content to the update."""
         colors = console._color_system or ColorSystem.TRUECOLOR
         pen = _Pen()
         for y, start, end in update.spans:
@@ -105,7 +105,7 @@ class _LeanUpdate(CompositorUpdate):
 
 
 class _Pen:
-    """Writes runs of cells and changes only what differs between two styles."""
+    """Writes runs of cells, and only sends the codes that differ between two styles."""
 
     def __init__(self) -> None:
         self._parts: list[str] = []
@@ -154,7 +154,7 @@ def _strip_cells(strip: Strip, colors: ColorSystem) -> Iterator[Cell]:
 
 
 def _runs(row: dict[int, Cell], cells: Iterable[tuple[int, Cell]]) -> Iterator[tuple[int, list[Cell]]]:
-    """Yield (column, cells) for each stretch that differs from `row`, and update `row`; small gaps are bridged."""
+    """Yield (column, cells) for each run that differs from `row`, and update `row`; runs include small gaps."""
     run: list[Cell] = []
     gap: list[Cell] = []
     first = 0

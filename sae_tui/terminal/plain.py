@@ -1,7 +1,7 @@
-"""The plain look: every sign as an ASCII character of the same width, for terminals that have no others.
+"""The plain look: every sign as an ASCII character of the same width, for terminals that show nothing else.
 
-Bars are of `#`, histories of digits (tenths) with `#` for full, frames of `+-|`, curves of `*`. All stays as it is laid
-out, so that nothing else needs to know of it.
+Bars use `#`, histories use digits (tenths) with `#` for full, frames use `+-|`, curves use `*`. The layout stays the
+same, so other code is not affected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 Look = Literal["auto", "full", "plain"]
-# Terminals with ASCII, or like the Linux console a few blocks more, but no braille. TERM=vte is GNOME's, with all.
+# Terminals that only show ASCII or, like the Linux console, a few blocks but no braille. TERM=vte is GNOME's, which
+# shows everything.
 _PLAIN_TERMS = re.compile(r"vt(?!e)|linux|ansi|cons|sun|wy|dumb", re.IGNORECASE)
 
 _SIGNS = {
@@ -26,11 +27,11 @@ _SIGNS = {
     "━": "#", "╸": "=", "╺": "=", "─": "-", "═": "-", "│": "|", "┃": "|", "║": "|", "▏": "|", "▎": "|", "▍": "|",
     "▌": "|", "▐": "|", "▕": "|", "▋": "#", "▊": "#", "▉": "#", "▔": "-", "▀": "#", "░": ".", "▒": ":", "▓": "%",
     "◼": "#", "⟨": "<", "⟩": ">",
-    # Histories, in tenths; full is filled.
+    # Histories, in tenths; # is full.
     "▁": "0", "▂": "1", "▃": "3", "▄": "4", "▅": "5", "▆": "6", "▇": "8", "█": "#",
     # States.
     "▶": ">", "✓": "+", "✗": "x", "◌": "o", "‖": "|", "⚠": "!", "◔": "c", "★": "*", "•": "*", "�": "?",
-    # Curves, eight that differ.
+    # Curves: eight different signs.
     "●": "@", "▲": "^", "■": "#", "◆": "%", "○": "O", "△": "A", "□": "D", "◇": "&",
     "▾": "v", "▼": "v", "▸": ">", "◂": "<", "▴": "^", "→": ">", "←": "<", "↑": "^", "↓": "v", "⏎": "<", "↵": "<",
     # Words and numbers.
@@ -41,12 +42,12 @@ _SIGNS = {
 
 
 def is_plain(look: Look, term: str, *, has_blocks: bool = True) -> bool:
-    """Tell whether to draw with ASCII only: as the user says, else by the terminal and its character set."""
+    """Return True to draw with ASCII only: as the user chose, else depending on the terminal and its character set."""
     return look == "plain" if look != "auto" else not has_blocks or bool(_PLAIN_TERMS.match(term))
 
 
 class Plain(LineFilter):
-    """Draws everything in ASCII; letters of names stay where the terminal has them (`letters`)."""
+    """Draws everything in ASCII; with `letters`, keeps letters of names that the terminal can show."""
 
     def __init__(self, *, letters: bool = True) -> None:
         super().__init__()
@@ -66,12 +67,12 @@ class Plain(LineFilter):
 
 
 def _of_scrollbar(segment: Segment) -> bool:
-    """Tell whether it is an end of a scroll bar, whose blocks mean no height of a history."""
+    """Return True for the end of a scrollbar: its block characters do not stand for values of a history."""
     return bool(segment.style and "@mouse.down" in segment.style.meta)
 
 
 def to_ascii(text: str, *, letters: bool = True) -> str:
-    """Return the text in ASCII and as wide as it was; letters of other alphabets stay where `letters`."""
+    """Return the text in ASCII with the same width; with `letters`, keep letters of other alphabets."""
     return "".join(char if char.isascii() else _sign(char, letters) for char in text)
 
 
@@ -87,17 +88,18 @@ def _sign(char: str, letters: bool) -> str:
 
 
 _COLOURLESS_TERMS = re.compile(r"dumb|vt(?!e)", re.IGNORECASE)
-# On a scale of 1: a background that differs more from the app's stands out; text that differs less from it is faint.
+# On a scale of 1: a background that differs from the app's by more than the first value stands out; text whose
+# brightness differs from its background by less than the second is faint.
 _STANDS_OUT, _FAINT = 0.2, 0.35
 
 
 def is_colourless(environ: Mapping[str, str]) -> bool:
-    """Return whether to send no colours: NO_COLOR is set, or the terminal has none."""
+    """Return True to send no colours: NO_COLOR is set, or the terminal has none."""
     return "NO_COLOR" in environ or bool(_COLOURLESS_TERMS.match(environ.get("TERM", "")))
 
 
 class Colourless(LineFilter):
-    """Sends no colours: text on a background that stands out is reversed, faint text is dim."""
+    """Removes colours: text on a background that stands out is reversed, faint text is dim."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         return [
