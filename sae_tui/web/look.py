@@ -1,4 +1,4 @@
-"""One look at the app: a process of its own, which writes to one browser and reads that browser's keys."""
+"""A browser session: a separate process of the app, which writes to one browser and reads that browser's keys."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from sae_tui.hosts.link import end, signal_all
 from sae_tui.web import BROWSER_DRIVER
 from trainer.contract.printable import printable
 
-# What Textual's driver writes before its first packet.
+# Textual's driver writes this before its first packet.
 _READY = b"__GANGLION__\n"
-_HEAD = 5  # bytes: the kind of a packet, and the size of what follows
-# A whole screen of 300x100 cells in which each has a style of its own is 2 MB.
+_HEAD = 5  # bytes: the kind of a packet, and the size of its payload
+# A whole screen of 300x100 cells with a different style in each cell is 2 MB.
 _LARGEST_PACKET = 8 << 20
 _CHUNK = 64 << 10
 _KEPT_ERRORS = 4096
-# So long it has to end by itself.
+# Seconds that the process has to exit after SIGTERM.
 _LEAVE_S = 2.0
-# These say of a terminal that the server was started in what does not hold in a browser.
+# Variables of the terminal in which the server was started; they are wrong for a browser.
 _OF_A_TERMINAL = ("LINES", "STY", "TERM_PROGRAM", "TERM_PROGRAM_VERSION", "TMUX")
 
 
 class Look:
-    """The process and its pipes; it ends with this process, however that ends."""
+    """The process and its pipes; the process ends when the server does, even if the server crashes."""
 
     def __init__(self, argv: Sequence[str], columns: int, rows: int) -> None:
-        """Start it; raise `OSError` where it cannot be."""
+        """Start the process; raise `OSError` if that fails."""
         pipe, env = subprocess.PIPE, _environment(columns, rows)
         self._process = subprocess.Popen(
             argv, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, env=env
@@ -44,7 +44,7 @@ class Look:
         self._closing = False
 
     async def open(self) -> None:
-        """Connect its pipes, once, before anything else."""
+        """Connect the pipes; call this once, before any other method."""
         loop, process = asyncio.get_running_loop(), self._process
         errors, answers = asyncio.StreamReader(), asyncio.StreamReader()
         for reader, pipe in ((self._output, process.stdout), (errors, process.stderr)):
@@ -55,7 +55,7 @@ class Look:
         self._reading_errors = asyncio.create_task(self._read_errors(errors))
 
     async def screens(self) -> AsyncIterator[bytes]:
-        """Yield what it draws until it ends, all that there is at a time at once."""
+        """Yield the app's output until it ends, combining all packets available at a time."""
         with contextlib.suppress(asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             await self._output.readuntil(_READY)
             left = b""
@@ -67,25 +67,25 @@ class Look:
                     return
 
     async def send(self, kind: bytes, payload: bytes) -> None:
-        """Send a packet: "D" for what is typed, "M" for anything else as JSON; nothing once it has ended."""
+        """Send a packet: "D" for typed input, "M" for anything else, as JSON; do nothing after the app has ended."""
         assert self._input is not None
         with contextlib.suppress(ConnectionError, RuntimeError):
             self._input.write(kind + len(payload).to_bytes(4, "big") + payload)
             await self._input.drain()
 
     async def close(self) -> str:
-        """End it with all that it has started but jobs, and return the last that it said of an error, or ""."""
+        """End the process with its children, except jobs; return the last line that it wrote as an error, or ""."""
         if self._closing:
             return ""
         self._closing = True
         has_ended = self._output.at_eof()
         signal_all(self._process, signal.SIGTERM)
-        # One that waits for its screen to be taken would not end.
+        # An app that is blocked writing its screen would not end, so read its output.
         draining = asyncio.create_task(self._drain())
         code = await asyncio.to_thread(end, self._process, _LEAVE_S)
         draining.cancel()
         if self._reading_errors:
-            # What it has started may have the pipe still.
+            # A child process may still have the pipe open.
             await asyncio.wait([self._reading_errors], timeout=0.2)
             self._reading_errors.cancel()
         for transport in self._transports:
@@ -100,7 +100,7 @@ class Look:
         return next((printable(line.strip()) for line in reversed(lines) if line.strip()), "it ended at once")
 
     async def _drain(self) -> None:
-        # Where somebody reads already, it is being drained.
+        # A second reader raises RuntimeError; then the pipe is already being drained.
         with contextlib.suppress(RuntimeError):
             while await self._output.read(_CHUNK):
                 pass
@@ -111,7 +111,7 @@ class Look:
 
 
 def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
-    """Return what whole packets draw, the part of one that is left, and whether the app has said that it ends."""
+    """Return the output of complete packets, the remaining bytes, and True if the app has announced its end."""
     drawn: list[bytes] = []
     at = 0
     while len(data) - at >= _HEAD:
@@ -121,7 +121,7 @@ def _unpack(data: bytes) -> tuple[bytes, bytes, bool]:
             return b"".join(drawn), b"", True
         if stop > len(data):
             break
-        # Others, such as a link to be opened, are not for a browser that somebody else may share.
+        # Ignore other packets, such as requests to open a link: another user may share the browser.
         if kind == b"D":
             drawn.append(data[at + _HEAD : stop])
         at = stop

@@ -1,4 +1,4 @@
-"""The page of a look: the terminal that textual-serve brings along, and nothing from anywhere else."""
+"""The page of a session: the terminal that comes with textual-serve, with no content from other sites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer.contract.errors import UserError
 
 MISSING = "serve needs a terminal for browsers: pip install 'sae-tui[web]'"
-# By the name in our page: the file of textual-serve, and what it is.
+# Maps a name in our page to the file of textual-serve and its content type.
 _BROUGHT = {
     "terminal.js": ("js/textual.js", "text/javascript"),
     "terminal.css": ("css/xterm.css", "text/css"),
@@ -26,11 +26,12 @@ body { font: 16px "Roboto Mono", monospace; }
 .closed, body.-first-byte .opening, body.-closed .opening { display: none; }
 body.-closed .closed { display: block; }
 """
-# Without it no key reaches the terminal until somebody clicks; this comes after the script of textual-serve.
+# Without it no key reaches the terminal until the user clicks. It must run after the script of textual-serve.
 _SCRIPT = """\
 addEventListener("load", () => document.querySelector(".textual-terminal textarea").focus());
 """
-# The script of textual-serve connects each element of this class, and puts what became of it into the body's classes.
+# The script of textual-serve connects each element of this class, and records the connection state in the body's
+# classes.
 _PAGE = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -55,7 +56,7 @@ Asset = tuple[str, bytes]  # content type and content
 
 
 def read_assets() -> Mapping[str, Asset]:
-    """Return what the page needs by its name; raise `UserError` where the terminal is not installed."""
+    """Return the files that the page needs, by name; raise `UserError` if the terminal is not installed."""
     spec = importlib.util.find_spec("textual_serve")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(MISSING)
@@ -69,7 +70,7 @@ def read_assets() -> Mapping[str, Asset]:
 
 
 def page(host: str, base: str) -> Asset:
-    """Return the page for a browser that came to `host`, a name and a port, with all that it needs below `base`."""
+    """Return the page for a browser that connected to `host` (name and port); its files are below `base`."""
     title = f"sae-tui on {socket.gethostname()}"
     names = {"title": title, "base": base, "address": f"ws://{host}{base}"}
     return "text/html", _PAGE.format(**{name: html.escape(value) for name, value in names.items()}).encode()

@@ -1,4 +1,4 @@
-"""The server of looks: on this machine alone, for whoever has the token, a few at a time."""
+"""The server of browser sessions: only on this machine, only with the token, and only a few at a time."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from trainer.contract.printable import printable
 LOOPBACK = "127.0.0.1"
 MOST_LOOKS = 8
 MOST_CONNECTIONS = 64
-# One that is no look has so long for all that it asks: the terminal is 1 MB, which a slow line takes a while for.
+# Any other request must finish within this time: the terminal is 1 MB, which takes a while over a slow connection.
 PATIENCE_S = 60.0
-# A pasted text comes in one message.
+# Pasted text arrives in one message.
 LONGEST_MESSAGE = 256 << 10
-# What a message costs at least; a mouse that is moved sends a hundred a second.
+# Minimum cost of a message, in bytes; a moving mouse sends a hundred per second.
 _LEAST_COST = 512
-# A busy screen takes 20 kB a second.
+# A busy screen needs 20 kB/s.
 _SCREEN_BYTES_S, _SCREEN_BURST = 1 << 20, 8 << 20
-# A browser that has gone without a word, as that of a laptop that sleeps, is noticed half as late again; on a slow
-# line the question may be behind much that is drawn.
+# A browser that disappears without closing, such as a sleeping laptop, is noticed after 1.5 times this interval. It
+# must be long, since on a slow connection the ping may be queued behind a lot of output.
 _HEARTBEAT_S = 60.0
-_MOST_CELLS = 1000  # in a line, and lines
+_MOST_CELLS = 1000  # columns, and lines
 _MOST_COMPLAINTS = 8
 
 _HEADERS = {
@@ -46,7 +46,8 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-# The terminal's script would put a style of its own into the page: refused with the rest, and page.css has it.
+# The terminal's script would insert its own style into the page. The policy blocks it like all inline styles; page.css
+# contains it.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; connect-src {address}; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -56,11 +57,12 @@ Tell = Callable[[int, str], None]
 
 
 async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[[str], None]) -> int:
-    """Serve looks, each a process of `argv`, until a signal ends it; return 128 and the signal's number.
+    """Serve sessions, each a process of `argv`, until a signal ends the server; return 128 plus the signal's number.
 
-    `tell` is called with the port and the address once it can be reached, `warn` with why a look has ended badly.
+    `tell` is called with the port and the address once the server is reachable; `warn` with the reason when a session
+    fails.
     """
-    # Requests of strangers are not logged, since their bytes must not reach this terminal.
+    # Do not log requests of other users, since their bytes must not reach this terminal.
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL + 1)
     asyncio.get_running_loop().set_exception_handler(_Complaints(warn))
     looks, listening = Looks(argv, warn), _listen(port)
@@ -81,7 +83,7 @@ async def run_server(argv: Sequence[str], port: int, tell: Tell, warn: Callable[
 
 def _listen(port: int) -> socket.socket:
     listening = socket.socket()
-    # Otherwise a port could not be had again for a minute.
+    # Otherwise the port could not be reused for a minute.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((LOOPBACK, port))
@@ -93,7 +95,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _end_on_signals() -> asyncio.Future[int]:
-    """Return what is done by a signal to end; one that is ignored, as after `nohup`, stays so."""
+    """Return a future that a termination signal completes; ignored signals, as after `nohup`, stay ignored."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 
@@ -108,10 +110,10 @@ def _end_on_signals() -> asyncio.Future[int]:
 
 
 class Looks:
-    """Answers requests: with the page, what belongs to it, or a look; all else gets one and the same answer."""
+    """Answers requests with the page, its files, or a session; everything else gets the same 404 answer."""
 
     def __init__(self, argv: Sequence[str], warn: Callable[[str], None]) -> None:
-        """Read the page's files; raise `UserError` where they are not installed."""
+        """Read the page's files; raise `UserError` if they are not installed."""
         self._argv, self._warn = argv, warn
         self._assets: Mapping[str, Asset] = read_assets()
         self._token = secrets.token_urlsafe(32)
@@ -121,13 +123,13 @@ class Looks:
 
     @property
     def base(self) -> str:
-        """The path that all begins with."""
+        """The path prefix of everything that is served."""
         return f"/{self._token}/"
 
     def be_at(self, port: int) -> None:
-        """Be reached by this port; a browser that says any other name was led here by somebody else's.
+        """Accept only this Host header (a guard against DNS rebinding).
 
-        "localhost" is one: in a browser it may be ::1, where another user can listen.
+        "localhost" is not accepted either: in a browser it may be ::1, where another user can listen.
         """
         self._host = f"{LOOPBACK}:{port}"
 
@@ -190,7 +192,7 @@ async def _refuse(browser: web.WebSocketResponse, why: str) -> web.WebSocketResp
 
 
 async def _show(look: Look, browser: web.WebSocketResponse) -> None:
-    """Pass on what the app draws, no faster than the browser takes it."""
+    """Relay the app's output, no faster than the browser accepts it."""
     allowance = Allowance(_SCREEN_BYTES_S, _SCREEN_BURST)
     async for drawn in look.screens():
         await asyncio.sleep(allowance.take(len(drawn)))
@@ -198,7 +200,7 @@ async def _show(look: Look, browser: web.WebSocketResponse) -> None:
 
 
 async def _type(look: Look, browser: web.WebSocketResponse) -> None:
-    """Pass on what is typed, until the browser goes or says what is not understood."""
+    """Relay the user's input until the browser disconnects or sends an invalid message."""
     allowance = Allowance()
     async for message in browser:
         if message.type is not WSMsgType.TEXT:
@@ -212,7 +214,7 @@ async def _type(look: Look, browser: web.WebSocketResponse) -> None:
 
 
 def packet_of(message: str) -> tuple[bytes, bytes] | tuple[()] | None:
-    """Return the packet for the app that a message of the page's script asks for; () for none, None if unknown."""
+    """Return the packet for a message of the page's script; () if none is needed, None if the message is unknown."""
     try:
         said = msgspec.json.decode(message.encode(errors="replace"))
     except msgspec.DecodeError:
@@ -238,7 +240,7 @@ def _cells(request: web.BaseRequest, name: str, usual: int) -> int:
 
 
 async def _run_until_first(jobs: Sequence[Any]) -> None:
-    """Run both until one has ended; a browser or an app that goes in the middle is no error."""
+    """Run all until one has ended; a browser or an app that disconnects meanwhile is not an error."""
     tasks = [asyncio.ensure_future(job) for job in jobs]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -256,25 +258,25 @@ def _headers(host: str) -> dict[str, str]:
 
 
 def nothing() -> web.Response:
-    """Answer what is not here, and whoever has no business here."""
+    """Return the 404 answer, for unknown paths and for clients without access."""
     policy = {"Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'"}
     response = web.Response(status=404, text="404: Not Found", headers=_HEADERS | policy)
     response.force_close()
     return response
 
 
-# What aiohttp does with connections
+# aiohttp's handling of connections
 
 
 class _Connections(web.Server):
-    """Takes so many connections, and has none that is no look for long."""
+    """Limits the number of connections, and closes connections that are not sessions after a time limit."""
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=asyncio.get_running_loop(), **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
-    """Hangs up in time, and answers what is no HTTP as anything else that is not here."""
+    """Closes the connection after a time limit, and answers invalid HTTP with the same 404."""
 
     __slots__ = ("_hanging_up",)
 
@@ -282,7 +284,7 @@ class _Connection(web.RequestHandler):
         self._hanging_up: asyncio.TimerHandle | None = None
         assert self._manager is not None  # None only once the connection is lost
         if len(self._manager.connections) >= MOST_CONNECTIONS:
-            # Refused before aiohttp starts a task for it, which would fail as soon as the connection is gone.
+            # Refuse it before aiohttp starts a task for it, which would fail as soon as the connection is gone.
             transport.abort()  # type: ignore[attr-defined]
             return
         super().connection_made(transport)
@@ -295,7 +297,7 @@ class _Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def stay(self) -> None:
-        """Go on for as long as the other end does."""
+        """Remove the time limit of this connection."""
         if self._hanging_up:
             self._hanging_up.cancel()
 
@@ -307,9 +309,9 @@ class _Connection(web.RequestHandler):
 
 
 class _Complaints:
-    """Passes on asyncio's messages, each once, except those about connections.
+    """Passes on asyncio's error messages, each once, except those about connections.
 
-    Otherwise a stranger could fill the terminal or the log of the server.
+    Otherwise another user could fill the terminal or the log of the server.
     """
 
     def __init__(self, warn: Callable[[str], None]) -> None:
