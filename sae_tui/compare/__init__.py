@@ -1,1 +1,1 @@
-"""Comparing runs without a screen: their curves, settings and results, as text, pictures and tables."""
+"""Comparison of runs without a screen: curves, settings and results, as text, pictures and tables."""

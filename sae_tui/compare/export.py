@@ -1,4 +1,4 @@
-"""Writes a comparison to the disk: a picture of the curves, or their values as CSV."""
+"""Writes a comparison to disk: a picture of the curves, or their values as CSV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False
 
 
 def csv_lines(values: Iterable[tuple[Sae, str, Sample]]) -> Iterator[str]:
-    """Yield a line of titles and one per value; a value that was not finite is empty."""
+    """Yield a line of titles and one line per value; a value that is not finite is empty."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -51,7 +51,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
-    """Write a file (0600), whole or not at all; replace one that exists only with `force`, else raise `UserError`."""
+    """Write a file (0600) atomically; replace an existing one only with `force`, else raise `UserError`."""
     if not force:
         refuse_existing([path])
     try:
@@ -63,6 +63,7 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
 
 def _csv_line(cells: Iterable[object]) -> str:
     line = io.StringIO()
-    # A cell with a character of the line terminator gets quotes: a name may have a carriage return in it.
+    # A name may contain a carriage return; the csv module quotes a cell only if it contains a character of the line
+    # terminator.
     csv.writer(line, lineterminator="\r\n").writerow(cells)
     return line.getvalue().removesuffix("\r\n") + "\n"

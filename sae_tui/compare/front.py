@@ -1,4 +1,4 @@
-"""Finds the Pareto front of points with two coordinates, of which less is better."""
+"""Finds the Pareto front of points with two coordinates; lower is better."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def front(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Return the places of the points that are not beaten: no other is as low in both coordinates and lower in one."""
+    """Return the indices of points that are not dominated: no other is as low in both coordinates and lower in one."""
     places: set[int] = set()
     lowest, last = math.inf, (math.nan, math.nan)
     for place in sorted(range(len(points)), key=lambda place: points[place]):

@@ -1,4 +1,4 @@
-"""Turns curves into lines to draw: smoothed, over an axis, on a linear or a logarithmic scale."""
+"""Turns curves into lines to draw: smoothed, over an axis, on a linear or logarithmic scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from sae_tui.compare.run import Curve, Sample
 from trainer.contract.settings.series import CRITERION, held_out
 
-# The names of the axes in a picture.
+# The titles of the axes in a picture.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
@@ -25,7 +25,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve to draw: points (x, y) in the order of x; on a log scale y is positive, and not yet its logarithm."""
+    """A curve to draw: points (x, y) sorted by x; on a log scale all y are positive, but not yet logarithms."""
 
     label: str
     sae: int
@@ -42,7 +42,7 @@ def traces(curves: Sequence[Curve], view: View) -> list[Trace]:
 
 
 def ema(values: Sequence[float], smoothing: float) -> list[float]:
-    """Return the exponential moving average, its start corrected as if the past had been like the values so far."""
+    """Return the exponential moving average with bias correction, so that early values are not pulled towards 0."""
     mean, weight, averages = 0.0, 0.0, []
     for value in values:
         mean = smoothing * mean + (1 - smoothing) * value
@@ -52,7 +52,7 @@ def ema(values: Sequence[float], smoothing: float) -> list[float]:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Return round numbers from `low` to `high`, about `most` of them: multiples of 1, 2 or 5 times a power of ten."""
+    """Return about `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, most)
@@ -63,7 +63,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten between two positive numbers, and multiples of them where those are few."""
+    """Return powers of ten between two positive numbers; if those are few, also multiples of them."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
         candidates = [factor * 10.0**power for power in powers for factor in factors]

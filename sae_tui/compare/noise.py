@@ -1,4 +1,4 @@
-"""Decides whether the lead of one SAE over another is real: beyond the errors of both and the spread of seeds."""
+"""Decides if the lead of one SAE over another is real: larger than the errors of both and the spread of seeds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from trainer.contract.settings.series import CRITERION, held_out
 
 # A lead counts only beyond this number of standard errors.
 LEAD = 2.0
-# A lead in FVU counts only beyond this share while too few seeds are compared to measure their spread: seeds of a TopK
-# on 131,072 rows were 0.5 to 1 % apart.
+# While too few seeds are compared to measure their spread, a lead in FVU counts only beyond this share. Seeds of a TopK
+# SAE on 131,072 rows differed by 0.5 to 1 %.
 SEED_SHARE = 0.01
 FEWEST_SEEDS = 3
 _FVUS = (held_out(CRITERION), f"card_{CRITERION}")
@@ -25,7 +25,7 @@ _OF_SAE = ("data.", "sae.", "train.")
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """The lead of the best value, the least lead that counts, and the reason in words."""
+    """The lead of the best value, the smallest lead that counts, and the reason in words."""
 
     lead: float
     least: float
@@ -37,7 +37,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """An SAE with its value of a result and the standard error; None if they are not known."""
+    """An SAE with its value of a result and the standard error; None if unknown."""
 
     sae: Sae
     value: float | None
@@ -59,14 +59,14 @@ def lead_of(name: str, best: Measured, other: Measured, compared: Sequence[Measu
 
 
 def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] | None:
-    """Return the least lead that counts by the errors of both, and the reason."""
+    """Return the smallest lead that counts given the errors of both, and the reason."""
     if name in _FVUS and best.sae.sums and other.sae.sums:
         paired = paired_error(best.sae.sums, other.sae.sums)
         if paired is not None:
             degrees = len(best.sae.sums.errors) - 1
             if degrees <= 2:
                 return math.inf, f"the rows are of {degrees + 1} texts, and no error can be known from so few"
-            # With few texts the error itself is uncertain: the spread of Student's t.
+            # With few texts the error itself is uncertain; use the standard deviation of Student's t.
             of_few = math.sqrt(degrees / (degrees - 2))
             return LEAD * paired * of_few, f"{LEAD:g} standard errors of the difference, by texts of the same rows"
     if best.error is None or other.error is None:
@@ -75,7 +75,7 @@ def _by_errors(name: str, best: Measured, other: Measured) -> tuple[float, str] 
 
 
 def _by_seeds(name: str, compared: Sequence[Measured], top: float) -> tuple[float, str] | None:
-    """Return the least lead in FVU that counts by the spread of seeds, and the reason."""
+    """Return the smallest lead in FVU that counts given the spread of seeds, and the reason."""
     if name not in _FVUS:
         return None
     groups: dict[str, dict[str, float]] = defaultdict(dict)

@@ -35,9 +35,9 @@ class Sample(NamedTuple):
 
 
 class Sae(msgspec.Struct, frozen=True):
-    """An SAE to compare, the one of a run or one of a sweep.
+    """An SAE to compare: the only one of a run, or one of a sweep.
 
-    `latest` are its newest values by metric, and the figures of its report card, where it has one, by `card_` names.
+    `latest` holds its newest values by metric and, if it has a report card, the card's figures under `card_` names.
     """
 
     label: str
@@ -45,12 +45,12 @@ class Sae(msgspec.Struct, frozen=True):
     member: str
     settings: Settings
     latest: Mapping[str, float]
-    # By text, of the rows that the report card was measured on.
+    # Sums per text over the rows on which the report card was measured.
     sums: RowSums | None = None
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A metric of an SAE, or of a run if its SAEs share it; `sae` is the SAE's place in the comparison."""
+    """A metric of an SAE, or of a run if its SAEs share it; `sae` is the SAE's index in the comparison."""
 
     label: str
     sae: int
@@ -109,12 +109,12 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # A run with a damaged file has no curve; the others are compared.
+                # A run with a damaged file has no curve; the others are still compared.
                 return None
         return Curve(label, place, self._curves[name, label])
 
     def all_values(self, metric: str, sae: Sae) -> Iterator[Sample]:
-        """Yield every value of a metric, reading as it goes; a value that was not finite is None."""
+        """Yield every value of a metric, reading lazily; a value that is not finite is None."""
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
@@ -128,12 +128,12 @@ class Run:
     def _saes(self, job: Job) -> Iterator[Sae]:
         for member, settings in settings_of(job.config).items():
             label = f"{job.id} {member}" if member else str(job.id)
-            # It may have been renamed since its job file was written.
+            # The job may have been renamed after its job file was written.
             latest = self._latest(member) | self._card(member)
             yield Sae(label, job, member, {**settings, "name": job.name}, latest, self._sums.get(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """Return the newest values by metric: the SAE's own, and the run's where its SAEs share them."""
+        """Return the newest values by metric: the SAE's own, or the run's if its SAEs share the metric."""
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
 
@@ -158,13 +158,13 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
-        """Return a sample; the tokens of a step are interpolated from those of the newest step."""
+        """Return a sample; its tokens are interpolated from the tokens of the newest step."""
         job, beat = self._job, self._live.heartbeat
         steps, tokens = (beat.step, beat.tokens) if beat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """Return when the run's first value was written: a resumed run started long before its job row says."""
+        """Return when the run's first value was written; for a resumed run the job row only has a later start."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []

@@ -1,4 +1,4 @@
-"""Reads the runs of a comparison while they go on; the results are immutable."""
+"""Reads the runs of a comparison while they continue; the results are immutable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.contract.store.job_store import Control
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """All that a screen or a command shows of some runs; `curves` are those of `metric`."""
+    """All data that a screen or a command shows of some runs; `curves` are the curves of `metric`."""
 
     saes: tuple[Sae, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Keeps the files of some runs open; may be called from any thread, one at a time."""
+    """Keeps the files of some runs open; may be called from any thread, and runs one call at a time."""
 
     def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
         self._control = Control(data.control_db, readonly=True)
@@ -32,7 +32,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
-        """Return the runs as they are now, with the curves of a metric, or of the first one if no run has it."""
+        """Return the runs as they are now, with the curves of a metric, or of the first metric if no run has it."""
         with self._lock:
             saes = self._poll()
             metrics = _in_order({name for run, _ in saes for name in run.metrics})
@@ -41,7 +41,7 @@ class Runs:
             return Comparison(tuple(sae for _, sae in saes), metrics, metric, tuple(filter(None, curves)))
 
     def all_values(self, metric: str = "") -> Iterator[tuple[Sae, str, Sample]]:
-        """Yield (SAE, metric, sample) for every value of a metric, or of all of them."""
+        """Yield (SAE, metric, sample) for every value of a metric, or of all metrics."""
         with self._lock:
             for run, sae in self._poll():
                 for name in [metric] if metric else _in_order(run.metrics):
@@ -59,7 +59,7 @@ class Runs:
 
 
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
-    """Return the results first, as lists of them have them; the others follow by name."""
+    """Return the result metrics first, in their usual order; the others follow by name."""
     results = [name for metric in result_metrics() for name in with_held_out(metric)]
     first = [*results, "loss", "tokens_per_s", "lr"]
     return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))

@@ -1,4 +1,4 @@
-"""Draws curves as SVG: axes with ticks, a legend, and a dash and a mark for each curve beside its colour."""
+"""Draws curves as SVG: axes with ticks, a legend, and a colour, a dash and a mark for each curve."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from trainer.contract.printable import printable
 from trainer.contract.settings.series import title_of
 from trainer.contract.wording import number
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart; without the yellow, too light on white.
+# Okabe and Ito's colours, which people with any colour vision can distinguish; without the yellow, which is too light
+# on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
 _HEIGHT = 480
-_LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # of the plot; the last is the room below it
+_LEFT, _TOP, _RIGHT, _BOTTOM = 76, 40, 610, 52  # edges of the plot; the last is the space below it
 _LINE, _LETTER = 18, 7  # of the legend
 _LONGEST_TITLE = 90
 
@@ -38,7 +39,7 @@ class Box(NamedTuple):
 
 
 def svg(traces: Sequence[Trace], view: View, title: str) -> str:
-    """Return the whole picture as SVG text; a trace without points is only in the legend."""
+    """Return the whole picture as SVG text; a trace without points only appears in the legend."""
     height = max(_HEIGHT, _TOP + _LINE * len(traces) + _BOTTOM)
     width = _RIGHT + 56 + _LETTER * max([19, *(len(_label(trace)) for trace in traces)])
     box = _box([point for trace in traces for point in trace.points], view, height - _BOTTOM)
@@ -51,7 +52,7 @@ def svg(traces: Sequence[Trace], view: View, title: str) -> str:
 
 
 def _box(points: Sequence[tuple[float, float]], view: View, bottom: float) -> Box:
-    """Return the plot that holds all points."""
+    """Return the plot that contains all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):
@@ -60,7 +61,7 @@ def _box(points: Sequence[tuple[float, float]], view: View, bottom: float) -> Bo
 
 
 def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
-    """Return the range, widened if it has no width."""
+    """Return the range, widened if it is empty."""
     if high > low:
         return low, high
     return (low / 2, high * 2) if log else (low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1))

@@ -1,4 +1,4 @@
-"""Tables that compare runs: the settings in which they differ, and their results with the best of each."""
+"""Tables that compare runs: the settings in which they differ, and their results, with the best marked."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ UNKNOWN = "–"
 BEST = "★"
 SAME = "same"
 UNFINISHED = "unfinished"
-# What a machine was at by the way moves speeds and times; a lead of no more than this share is none.
+# Other load on the machine affects speeds and times, so a lead up to this share does not count.
 LEAST_LEAD = {"tokens_per_s": 0.05, "duration_s": 0.05, "energy_wh": 0.05}
-# FVUs, and the L0 at which each stands.
+# FVUs, and the L0 that belongs to each.
 _L0_OF = {"heldout_fvu": "heldout_l0", "card_fvu": "card_l0"}
-# Numbers of tokens are alike up to this factor: a run ends with a whole step.
+# Numbers of tokens count as equal up to this factor, since a run ends with a whole step.
 LIKE = 1.02
-# What is compared like a setting: an automatic batch is smaller in a short run.
+# This is compared like a setting: an automatic batch is smaller in a short run.
 TOKENS_PER_STEP = "tokens per step"
-# Settings that say how a job is trained: of an SAE that was not trained here, nothing.
+# Settings of training; they are meaningless for an SAE that was not trained here.
 _OF_TRAINING = ("train.", "parallel.", "launch.", TOKENS_PER_STEP, "ran as")
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE, and the places of the best ones, or of the ones called the same.
+    """A row of a table: a title, a value per SAE, and the indices of the best SAEs, or of the SAEs that count as the
+    same.
 
-    `why` says why these are the same, and what else limits the comparison.
+    `why` explains why they count as the same, and what else limits the comparison.
     """
 
     title: str
@@ -61,11 +62,11 @@ class Line(msgspec.Struct, frozen=True):
     why: str = ""
     # Values of runs that have not finished, which are not ranked.
     unfinished: frozenset[int] = frozenset()
-    # Text behind a star, by place: the tokens that the SAE was trained on, where they differ between SAEs.
+    # Text after the star, by index: the SAE's number of training tokens, if it differs between SAEs.
     notes: tuple[str, ...] = ()
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
-        """Return the values as text, the best marked, or those that are the same as the best."""
+        """Return the values as text; marks show the best, those the same as the best, and unfinished runs."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
         stars = {place: f" {BEST}{self.notes[place] if self.notes else ''}" for place in self.best}
         known = (place for place in self.unfinished if self.values[place] is not None)
@@ -74,7 +75,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A figure by which a run is judged, and which values of it are the better ones; None if neither are."""
+    """A figure that is compared between runs, and which values are better; None if neither are."""
 
     name: str
     title: str
@@ -87,11 +88,11 @@ def word_of(metric: str) -> Callable[[float], str]:
     return functools.partial(measure, series=series_named(metric))
 
 
-# What an SAE that was trained elsewhere has too, once it is evaluated.
+# Results that an imported SAE also has after it is evaluated.
 _OF_CARD = (
     Result("card_fvu", "report card FVU", "lower", word_of("fvu")),
     Result("card_l0", "report card L0", None, word_of("l0")),
-    # The more rows there are, the fewer latents never fire on them.
+    # With more rows, fewer latents never fire.
     Result("card_dead", "report card did not fire", None, word_of("dead_fraction")),
     Result("card_ce_score", "report card CE score", "higher", number),
     Result("card_kl_score", "report card KL score", "higher", number),
@@ -109,7 +110,7 @@ _OF_RUN = (
 )
 
 
-# The figures of quality.
+# The quality results.
 _OF_QUALITY = frozenset(
     {"loss", *(name for metric in result_metrics() for name in with_held_out(metric))}
     | {result.name for result in _OF_CARD}
@@ -117,7 +118,7 @@ _OF_QUALITY = frozenset(
 
 
 def all_results() -> list[Result]:
-    """Return the figures by which runs are compared: metrics, also on held-out data, report card, loss, speed, cost."""
+    """Return the results to compare: metrics (also held-out), report card, loss, speed and cost."""
     return [
         *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
         *_OF_CARD,
@@ -130,7 +131,7 @@ def _of_metric(name: str, series: Series) -> Result:
 
 
 def differences(saes: Sequence[Sae]) -> list[Line]:
-    """Return a row for each setting that is not the same for all; None for an SAE that does not have it."""
+    """Return a row for each setting that differs; None for an SAE that does not have the setting."""
     of_saes = [_settings(sae) for sae in saes]
     paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
     lines = []
@@ -153,12 +154,12 @@ def _is_of_training(path: str) -> bool:
 
 
 def _is_imported(sae: Sae) -> bool:
-    """Return whether an SAE comes from another tool and was not trained further here."""
+    """Return True if an SAE comes from another tool and was not trained further here."""
     return sae.job.state is JobState.IMPORTED
 
 
 def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]:
-    """Return a row for each result of the runs, final or so far; by settings also the price and CO₂ of the energy."""
+    """Return a row for each result, final or so far; with `settings` also the price and CO₂ of the energy."""
     lines = []
     for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
@@ -169,7 +170,7 @@ def results(saes: Sequence[Sae], settings: Settings | None = None) -> list[Line]
 
 
 def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
-    """Return the price and CO₂ of the energy; neither says more of which run is better than the energy does."""
+    """Return the price and CO₂ of the energy; no best is marked, since they follow from the energy."""
     energies = [energy_of(sae.job, settings) for sae in saes]
     whole = [energy if is_whole(energy) else Energy() for energy in energies]
     lines = [
@@ -180,9 +181,9 @@ def _priced(saes: Sequence[Sae], settings: Settings) -> list[Line]:
 
 
 def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with the best marked; in quality only a finished run leads, and the others have a mark.
+    """Return the line with the best marked; for quality results only finished runs compete, and the others get a mark.
 
-    Values of training batches have no best: they are lower than held-out ones, and most where a run overfits.
+    Values of training batches have no best: they are lower than held-out ones, and lowest if a run overfits.
     """
     if result.name == "loss" or result.name in held_out_metrics() or not _leads(line.values, result):
         return line
@@ -195,7 +196,7 @@ def _judged(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return the line with the best marked, or with all that are the same as the best."""
+    """Return the line with the best marked, or with all that count as the same as the best."""
     leads = leads_of_best(line.values, result, saes)
     alike = {place: lead for place, lead in leads.items() if not lead.is_real}
     if not alike:
@@ -208,7 +209,7 @@ def _marked(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line of FVUs with a note on the L0 of each, if these differ by more than `MOST_L0_MISS`."""
+    """Return a line of FVUs with a note on their L0 values, if these differ by more than `MOST_L0_MISS`."""
     if result.name not in _L0_OF:
         return line
     l0s = {sae.label: l0 for sae in saes if (l0 := value_of(sae, _L0_OF[result.name])) is not None}
@@ -220,7 +221,7 @@ def _at_l0(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
-    """Return a line on quality with the tokens of the best, if the SAEs were trained on different numbers of tokens."""
+    """Return a quality line with the tokens of the best SAE, if the SAEs differ in their number of training tokens."""
     tokens = [sae.job.tokens for sae in saes]
     trained = [n for n in tokens if n]
     if not line.best or result in _OF_RUN[1:] or max(trained, default=0) <= LIKE * min(trained, default=0):
@@ -229,7 +230,7 @@ def _with_tokens(line: Line, result: Result, saes: Sequence[Sae]) -> Line:
 
 
 def _leads(values: Sequence[float | None], result: Result) -> bool:
-    """Tell whether the best value is ahead of the next by as much as this result takes; most take nothing."""
+    """Return True if the best value leads by the minimum for this result; most results have no minimum."""
     measured = sorted((value for value in values if value is not None), reverse=result.better == "higher")
     if result.name not in LEAST_LEAD or len(measured) < 2:
         return True
@@ -238,7 +239,7 @@ def _leads(values: Sequence[float | None], result: Result) -> bool:
 
 
 def _error(sae: Sae, name: str) -> float | None:
-    """Return the standard error of a result, where it is known; of a share of latents it is that of a binomial."""
+    """Return the standard error of a result, None if unknown; for a share of latents, the binomial standard error."""
     if name != "dead_fraction":
         return sae.latest.get(error_of(name))
     dead, d_sae = value_of(sae, name), _d_sae(sae)
@@ -253,7 +254,7 @@ def _d_sae(sae: Sae) -> int | None:
 
 
 def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
-    """Return the places of the best values; none if all are alike."""
+    """Return the indices of the best values; none if all are equal."""
     measured = [value for value in values if value is not None]
     if not better or len(set(measured)) < 2:
         return frozenset()
@@ -262,7 +263,7 @@ def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
 
 
 def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence[Sae]) -> dict[int, Lead]:
-    """Return by place the lead of the best value over each other one whose noise is known."""
+    """Return by index the lead of the best value over every other value with known noise."""
     top = min(best(values, result.better), default=None)
     if top is None:
         return {}
@@ -274,7 +275,7 @@ def leads_of_best(values: Sequence[float | None], result: Result, saes: Sequence
 
 
 def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> str:
-    """Return by how much the best is ahead of the farthest one that is called the same, and which lead would count."""
+    """Return the largest lead that counts as the same, the lead that would count, and the reason."""
     farthest = max(leads, key=lambda place: leads[place].lead)
     lead, names = leads[farthest], join_words([saes[place].label for place in sorted({top, *leads})])
     counts = f"only more than {number(lead.least)} counts" if math.isfinite(lead.least) else "no lead counts"
@@ -285,7 +286,7 @@ def _why(line: Line, saes: Sequence[Sae], top: int, leads: dict[int, Lead]) -> s
 
 
 def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:
-    """Return the places of values that read like the best one; none if all read alike."""
+    """Return the indices of values whose text equals that of the best; none if all texts are equal."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
@@ -294,11 +295,11 @@ def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[
 
 
 def value_of(sae: Sae, name: str) -> float | None:
-    """Return a result by its name; for an SAE of a sweep its own value where there is one."""
+    """Return a result by name; for an SAE of a sweep its own value, if it has one."""
     if name == "duration_s":
         return _duration_s(sae)
     if name == "energy_wh":
-        # A part of the energy would look like less of it.
+        # Part of the energy would look like a lower consumption.
         energy = energy_of(sae.job, Settings())
         return energy.energy_wh if is_whole(energy) else None
     if name in sae.latest:
@@ -310,7 +311,7 @@ def value_of(sae: Sae, name: str) -> float | None:
 
 def _duration_s(sae: Sae) -> float | None:
     job = sae.job
-    # Of a resumed job only its last attempt is known.
+    # For a resumed job only the last attempt's times are known.
     return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
@@ -320,10 +321,10 @@ def _ran_as(sae: Sae) -> str:
 
 
 def _tokens_per_step(sae: Sae) -> int | None:
-    """Return the tokens of a step, which follow from the length of the run where the batch is automatic."""
+    """Return the tokens per step; with an automatic batch they depend on the length of the run."""
     return round(sae.job.tokens / sae.job.step) if sae.job.step else None
 
 
 def _value(value: Any) -> str:
-    """Return a setting as it stands in the job file, a string without its quotes."""
+    """Return a setting as it is in the job file, with strings unquoted."""
     return value if isinstance(value, str) else show(value)
