@@ -75,6 +75,8 @@ def objection(argv: list[str]) -> str:
     program, *rest = argv
     if program == "sae-tui":
         return parsed_by(APP, rest)
+    if program == "sae-train":
+        return parsed_by(TRAINER, rest)
     if "trainer" in rest and "-m" in rest:
         return parsed_by(TRAINER, rest[rest.index("trainer") + 1 :])
     if program == "python":

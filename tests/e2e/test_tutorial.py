@@ -13,6 +13,7 @@ from support.doc_blocks import ROOT, blocks_of, commands_of
 from support.real_model import FILE, needs_model
 
 PAGE = ROOT / "docs" / "tutorial.md"
+MODULES = {"sae-tui": ("-m", "sae_tui"), "sae-train": ("-m", "trainer")}
 FEWER = {"20_000": "1_500", "200_000": "10_000", "1024": "256", "2304": "512"}
 
 
@@ -54,7 +55,7 @@ def here(argv: list[str], folder: Path, env: dict[str, str]) -> list[str]:
     if "1234" in rest:
         listed = run(here(["sae-tui", "features", "2", "--limit", "1", "--json"], folder, env), folder, env)
         rest = [str(json.loads(listed)[0]["latent"]) if word == "1234" else word for word in rest]
-    return [sys.executable, *(["-m", "sae_tui"] if program == "sae-tui" else []), *rest]
+    return [sys.executable, *MODULES.get(program, ()), *rest]
 
 
 def run(argv: list[str], folder: Path, env: dict[str, str]) -> str:

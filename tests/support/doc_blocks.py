@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 SHELLS = ("bash", "sh", "console")
 _FENCE = re.compile(r"^```(?P<language>\w*)(?:[ ]+title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
 # A command in a running text, such as `sae-tui job ID`.
-_INLINE = re.compile(r"(?<!`)`((?:sae-tui|python -m trainer) [^`]+)`(?!`)")
+_INLINE = re.compile(r"(?<!`)`((?:sae-tui|sae-train|python -m trainer) [^`]+)`(?!`)")
 _BORDERS = {"|", "||", "&&", ";", "&", "(", ")"}
 _INTO = {">", ">>"}
 _ASSIGNMENT = re.compile(r"\w+=")
