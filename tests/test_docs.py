@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -32,8 +33,8 @@ from trainer.contract.store.states import JobState
 from trainer.parser import make_parser as trainer_parser
 
 # Programs of others, whose flags are not ours to check.
-OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "eval", "export", "git", "jq", "loginctl", "mkdir", "source", "ssh",
-          "wandb"}  # fmt: skip
+OTHERS = {"cat", "cd", "chgrp", "chmod", "docker", "du", "eval", "export", "git", "jq", "loginctl", "mkdir", "rsync",
+          "source", "ssh", "wandb"}  # fmt: skip
 # What stands for something of the reader's in a running text.
 STANDS_FOR = {"ID": "7", "OTHER": "9", "N": "2", "INDEX": "0", "RUN": "7", "JOB": "job", "COMMAND": "gpus"}
 # Commands that only look, and so can be run on a folder with jobs; not those with a flag that goes on for ever.
@@ -79,6 +80,8 @@ def objection(argv: list[str]) -> str:
         return parsed_by(TRAINER, rest)
     if "trainer" in rest and "-m" in rest:
         return parsed_by(TRAINER, rest[rest.index("trainer") + 1 :])
+    if program.startswith(".venv/bin/"):
+        return ""
     if program == "python":
         return "" if rest[0] in written_files() or (ROOT / rest[0]).exists() else "no such file"
     if program == "make":
@@ -128,7 +131,7 @@ def test_every_python_block_is_python() -> None:
 
 
 def test_every_block_says_what_it_is_written_in() -> None:
-    known = {"bash", "console", "sh", "toml", "python", "text", "json"}
+    known = {"bash", "console", "sh", "toml", "python", "text", "json", "diff"}
     everything = blocks("", *known)
     assert [block.place for block in everything if block.language == ""] == []
     fences = sum(page.read_text().count("\n```") for page in pages())
@@ -162,6 +165,46 @@ def record_jobs(data: DataDir) -> None:
         job_id = record_job(data, f"minilm-{number}", JobState.FINISHED, step=200, world_size=2, fvu=0.2)
         record_metrics(data, job_id, steps=20)
         put_card(data.sae(job_id))
+
+
+GUIDES = ROOT / "docs" / "contributing"
+# How a module asks whether a job is an extraction.
+ASKS_FOR_KIND = re.compile(
+    r"isinstance\([^()]*(?:\([^()]*\))?[^()]*\b(?:ExtractJob|JobConfig|ExtractionOutlook)\b|\b(?:extracts|is_extraction)\("
+)
+
+
+def test_the_guide_to_architectures_shows_the_example_that_tests_train() -> None:
+    (shown,) = (block for block in blocks("python") if block.title == "tests/support/toy_architecture.py")
+    assert shown.text == (ROOT / shown.title).read_text(), "copy the file into docs/contributing/add-an-architecture.md"
+
+
+def test_the_sensor_of_the_guide_reaches_the_json_output(tmp_path: Path) -> None:
+    for name in ("sae_tui", "trainer", "data"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (change,) = blocks("diff")
+    apply = ["git", "apply", "-C1", "-"]
+    done = subprocess.run(apply, cwd=tmp_path, input=change.text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "SAE_TUI_DATA_DIR": str(tmp_path / "d")}
+    argv = [sys.executable, "-m", "sae_tui", "--gpu-source", "simulated", "gpus", "0", "--json"]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout)["memory_temperature_c"] == 40, done.stderr
+
+
+def test_the_guide_to_kinds_of_job_names_every_module_that_asks_for_the_kind() -> None:
+    guide = (GUIDES / "add-a-job-kind.md").read_text()
+    sources = [path for package in ("sae_tui", "trainer") for path in (ROOT / package).rglob("*.py")]
+    asking = [str(path.relative_to(ROOT)) for path in sources if ASKS_FOR_KIND.search(path.read_text())]
+    assert [path for path in asking if f"`{path}`" not in guide] == []
+
+
+@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *sorted(GUIDES.glob("*.md"))], ids=lambda page: page.name)
+def test_every_file_that_a_guide_names_exists(page: Path) -> None:
+    named = set(re.findall(r"`((?:sae_tui|trainer|tests|data)/[\w/.-]+)`", page.read_text()))
+    # New files are called x, or loudest as the example is.
+    new = {path for path in named if Path(path).stem in ("x", "loudest")}
+    assert sorted(path for path in named - new if not any(ROOT.glob(f"{path}*"))) == []
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)

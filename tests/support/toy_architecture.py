@@ -1,4 +1,4 @@
-"""A new architecture, in the one file that such a thing takes; `ENTRY` is its line in the registry."""
+"""An example of a new architecture: settings, class and, in `ENTRY`, its line in the registry."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.saes.losses import squared_error
 
 
 class LoudestKnobs(ArchitectureKnobs, frozen=True):
-    """The loudest latents, and a small price on each."""
+    """Settings of the largest latents with a price."""
 
     n_loudest: Annotated[int, about("Latents kept per token.", unit="latents", ge=1)] = 8
     price: Annotated[float, about("Weight of the sum of activations.", ge=0)] = 0.0
