@@ -34,10 +34,10 @@ from trainer.help import OVERVIEW
 from trainer.parser import make_parser as trainer_parser
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
-# What a kind of job does, and the command that runs it in the foreground.
+# Each kind of job, with the commands that run it.
 _KINDS = {
-    "train": "A training: `sae-tui launch` and `python -m trainer run` take it. `kind` may be left out.",
-    "extract": 'An extraction, with `kind = "extract"`: `sae-tui launch` and `python -m trainer extract` take it.',
+    "train": "A training, for `sae-tui launch` and `sae-train run`. `kind` may be left out.",
+    "extract": 'An extraction, with `kind = "extract"`, for `sae-tui launch` and `sae-train extract`.',
 }
 _CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Architectures": ("sae.architecture", catalog.ARCHITECTURES),
@@ -49,13 +49,21 @@ _CATALOGUE: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Formats of SAEs": ("`--format` of `export` and `import`", catalog.FORMATS),
 }
 _TITLES = {
-    "Gpu": "A GPU",
+    "Gpu": "One GPU",
     "Gpus": "GPUs",
-    "Reading": "A text",
-    "Ask": "A question",
-    "Confirm": "A question",
-    "Form": "A form",
+    "Reading": "Text windows",
+    "Ask": "Questions",
+    "Confirm": "Questions",
+    "Form": "Forms",
+    "Card": "Report card",
 }
+# The subjects of keys that come first.
+_FIRST_KEYS = ("Everywhere", "Jobs", "Job", "Launch", "GPUs")
+# As in `an integer of at least 1 and of at most 16 or "auto" (tokens)`.
+_BOUNDED = re.compile(
+    r"(?P<type>an integer|a number)(?: (?P<low>of at least|above) (?P<least>[-\d.]+))?"
+    r"(?: and (?P<high>of at most|below) (?P<most>[-\d.]+))?(?P<auto> or \"auto\")?(?: \((?P<unit>[^)]+)\))?"
+)
 _SIGNS = {"up": "↑", "down": "↓", "left": "←", "right": "→", "enter": "⏎", "escape": "esc"}
 
 
@@ -106,7 +114,7 @@ def _plain(text: str) -> str:
 
 
 def _knob_table(section: str, knobs: Iterable[Knob]) -> str:
-    head = ("key", "default", "takes", "what it is")
+    head = ("key", "default", "values", "meaning")
     return _table(head, ([_code(knob.name), _default(knob), _takes(section, knob), _about(knob)] for knob in knobs))
 
 
@@ -120,7 +128,23 @@ def _default(knob: Knob) -> str:
 
 def _takes(section: str, knob: Knob) -> str:
     words = choices_of(f"{section}.{knob.name}", knob)
-    return ", ".join(f'`"{word}"`' for word in words) if words else _plain(knob.wanted)
+    return ", ".join(f'`"{word}"`' for word in words) if words else _plain(_range(knob.wanted))
+
+
+def _range(wanted: str) -> str:
+    """Shorten `a number of at least 0 and of at most 86400 (s)` to `0–86,400 s`; return other texts as they are."""
+    found = _BOUNDED.fullmatch(wanted)
+    if not found:
+        return wanted.replace(" of at least 1 character(s)", "").replace(" and of at most ", ", at most ")
+    least, most = (found[name] and f"{float(found[name]):,.10g}".replace("-", "−") for name in ("least", "most"))
+    if least and most and (found["low"], found["high"]) == ("of at least", "of at most"):
+        bounds = f"{least}–{most}" if not least.startswith("−") else f"{least} to {most}"
+    else:
+        low = least and f"{'≥' if found['low'] == 'of at least' else '>'} {least}"
+        high = most and f"{'≤' if found['high'] == 'of at most' else '<'} {most}"
+        bounds = " and ".join(filter(None, [low, high]))
+    words = ["integer" if found["type"] == "an integer" else "" if bounds else "number", bounds, found["unit"]]
+    return " ".join(filter(None, words)) + (found["auto"] or "")
 
 
 def _about(knob: Knob) -> str:
@@ -130,9 +154,10 @@ def _about(knob: Knob) -> str:
 def _job_file() -> str:
     parts = [
         "# The job file",
-        "A job file is TOML. Every key but the data's place has a default, an unknown key is refused, and"
-        " `--set section.key=value` overrides any of them. Where a key takes one value, a list of values is a sweep."
-        " Papers stand where a default is theirs. *Rarely changed* ones are behind `ctrl+t` on the launch screen.",
+        "A job file is TOML. Every key has a default unless it is marked as required. Unknown keys are errors."
+        " `--set section.key=value` overrides any key. A list of values, for a key that takes one, makes a sweep."
+        " If a default comes from a paper, the help names it. *Rarely changed* keys are behind `ctrl+t` on the launch"
+        " screen.",
     ]
     for kind, sections in KINDS.items():
         parts += [f"## kind = {kind}", _KINDS[kind]]
@@ -161,23 +186,23 @@ def _settings() -> str:
     return "\n\n".join(
         [
             "# Settings",
-            "`settings.toml` in the data folder, which explains itself; it is read when `sae-tui` starts. A wrong value"
-            " is told and its default used.",
+            "`settings.toml` in the data folder is read when `sae-tui` starts. `,` in the app changes it. A wrong value"
+            " is reported, and the default is used instead.",
             _knob_table("settings", knobs_of(Settings)),
         ]
     )
 
 
 def _catalogue() -> str:
-    parts = ["# The catalogue", "What can be named in a job file or after a flag."]
+    parts = ["# The catalogue", "Names that a job file or a flag can contain."]
     for title, (path, registry) in _CATALOGUE.items():
         named = path if path.startswith("`") else _code(path)
-        parts += [f"## {title}", f"Named by {named}.", _table(("name", "what it is"), _entries(registry))]
+        parts += [f"## {title}", f"For {named}.", _table(("name", "meaning"), _entries(registry))]
     metrics = (
         [_code(name), entry.series.title, _plain(entry.summary), entry.series.better or "", _yes(entry.held_out)]
         for name, entry in catalog.METRICS.items()
     )
-    parts += ["## Metrics", _table(("name", "title", "what it is", "better", "held out too"), metrics)]
+    parts += ["## Metrics", _table(("name", "title", "meaning", "better", "also held out"), metrics)]
     return "\n\n".join(parts)
 
 
@@ -223,7 +248,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.Ar
 
 def _arguments(parser: argparse.ArgumentParser) -> str:
     rows = [row for action in parser._actions if (row := _argument(parser, action))]
-    return _table(("argument", "what it is"), rows) if rows else ""
+    return _table(("argument", "meaning"), rows) if rows else ""
 
 
 def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> list[str] | None:
@@ -244,13 +269,14 @@ def _value_of(action: argparse.Action) -> str:
 
 
 def _keys() -> str:
-    parts = ["# Keys", "As `?` shows them on every screen, by subject; a screen has those of its subjects."]
+    parts = ["# Keys", "`?` shows the keys of a screen. Here they are listed by subject."]
     by_title: dict[str, dict[tuple[str, str], list[str]]] = {}
     for binding in bindings():
         title = title_of_key(binding)
         told = by_title.setdefault(_TITLES.get(title, title), {})
         told.setdefault((binding.description, binding.tooltip), []).append(_keys_of(binding))
-    for title, rows in sorted(by_title.items()):
+    order = {title: place for place, title in enumerate(_FIRST_KEYS)}
+    for title, rows in sorted(by_title.items(), key=lambda entry: (order.get(entry[0], len(order)), entry[0])):
         listed = ([" ".join(dict.fromkeys(keys)), name, _plain(what)] for (name, what), keys in rows.items())
         parts += [f"## {title}", _table(("key", "name", "what it does"), listed)]
     return "\n\n".join(parts)
@@ -287,22 +313,23 @@ def _exit_codes() -> str:
     return "\n\n".join(
         [
             "# Exit codes",
-            "Of `sae-tui` and `python -m trainer` alike. They stay as they are: a script can rely on them.",
-            _table(("code", "in short", "what it says"), ((str(int(one)), one.short, one.meaning) for one in Exit)),
+            "These are the exit codes of `sae-tui` and `sae-train`. They will not change.",
+            _table(("code", "name", "meaning"), ((str(int(one)), one.short, one.meaning) for one in Exit)),
         ]
     )
 
 
 def _answers() -> str:
     parts = [
-        "# Answers in JSON",
-        "What each command prints with `--json`, one level deep; `sae-tui schema COMMAND` has the whole JSON Schema.",
+        "# JSON output",
+        "The fields that each command prints with `--json`, one level deep. `sae-tui schema COMMAND` prints the whole"
+        " JSON Schema.",
     ]
     for name, schema in schemas().items():
         command, asked, rest = schema["title"].partition("--json")
         told = f"{_code(command + asked)}{rest}." if asked else f"{command}."
         parts += [f"## {name}", _plain(told)]
-        tables = [_table(("field", "type", "what it is"), rows) for rows in _objects(schema, schema)]
+        tables = [_table(("field", "type", "meaning"), rows) for rows in _objects(schema, schema)]
         parts += dict.fromkeys(tables)
     return "\n\n".join(parts)
 
