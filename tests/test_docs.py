@@ -130,6 +130,16 @@ def test_every_python_block_is_python() -> None:
         compile(block.text, block.place, "exec")
 
 
+def test_the_example_of_training_from_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = (block for block in blocks("python") if "how-to/python.md" in block.place)
+    smaller = (
+        block.text.replace("4096, 384", "256, 32").replace("8192, 384", "512, 32").replace("n_steps=500", "n_steps=5")
+    )
+    exec(compile(smaller.replace("d_sae=3072", "d_sae=64"), block.place, "exec"), {})
+    assert (tmp_path / "my-sae" / "cfg.json").exists()
+
+
 def test_every_block_says_what_it_is_written_in() -> None:
     known = {"bash", "console", "sh", "toml", "python", "text", "json", "diff"}
     everything = blocks("", *known)
